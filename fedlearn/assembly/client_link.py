@@ -10,8 +10,8 @@ from fedlearn.core.cores import num_cores
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.congestion import InFlightLimit
-from fedlearn.rounds.plain import Ahead, PlainCollector
-from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
+from fedlearn.rounds.plain import PlainCollector, Prefetcher
+from fedlearn.rounds.secure import MaskedSumStore, NoMaskedSumStore, SecureCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.transport.base import Channel
@@ -50,14 +50,14 @@ class ClientLink:
     Attributes:
         channel: The channel to the clients.
         identities: Keys for secure aggregation; ``None``: there are none.
-        ahead: Sends the models of an asynchronous run ahead of time; ``None``: they are not.
+        prefetcher: Sends the models of an asynchronous run ahead of time; ``None``: they are not.
         congestion: Limits the clients in flight of an asynchronous run; ``None``: its concurrency
             is the only limit.
     """
 
     channel: Channel
     identities: Identities | None = None
-    ahead: Ahead | None = None
+    prefetcher: Prefetcher | None = None
     congestion: InFlightLimit | None = None
 
 
@@ -94,7 +94,7 @@ def build_collector(
             slab_bytes=slab_bytes,
             staleness=components.staleness,
             wait=wait,
-            ahead=reach.ahead,
+            prefetcher=reach.prefetcher,
             congestion=reach.congestion,
         )
     return SecureCollector(
@@ -107,7 +107,7 @@ def build_collector(
         sends_directory=identities.sends_directory,
         stage_deadline_s=components.config.secure_aggregation.stage_deadline_s,
         num_threads=num_cores(),
-        masked_sum=masked_sum or NotKept(),
+        masked_sum=masked_sum or NoMaskedSumStore(),
     )
 
 

@@ -78,7 +78,7 @@ def build_run_plan(
         num_rounds=components.config.num_rounds,
         checkpoint_every_s=components.config.store.checkpoint_every_s,
         clock=clock,
-        standing=dict if charging is None else charging.standing,
+        extra_metrics=dict if charging is None else charging.report_spending,
     )
 
 

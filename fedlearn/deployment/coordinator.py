@@ -336,7 +336,7 @@ class Coordinator:
             reach=ClientLink(
                 channel=channel,
                 identities=self._load_identities(database),
-                ahead=channel if self._announces_models else None,
+                prefetcher=channel if self._announces_models else None,
                 congestion=self._limit_in_flight(channel),
             ),
             run_id=deployment(database, self.places.run_name).run_id,
@@ -359,7 +359,7 @@ class Coordinator:
             asynchrony.concurrency,
             asynchrony.buffer_size,
             num_waiting=channel.num_waiting,
-            told=self.live_status.record_in_flight_limit,
+            on_change=self.live_status.record_in_flight_limit,
         )
 
     @property

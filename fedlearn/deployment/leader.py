@@ -183,7 +183,7 @@ class Leader:
         journal = PatientJournal(journal=patiently(found), patiently=patiently)
         checkpoint = patiently(stored.load)
         if checkpoint is not None:
-            checkpoint = checkpoint.for_clients_of(clients.run_id)
+            checkpoint = checkpoint.with_client_run(clients.run_id)
         live_status.num_rounds = record.num_rounds
         live_status.num_finished = 0 if checkpoint is None else checkpoint.round_num
         resumed = resume_round(
@@ -229,7 +229,7 @@ class Leader:
                     checkpoint=checkpoint,
                     resumed=resumed,
                     masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
-                    extended=partial(self._refresh_num_rounds, stored),
+                    read_num_rounds=partial(self._refresh_num_rounds, stored),
                 ),
                 draw=draw,
                 # A resumed round is charged again, because its noise is drawn again.

@@ -188,7 +188,7 @@ class CleanupStore:
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable."""
-        named = checkpoint.for_clients_of(self.run_id)
+        named = checkpoint.with_client_run(self.run_id)
         self.patiently(lambda: self.store.commit(named))
         self.journal.forget(checkpoint.round_num)
         self.forget(checkpoint.round_num)

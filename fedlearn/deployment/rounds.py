@@ -30,7 +30,7 @@ from fedlearn.rounds.opening import Charges
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.rounds.run import ResumedRound, RunState, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
-from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
+from fedlearn.rounds.secure_evaluation import Invitation, SecureEvaluator
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 
@@ -53,14 +53,14 @@ class RunStorage:
         resumed: See :class:`~fedlearn.rounds.run.RunPlan`.
         masked_sum: Where a round's masked sum is kept until it is unmasked, for secure aggregation;
             ``None`` if it is not stored.
-        extended: See :class:`~fedlearn.rounds.run.RunPlan`.
+        read_num_rounds: See :class:`~fedlearn.rounds.run.RunPlan`.
     """
 
     store: RunStore
     checkpoint: Checkpoint | None = None
     resumed: ResumedRound | None = None
     masked_sum: MaskedSumStore | None = None
-    extended: Callable[[], int] = int
+    read_num_rounds: Callable[[], int] = int
 
 
 def run_rounds(
@@ -112,7 +112,7 @@ def run_rounds(
         plan,
         checkpoint_every_s=0.0,  # commit every round, since clients learn its outcome
         resumed=storage.resumed,
-        extended=storage.extended,
+        read_num_rounds=storage.read_num_rounds,
     )
     after_round = AfterRound(
         cluster=Alone(),
@@ -157,7 +157,7 @@ def _evaluators(
         section, measures = components.config.secure_aggregation, tuple(components.directions)
         yield SecureEvaluator(
             sessions=collector,
-            invited=invited,
+            invite=invited,
             plan=partial(section.evaluation_plan, measures=measures),
             deadline_s=evaluation.deadline_s,
         )
@@ -177,7 +177,7 @@ def _invite(
     channel: Channel,
     busy: Callable[[], frozenset[ClientId]],
     round_num: int,
-) -> Invited:
+) -> Invitation:
     """Draw the configured number of idle clients for an evaluation, or all if there are fewer.
 
     With a roster that draws, only clients that it draws are invited.
@@ -188,4 +188,4 @@ def _invite(
         there = components.draw.select(there, round_num=round_num, num_asked=num_clients)
     rng = components.seed.derive("evaluated clients", round_num).numpy()
     chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
-    return Invited(num_clients, [there[index] for index in chosen.tolist()])
+    return Invitation(num_clients, [there[index] for index in chosen.tolist()])

@@ -622,7 +622,7 @@ class _Part:
             charging=charging,
         )
         extended = partial(_extended, num_rounds, cluster)
-        plan = replace(plan, extended=extended)
+        plan = replace(plan, read_num_rounds=extended)
         after_round = AfterRound(cluster, progress, components.callbacks, components.make_model)
         train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
 

@@ -158,7 +158,7 @@ class Charging:
                 self._known, self._num_covered = self._ledger.spent(), 0  # another run has spent
         self._num_ahead -= 1
 
-    def standing(self) -> Mapping[str, float]:
+    def report_spending(self) -> Mapping[str, float]:
         """Return the ε spent so far as the metric ``epsilon``, or nothing if it is too soon.
 
         Computing ε may take a second, so it is limited to a twentieth of the run's time.

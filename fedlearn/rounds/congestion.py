@@ -8,7 +8,7 @@ import structlog
 _log = structlog.get_logger(__name__)
 
 
-def _tell_nobody(_: int) -> None:
+def _ignore(_: int) -> None:
     """Ignore the limit."""
 
 
@@ -18,10 +18,10 @@ class InFlightLimit:
 
     A queue that forms and drains again does no harm: lowering the limit for it would leave the
     coordinator idle. A standing queue does. If the queue stayed longer than one buffer while as
-    many replies landed as clients were in flight at first, so that each client had a turn, then
+    many replies arrived as clients were in flight at first, so that each client had a turn, then
     the replies beyond one buffer are not needed to keep the coordinator busy: with that many fewer
     clients, updates arrive as fast and are less stale. The limit then drops by that number in one
-    step, and does not drop again until all clients that were in flight have landed. One buffer of
+    step, and does not drop again until all clients that were in flight have replied. One buffer of
     replies remains queued, so that the coordinator is not idle by chance. The limit rises by one
     whenever the queue is empty.
 
@@ -30,12 +30,12 @@ class InFlightLimit:
         least: Lower bound, so that a round's buffer can be filled: the buffer size, but at most
             ``most``.
         num_waiting: Returns the number of replies that have arrived and are not yet aggregated.
-        told: Called with the limit whenever it changes.
+        on_change: Called with the limit whenever it changes.
 
     Example:
         >>> limit = InFlightLimit(8, 2, num_waiting=lambda: 1)
-        >>> limit.look()
-        >>> limit.landed(num_in_flight=8)
+        >>> limit.measure_queue()
+        >>> limit.update_limit(num_in_flight=8)
         8
 
     References:
@@ -47,44 +47,44 @@ class InFlightLimit:
     least: int
     _: KW_ONLY
     num_waiting: Callable[[], int]
-    told: Callable[[int], None] = _tell_nobody
+    on_change: Callable[[int], None] = _ignore
     limit: int = field(init=False)
     _lowest: int = field(init=False)  # lowest limit since it was last at `most`, to log only drops
     _found: int = 0  # queue length at the last look
-    _standing: int = 0  # shortest queue in the current interval
-    _num_to_land: int = 0  # replies until the interval ends; 0: no interval has begun
+    _shortest: int = 0  # shortest queue in the current interval
+    _num_until_decision: int = 0  # replies until the interval ends; 0: no interval has begun
 
     def __post_init__(self) -> None:
         self.least = min(self.least, self.most)
         self.limit = self._lowest = self.most
-        self.told(self.limit)
+        self.on_change(self.limit)
 
-    def look(self) -> None:
+    def measure_queue(self) -> None:
         """Measure the queue; call this before taking each reply."""
         self._found = self.num_waiting()
 
-    def landed(self, *, num_in_flight: int) -> int:
-        """Update and return the limit, now that one of ``num_in_flight`` clients has landed."""
+    def update_limit(self, *, num_in_flight: int) -> int:
+        """Update and return the limit, now that one of ``num_in_flight`` clients has replied."""
         before = self.limit
         if self._found <= self.least:
             # The queue has drained to one buffer: no congestion, so any interval starts over.
-            self._num_to_land = 0
+            self._num_until_decision = 0
             self.limit = min(self.most, self.limit + (self._found == 0))
-        elif self._num_to_land == 0:
-            self._num_to_land, self._standing = num_in_flight - 1, self._found
+        elif self._num_until_decision == 0:
+            self._num_until_decision, self._shortest = num_in_flight - 1, self._found
         else:
-            self._num_to_land -= 1
-            self._standing = min(self._standing, self._found)
-            if self._num_to_land == 0:
-                needed = num_in_flight - (self._standing - self.least)
+            self._num_until_decision -= 1
+            self._shortest = min(self._shortest, self._found)
+            if self._num_until_decision == 0:
+                needed = num_in_flight - (self._shortest - self.least)
                 self.limit = min(self.limit, max(self.least, needed))
-                self._num_to_land, self._standing = num_in_flight, self._found
+                self._num_until_decision, self._shortest = num_in_flight, self._found
         if self.limit != before:
-            self._tell()
+            self._notify()
         return self.limit
 
-    def _tell(self) -> None:
-        self.told(self.limit)
+    def _notify(self) -> None:
+        self.on_change(self.limit)
         if self.limit == self.most:
             self._lowest = self.most
             _log.info("in_flight_unlimited", limit=self.limit)

@@ -58,7 +58,7 @@ class DistributedMean:
         for name, lanes in self.plan.vector_lanes(layout).items():
             parts = aggregate.lanes[name].split([lane.size for lane in lanes])
             scaled = [
-                self._noised(lane, part, aggregate.num_clients, labels).mul_(
+                self._add_noise(lane, part, aggregate.num_clients, labels).mul_(
                     lane.step / self.expected
                 )
                 for lane, part in zip(lanes, parts, strict=True)
@@ -66,7 +66,7 @@ class DistributedMean:
             means[name] = torch.cat(scaled).to(layout.dtype)
         return Aggregate(lanes=means, num_clients=max(1, round(self.expected))), state
 
-    def _noised(
+    def _add_noise(
         self, lane: Lane, levels: Tensor, num_clients: int, labels: tuple[int, int]
     ) -> Tensor:
         if self.simulated is None:

@@ -39,14 +39,14 @@ class Evaluators:
         return metrics
 
 
-def measured(arrival: Arrival, *, round_num: int) -> EvaluateReply | Failure:
+def check_evaluation(arrival: Arrival, *, round_num: int) -> EvaluateReply | Failure:
     """Check that a reply evaluates the given round, and refuse it otherwise."""
     reply = arrival.reply
     if isinstance(reply, Failure) or (
         isinstance(reply, EvaluateReply) and reply.round_num == round_num
     ):
         return reply
-    reason = f"{type(reply).__name__} does not measure round {round_num}"
+    reason = f"{type(reply).__name__} does not evaluate round {round_num}"
     arrival.refuse(reason)
     return Failure(reason)
 
@@ -81,7 +81,7 @@ class ChannelEvaluator:
         requests = dict.fromkeys(cohort, request)
         replies = list[EvaluateReply]()
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):
-            reply = measured(arrival, round_num=round_num)
+            reply = check_evaluation(arrival, round_num=round_num)
             if isinstance(reply, EvaluateReply):
                 if self.weighs and not 1 <= reply.num_examples <= MAX_EXAMPLES:
                     arrival.refuse(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")

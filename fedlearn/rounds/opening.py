@@ -59,7 +59,7 @@ class Charges(Protocol):
     def charge(self, *, round_num: int, attempt: int) -> None:
         """Charge an attempt at a round; raises BudgetExhausted if it cannot be afforded."""
 
-    def standing(self) -> Mapping[str, float]:
+    def report_spending(self) -> Mapping[str, float]:
         """Return the spending so far by name; empty if it is not known."""
 
 

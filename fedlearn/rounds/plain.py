@@ -19,18 +19,18 @@ from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
 from fedlearn.rounds.congestion import InFlightLimit
-from fedlearn.rounds.updates import Fold, judged, participation
+from fedlearn.rounds.updates import Fold, build_participation, validate_or_refuse
 from fedlearn.transport.base import Arrival, Channel, Exchange
 
 #: How often a deployed round looks for newly connected clients, in seconds.
 _LOOK_S = 1.0
-#: Smallest staleness limit with which models are sent ahead. A client that has one is asked to
-#: train it one round later, and may land another round later.
+#: Smallest staleness limit with which models are prefetched. A client that has one is asked to
+#: train it one round later, and may reply another round later.
 _LEAST_STALENESS = 2
 
 
-class Ahead(Protocol):
-    """Sends models to clients ahead of time, before they are asked to train them."""
+class Prefetcher(Protocol):
+    """Sends models to clients before they are asked to train them."""
 
     def send_prefetch(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
@@ -41,7 +41,7 @@ class Ahead(Protocol):
         """Cancel what was sent ahead: the clients will not be asked for it."""
 
 
-class _Arrived(NamedTuple):
+class _ArrivedUpdate(NamedTuple):
     """An update that arrived, with its task and the task's duration."""
 
     task: PendingTask
@@ -72,8 +72,8 @@ class PlainCollector:
         staleness: Settings for late updates or for a buffer; ``None``: rounds are synchronous.
         wait: Waits a moment for clients to connect, if an asynchronous round has no client in
             flight and none to ask; ``None``: no client will connect.
-        ahead: Sends the newest model to clients that still work on an older one; ``None``: no model
-            is sent ahead.
+        prefetcher: Sends the newest model to clients that still work on an older one; ``None``: no
+            model is sent before it is asked for.
         congestion: Limit of the clients in flight; ``None``: only the concurrency limits them.
         sent_statistics: By round, the statistics of the model that was broadcast in it.
     """
@@ -83,14 +83,14 @@ class PlainCollector:
     slab_bytes: int
     staleness: LateUpdates | Asynchrony | None = None
     wait: Callable[[], None] | None = None
-    ahead: Ahead | None = None
+    prefetcher: Prefetcher | None = None
     congestion: InFlightLimit | None = None
     sent_statistics: dict[int, Tensor | None] = field(default_factory=dict, init=False)
     _exchange: Exchange | None = None
     _closed_s: float = 0.0  # when the last round closed, in the exchange's seconds
     _in_flight: frozenset[ClientId] = frozenset()
     #: Updates of an attempt that got too few: they count at the start of the next attempt.
-    _held: dict[ClientId, _Arrived] = field(default_factory=dict)
+    _held: dict[ClientId, _ArrivedUpdate] = field(default_factory=dict)
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -105,8 +105,8 @@ class PlainCollector:
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
-            if self.ahead is not None:
-                self.ahead.cancel_prefetches()
+            if self.prefetcher is not None:
+                self.prefetcher.cancel_prefetches()
 
     def collect(
         self,
@@ -144,11 +144,11 @@ class PlainCollector:
         collection = collection_for(self.policy, self.staleness, pending, request)
         if self.congestion is not None:
             collection.limit(self.congestion.limit)
-        played = _PlayedRound(self, self._exchange, collection, requests, draw, self._closed_s)
-        played.open(is_resumed=is_resumed, held=self._held)
-        played.play(self._held)
-        self._closed_s = played.opened_s + played.now_s
-        collected, self._held = played.close(), played.held
+        attempt = _RoundAttempt(self, self._exchange, collection, requests, draw, self._closed_s)
+        attempt.open(is_resumed=is_resumed, held=self._held)
+        attempt.run(self._held)
+        self._closed_s = attempt.opened_s + attempt.now_s
+        collected, self._held = attempt.close(), attempt.held
         return collected
 
     def _remember_statistics(self, requests: Mapping[int, RoundRequest], round_num: int) -> None:
@@ -167,7 +167,7 @@ class PlainCollector:
 
 
 @dataclass(eq=False)
-class _PlayedRound:
+class _RoundAttempt:
     """Drives one attempt at a round: reports the channel's events to its state machine."""
 
     collector: PlainCollector
@@ -178,10 +178,10 @@ class _PlayedRound:
     opened_s: float  # on the exchange's clock; initially when the previous round closed
     now_s: float = 0.0  # seconds since the round opened
     #: The updates so far, as long as they are too few for a step of the server.
-    held: dict[ClientId, _Arrived] = field(default_factory=dict)
+    held: dict[ClientId, _ArrivedUpdate] = field(default_factory=dict)
     _messages: dict[ClientId, TrainRequest] = field(default_factory=dict)
-    _landed_s: float = 0.0  # when a client last landed
-    _is_sent_ahead: bool = False
+    _last_reply_s: float = 0.0  # when a client last replied or was given up
+    _is_prefetched: bool = False
 
     def __post_init__(self) -> None:
         self.request = self.requests[self.collection.round_num]
@@ -189,7 +189,7 @@ class _PlayedRound:
         num_together = max(1, self.collector.slab_bytes // num_bytes)
         self.fold = Fold(self.request, num_together=num_together)
 
-    def open(self, *, is_resumed: bool, held: Mapping[ClientId, _Arrived]) -> None:
+    def open(self, *, is_resumed: bool, held: Mapping[ClientId, _ArrivedUpdate]) -> None:
         """Open the round: give up tasks that are too stale, and on a resume send the others again.
 
         The channel may return replies that an earlier process received.
@@ -212,16 +212,16 @@ class _PlayedRound:
         self.opened_s += since_s
         self.collection.pass_time(since_s)
 
-    def play(self, held: Mapping[ClientId, _Arrived]) -> None:
+    def run(self, held: Mapping[ClientId, _ArrivedUpdate]) -> None:
         """Ask clients and take replies until the round closes or no client can answer any more."""
         self._refill()
         for each in held.values():
             self._count(each._replace(task=self.collection.land(each.task.client_id)))
         while not self.collection.is_closed:
             self._refill()
-            self._send_ahead()
+            self._prefetch()
             if not self.collection.pending:
-                if self._is_given_up():
+                if self._should_give_up():
                     self.now_s = self.collection.run_out(self.now_s)
                     return
                 if self.collector.wait is None:
@@ -229,9 +229,9 @@ class _PlayedRound:
                 self.collector.wait()
                 continue
             if self.collector.congestion is not None:
-                self.collector.congestion.look()
+                self.collector.congestion.measure_queue()
             self.collection.grant(self.exchange.grace_until_s() - self.opened_s)
-            until_s = min(self.collection.wakes_s(), self._look_s())
+            until_s = min(self.collection.wakes_s(), self._next_look_s())
             # The exchange of a synchronous round enforces the deadline itself, and extends it
             # after a restart, so wait for it without a limit.
             ends_s = math.inf if self.collector.staleness is None else self.opened_s + until_s
@@ -247,7 +247,7 @@ class _PlayedRound:
                 self.now_s = max(self.now_s, until_s)
                 self._give_up(self.collection.expire(self.now_s))
 
-    def _is_given_up(self) -> bool:
+    def _should_give_up(self) -> bool:
         """Return whether to stop waiting for further clients to fill the round.
 
         A client that was late, sent an unusable update or kept failing is not asked again on this
@@ -262,10 +262,10 @@ class _PlayedRound:
         have_all_failed = all(row.status is Status.FAILED for row in self.collection.rows)
         if have_all_failed or self.collector.wait is None:
             return True
-        waited_s = self.exchange.elapsed_s() - self.opened_s - self._landed_s
+        waited_s = self.exchange.elapsed_s() - self.opened_s - self._last_reply_s
         return waited_s >= self.collector.policy.deadline_s
 
-    def _look_s(self) -> float:
+    def _next_look_s(self) -> float:
         """Return when to look for newly connected clients."""
         is_looking = self.collector.wait is not None and self.collection.may_ask
         return self.now_s + _LOOK_S if is_looking else math.inf
@@ -307,7 +307,7 @@ class _PlayedRound:
         for each in tasks:
             self.exchange.ask({each.client_id: messages[each.client_id]}, number=each.place)
 
-    def _send_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Send this round's model ahead to clients that still work on an older one.
 
         They can then start on it as soon as they are done. That pays off only if no other client
@@ -317,41 +317,41 @@ class _PlayedRound:
         stale by then. The request itself comes in a later round and its reply may take one round
         more, hence the smallest staleness limit and the last round in which the model may be used.
         """
-        ahead, staleness = self.collector.ahead, self.collector.staleness
-        if ahead is None or staleness is None or self._is_sent_ahead:
+        prefetcher, staleness = self.collector.prefetcher, self.collector.staleness
+        if prefetcher is None or staleness is None or self._is_prefetched:
             return
         most, round_num = staleness.max_staleness, self.collection.round_num
         if most < _LEAST_STALENESS:
             return
         if self.request.counted is not None:
             return  # a client's state depends on whether its pending update counts: not known yet
-        self._is_sent_ahead = True
+        self._is_prefetched = True
         pending, available = self.collection.pending, self.collector.available()
         if self.collection.is_over_limit or self.collection.could_ask_others(available):
-            ahead.cancel_prefetches()
+            prefetcher.cancel_prefetches()
             return
         if all(each.based_on == round_num for each in pending):
             return
         messages = self.request.messages([each.client_id for each in pending])
         for message in {id(each): each for each in messages.values()}.values():
             alike = [client_id for client_id, each in messages.items() if each is message]
-            ahead.send_prefetch(alike, message, last_round_num=round_num + most - 1)
+            prefetcher.send_prefetch(alike, message, last_round_num=round_num + most - 1)
 
     # ---- Replies --------------------------------------------------------------------------
 
     def _take(self, arrival: Arrival) -> None:
         num_in_flight = len(self.collection.pending)
-        task, self._landed_s = self.collection.land(arrival.client_id), self.now_s
+        task, self._last_reply_s = self.collection.land(arrival.client_id), self.now_s
         if (congestion := self.collector.congestion) is not None:
-            self.collection.limit(congestion.landed(num_in_flight=num_in_flight))
+            self.collection.limit(congestion.update_limit(num_in_flight=num_in_flight))
         duration_s = arrival.duration_s(self.opened_s + task.asked_s)
         oldest = None
         staleness = self.collector.staleness
         if staleness is not None and self.collection.allows_early_work:
             oldest = max(0, task.based_on - staleness.max_staleness)
-        update = judged(arrival, self.requests[task.based_on], oldest=oldest)
+        update = validate_or_refuse(arrival, self.requests[task.based_on], oldest=oldest)
         if not isinstance(update, TrainReply):
-            row = participation(arrival.client_id, update, duration_s)
+            row = build_participation(arrival.client_id, update, duration_s)
             is_own = update is arrival.reply  # the client itself reported a failure: no update sent
             self.collection.fail(task, row, sent_nothing=is_own)
             return
@@ -362,11 +362,11 @@ class _PlayedRound:
             self.collection.settle(task, Status.STALE)
             self.collection.excuse(arrival.client_id)  # no update of it is in the buffer
             return
-        self._count(_Arrived(task, update, duration_s))
+        self._count(_ArrivedUpdate(task, update, duration_s))
 
-    def _count(self, arrived: _Arrived) -> None:
+    def _count(self, arrived: _ArrivedUpdate) -> None:
         task, update, duration_s = arrived
-        self.collection.take(task, participation(task.client_id, update, duration_s))
+        self.collection.take(task, build_participation(task.client_id, update, duration_s))
         self.collection.metrics.add(update.metrics, num_examples=update.num_examples)
         factors = self.collection.factors([task])
         self.fold.add(
@@ -384,7 +384,7 @@ class _PlayedRound:
         """Stop waiting for the clients of these tasks."""
         gone = [each.client_id for each in tasks]
         if gone:
-            self._landed_s = self.now_s
+            self._last_reply_s = self.now_s
             self.exchange.give_up(gone)
 
     # ---- The close ------------------------------------------------------------------------

@@ -130,7 +130,7 @@ class Checkpoint:
     tensors: "Mapping[str, Tensor]"
     values: Mapping[str, Scalar]
 
-    def for_clients_of(self, run_id: str) -> "Checkpoint":
+    def with_client_run(self, run_id: str) -> "Checkpoint":
         """Return this checkpoint for a run that its clients know by ``run_id``.
 
         If they knew it by another id, as after a rollback, they no longer have their client state.
@@ -138,7 +138,7 @@ class Checkpoint:
         is_lost = self.values.get(CLIENTS_RUN, run_id) != run_id
         return replace(self, values={**self.values, CLIENTS_RUN: run_id, CLIENTS_LOST: is_lost})
 
-    def under(self, prefix: str) -> "dict[str, Tensor]":
+    def select_tensors(self, prefix: str) -> "dict[str, Tensor]":
         """Return the tensors whose names start with ``prefix``, by the rest of their names."""
         return {
             name.removeprefix(prefix): tensor

@@ -57,8 +57,8 @@ class ServerState:
         round_num: Index of the next round, from 0.
         params: The global model.
         strategy_state: The strategy's state, such as the momentum of a server optimizer.
-        kept: Client state, in a process that simulates the clients.
-        begun: Metrics of the strategy's start, by name, for the record of the first round.
+        client_states: Client state, in a process that simulates the clients.
+        begin_metrics: Metrics of the strategy's start, by name, for the record of the first round.
         pending: Pending tasks of earlier rounds, in a run that is asynchronous or accepts late
             updates.
         versions: The broadcasts that these tasks are based on, by round.
@@ -70,8 +70,8 @@ class ServerState:
     round_num: int
     params: Params
     strategy_state: State
-    kept: ClientStates = field(default_factory=dict)
-    begun: Mapping[str, float] = field(default_factory=dict)
+    client_states: ClientStates = field(default_factory=dict)
+    begin_metrics: Mapping[str, float] = field(default_factory=dict)
     pending: PendingTasks = ()
     versions: Mapping[int, Version] = field(default_factory=dict)
     durations: Durations = ()
@@ -131,7 +131,7 @@ class RoundPlan:
     by_round: RoundSettings | None = None
     is_retried: bool = True
 
-    def for_clients(self, strategy: Strategy, round_num: int) -> Strategy:
+    def apply_settings(self, strategy: Strategy, round_num: int) -> Strategy:
         """Apply the clients' settings of a round to a strategy; raises as ``by_round`` does."""
         return strategy if self.by_round is None else in_round(strategy, self.by_round, round_num)
 
@@ -144,11 +144,14 @@ class RoundPlan:
         """
         begun = call_begin(self.strategy, params)
         return ServerState(
-            round_num=0, params=begun.params, strategy_state=begun.state, begun=begun.metrics
+            round_num=0,
+            params=begun.params,
+            strategy_state=begun.state,
+            begin_metrics=begun.metrics,
         )
 
 
-class Ran(NamedTuple):
+class RoundResult(NamedTuple):
     """The result of one attempt at a round.
 
     Attributes:
@@ -169,7 +172,7 @@ def run_round(
     *,
     attempt: int,
     without: Collection[ClientId] = frozenset(),
-) -> Ran:
+) -> RoundResult:
     """Run one attempt at a round: draw, broadcast, collect, aggregate and take the server's step.
 
     Args:
@@ -183,7 +186,7 @@ def run_round(
         RoundError: A broadcast, aggregate or return value of the strategy is invalid.
     """
     strategy = call_at(plan.strategy, state.strategy_state)
-    request = _request(state, plan, strategy, attempt=attempt)
+    request = _build_request(state, plan, strategy, attempt=attempt)
     usual = plan.strategy if state.strategy_state else strategy
     # A client in flight was sent an older model, perhaps by a process that has since crashed.
     # Rebuild the request of each such round, to ask again and to check the updates.
@@ -194,7 +197,7 @@ def run_round(
             params=sent.params,
             broadcast=sent.broadcast,
             counted=None if request.counted is None else sent.counted,
-            strategy=plan.for_clients(
+            strategy=plan.apply_settings(
                 call_at(plan.strategy, sent.state) if sent.state else usual, based_on
             ),
         )
@@ -217,7 +220,7 @@ def run_round(
     # Keep the broadcasts of pending tasks only, so that memory is bounded by the staleness.
     versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.pending})}
     state = replace(state, pending=collected.pending, versions=versions)
-    return _stepped(state, plan, collected, request, strategy=strategy)
+    return _take_step(state, plan, collected, request, strategy=strategy)
 
 
 def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
@@ -232,7 +235,7 @@ def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
     return draw_others
 
 
-def _request(
+def _build_request(
     state: ServerState, plan: RoundPlan, strategy: Strategy, *, attempt: int
 ) -> RoundRequest:
     """Build the request of the current round."""
@@ -240,16 +243,16 @@ def _request(
         round_num=state.round_num,
         attempt=attempt,
         params=state.params,
-        strategy=plan.for_clients(strategy, state.round_num),
+        strategy=plan.apply_settings(strategy, state.round_num),
         broadcast=call_broadcast(strategy, state.strategy_state, state.params),
         seed=plan.seed.value,
-        kept=state.kept,
+        kept=state.client_states,
         durations=state.durations,
         counted=state.counted if keeps_something(strategy.local) else None,
     )
 
 
-def _counted(collected: Collected, round_num: int) -> Mapping[ClientId, int]:
+def _find_counted_rounds(collected: Collected, round_num: int) -> Mapping[ClientId, int]:
     """Return, for each client in an aggregate, the round whose model its update is based on."""
     if collected.counted is not None:
         return collected.counted
@@ -257,23 +260,25 @@ def _counted(collected: Collected, round_num: int) -> Mapping[ClientId, int]:
     return {each.client_id: round_num for each in rows if each.status is Status.REPORTED}
 
 
-def _stepped(
+def _take_step(
     state: ServerState,
     plan: RoundPlan,
     collected: Collected,
     request: RoundRequest,
     *,
     strategy: Strategy,
-) -> Ran:
+) -> RoundResult:
     """Release the aggregate, if there is one, and take the server's step."""
     attempt = request.attempt
     state = replace(state, durations=collected.durations)
     aggregate = collected.aggregate
     if aggregate is None:  # no update counted, so the client state before the round stays valid
-        return Ran(state, collected, {})
-    state = replace(state, kept=collected.kept)
+        return RoundResult(state, collected, {})
+    state = replace(state, client_states=collected.kept)
     if request.counted is not None:
-        state = replace(state, counted={**state.counted, **_counted(collected, state.round_num)})
+        state = replace(
+            state, counted={**state.counted, **_find_counted_rounds(collected, state.round_num)}
+        )
     strategy_state = state.strategy_state
     if plan.release is not None:
         aggregate, strategy_state = plan.release(
@@ -291,4 +296,4 @@ def _stepped(
         params=stepped.params,
         strategy_state=stepped.state,
     )
-    return Ran(next_state, collected, stepped.metrics)
+    return RoundResult(next_state, collected, stepped.metrics)

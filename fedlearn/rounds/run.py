@@ -36,8 +36,8 @@ from fedlearn.rounds.records import (
     RunStore,
 )
 from fedlearn.rounds.round import (
-    Ran,
     RoundPlan,
+    RoundResult,
     ServerState,
     Version,
     run_round,
@@ -53,7 +53,7 @@ _BEGUN = "begun/"
 _VERSION = "versions/"
 
 #: How many reasons for failures, and clients for each, an error message lists.
-_TOLD_REASONS, _TOLD_CLIENTS = 3, 5
+_MAX_REASONS, _MAX_CLIENTS = 3, 5
 
 
 class RoundCallback(Protocol):
@@ -121,7 +121,7 @@ class RunState:
 
 
 #: Returns further metrics for the record of a finished round, by name.
-Standing: TypeAlias = Callable[[], Mapping[str, float]]
+ExtraMetrics: TypeAlias = Callable[[], Mapping[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +162,14 @@ class RunPlan:
         evaluate_every: Rounds between two evaluations; 0: only the final model is evaluated.
         early_stopping: When to stop early, and which metric decides the best model.
         num_rounds: Maximum number of rounds.
-        extended: Returns the number of rounds that an operator has requested in the meantime, or 0;
-            the same in every process.
+        read_num_rounds: Returns the number of rounds that an operator has requested in the
+            meantime, or 0; the same in every process.
         checkpoint_every_s: Real seconds between two commits.
         clock: Real time.
         resumed: Where to continue the round that an earlier process left open; ``None``: it left
             none, and every round begins with attempt 0.
-        standing: Returns further metrics for the record of a finished round, such as the privacy
-            budget spent.
+        extra_metrics: Returns further metrics for the record of a finished round, such as the
+            privacy budget spent.
     """
 
     round: RoundPlan
@@ -180,8 +180,8 @@ class RunPlan:
     checkpoint_every_s: float
     clock: Clock
     resumed: ResumedRound | None = None
-    standing: Standing = dict
-    extended: Callable[[], int] = int
+    extra_metrics: ExtraMetrics = dict
+    read_num_rounds: Callable[[], int] = int
 
     def with_extension(self, state: "RunState") -> "RunPlan":
         """Return the plan with the number of rounds extended, if it was; checked before the last.
@@ -190,7 +190,7 @@ class RunPlan:
         """
         if state.server.round_num + 1 < self.num_rounds:
             return self
-        return replace(self, num_rounds=max(self.num_rounds, self.extended()))
+        return replace(self, num_rounds=max(self.num_rounds, self.read_num_rounds()))
 
     def is_over(self, state: RunState) -> bool:
         """Whether no further round is due; a run stops early only after an evaluation."""
@@ -235,12 +235,12 @@ def train(
         state = RunState(server=plan.round.init(params))
         # Commit the initial model, so that a run that is killed in its first round resumes from
         # the same one.
-        store.commit(_checkpoint(state))
+        store.commit(_build_checkpoint(state))
     else:
         expected = plan.round.strategy.init(params)
-        state = _restored(checkpoint, params, expected=expected)
+        state = _restore(checkpoint, params, expected=expected)
         if checkpoint.values.get(CLIENTS_LOST):
-            state = _without_clients(state, plan.round.strategy)
+            state = _reset_clients(state, plan.round.strategy)
     committed_s = plan.clock.now_s()
     plan = plan.with_extension(state)
     is_over = plan.is_over(state)
@@ -248,34 +248,36 @@ def train(
     while not is_over:
         started_s = plan.clock.now_s()
         try:
-            state, record = _next(state, plan, started_s)
+            state, record = _run_next_round(state, plan, started_s)
         except BudgetExhausted:
-            store.commit(_checkpoint(state))  # keep the rounds that the budget has paid for
+            store.commit(_build_checkpoint(state))  # keep the rounds that the budget has paid for
             raise
         store.append(record)
         plan = plan.with_extension(state)
         is_over = after_round(record, state.server.params) or plan.is_over(state)
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
-            store.commit(_checkpoint(state))
+            store.commit(_build_checkpoint(state))
             committed_s = plan.clock.now_s()
     if state.has_asked and not state.has_updates:
-        failures = "" if record is None else _told(record.participations)
+        failures = "" if record is None else _summarize_failures(record.participations)
         raise NoUpdates(num_rounds=state.server.round_num, failures=failures)
     store.finish(RunStatus.DONE, error="")
     return state
 
 
-def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, RoundRecord]:
+def _run_next_round(
+    state: RunState, plan: RunPlan, started_s: float
+) -> tuple[RunState, RoundRecord]:
     server, first = state.server, 0
     if plan.resumed is not None and plan.resumed.round_num == server.round_num:
         first = plan.resumed.attempt
         server = replace(server, pending=plan.resumed.rejoin(server.pending))
-    ran, attempt, duration_s = _attempts(server, plan.round, first=first)
+    ran, attempt, duration_s = _run_attempts(server, plan.round, first=first)
     server, collected = ran.state, ran.collected
     # Only a step of the server raises the round number, so a skipped round has not raised it.
     moved = server.round_num > state.server.round_num
-    metrics = {**server.begun, **ran.metrics, **_counts(collected)}
-    server = replace(server, round_num=state.server.round_num + 1, begun={})
+    metrics = {**server.begin_metrics, **ran.metrics, **_count_changes(collected)}
+    server = replace(server, round_num=state.server.round_num + 1, begin_metrics={})
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
     state = state.note(collected)
     if plan.is_evaluated(server.round_num):
@@ -296,14 +298,14 @@ def _next(state: RunState, plan: RunPlan, started_s: float) -> tuple[RunState, R
         duration_s=duration_s,
         virtual_s=state.virtual_s,
         seconds=plan.clock.now_s() - started_s,
-        metrics={**plan.standing(), **metrics},
+        metrics={**plan.extra_metrics(), **metrics},
         train_metrics=collected.train_metrics,
         staleness=collected.staleness,
     )
     return state, record
 
 
-def _counts(collected: Collected) -> dict[str, float]:
+def _count_changes(collected: Collected) -> dict[str, float]:
     """Return the numbers of clipped and capped reports as metrics, if they are known."""
     aggregate, found = collected.aggregate, dict[str, float]()
     if aggregate is None:
@@ -315,7 +317,9 @@ def _counts(collected: Collected) -> dict[str, float]:
     return found
 
 
-def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran, int, float]:
+def _run_attempts(
+    server: ServerState, plan: RoundPlan, *, first: int
+) -> tuple[RoundResult, int, float]:
     """Retry a round until it succeeds or the policy gives up, and add up its virtual time.
 
     A client that caused an attempt to fail is not asked in later attempts.
@@ -332,20 +336,20 @@ def _attempts(server: ServerState, plan: RoundPlan, *, first: int) -> tuple[Ran,
             return ran, attempt, duration_s
         if not plan.is_retried or plan.policy.below_minimum is BelowMinimum.FAIL:
             break
-    raise _too_few(collected, plan, server.round_num)
+    raise _build_error(collected, plan, server.round_num)
 
 
-def _too_few(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewReports:
+def _build_error(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewReports:
     return TooFewReports(
         round_num=round_num,
         received=collected.count(Status.REPORTED),
         minimum=plan.policy.min_reports,
-        failures=_told(collected.participations),
+        failures=_summarize_failures(collected.participations),
         is_buffer=not plan.is_retried,
     )
 
 
-def _told(participations: Participations) -> str:
+def _summarize_failures(participations: Participations) -> str:
     """Summarize for an error message how many clients were late, and which others failed and why.
 
     Lists the most frequent reasons only, and the number of all other failures.
@@ -355,20 +359,20 @@ def _told(participations: Participations) -> str:
         if each.status is Status.FAILED:
             failed.setdefault(each.reason or "no reason given", []).append(each.client_id)
     reasons = sorted(failed, key=lambda reason: -len(failed[reason]))
-    told = [
-        f"; {len(failed[reason])} failed: {reason} ({_clients(failed[reason])})"
-        for reason in reasons[:_TOLD_REASONS]
+    listed = [
+        f"; {len(failed[reason])} failed: {reason} ({_format_clients(failed[reason])})"
+        for reason in reasons[:_MAX_REASONS]
     ]
-    rest = sum(len(failed[reason]) for reason in reasons[_TOLD_REASONS:])
+    rest = sum(len(failed[reason]) for reason in reasons[_MAX_REASONS:])
     more = f"; and {rest} more failed" if rest else ""
-    return f"{participations.num(Status.LATE)} late{''.join(told)}{more}"
+    return f"{participations.num(Status.LATE)} late{''.join(listed)}{more}"
 
 
-def _clients(client_ids: Sequence[ClientId]) -> str:
+def _format_clients(client_ids: Sequence[ClientId]) -> str:
     """List the first few of some clients, which may repeat, and the number of the others."""
     different = sorted(set(client_ids))
-    listed = ", ".join(str(each) for each in different[:_TOLD_CLIENTS])
-    more = len(different) - _TOLD_CLIENTS
+    listed = ", ".join(str(each) for each in different[:_MAX_CLIENTS])
+    more = len(different) - _MAX_CLIENTS
     noun = "client" if len(different) == 1 else "clients"
     return f"{noun} {listed} and {more} more" if more > 0 else f"{noun} {listed}"
 
@@ -383,34 +387,38 @@ def _with_best(
     return replace(state, best_params=server.params, best_value=value, best_round=server.round_num)
 
 
-def _checkpoint(state: RunState) -> Checkpoint:
+def _build_checkpoint(state: RunState) -> Checkpoint:
     server = state.server
-    tensors: dict[str, Tensor] = {f"params/{n}": t for n, t in _exact(server.params).items()}
+    tensors: dict[str, Tensor] = {
+        f"params/{n}": t for n, t in _named_tensors(server.params).items()
+    }
     tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
-    tensors |= {f"clients/{name}": t for name, t in to_tensors(server.kept).items()}
+    tensors |= {f"clients/{name}": t for name, t in to_tensors(server.client_states).items()}
     tensors |= {f"flight/{name}": t for name, t in tasks_to_tensors(server.pending).items()}
     tensors |= {f"durations/{name}": t for name, t in durations_tensors(server.durations).items()}
-    tensors |= _rounds_tensors("counted/", server.counted)
+    tensors |= _rounds_to_tensors("counted/", server.counted)
     for based_on, sent in server.versions.items():
-        tensors |= _rounds_tensors(f"{_VERSION}{based_on}/counted/", sent.counted)
-        tensors |= {f"{_VERSION}{based_on}/params/{n}": t for n, t in _exact(sent.params).items()}
+        tensors |= _rounds_to_tensors(f"{_VERSION}{based_on}/counted/", sent.counted)
+        tensors |= {
+            f"{_VERSION}{based_on}/params/{n}": t for n, t in _named_tensors(sent.params).items()
+        }
         tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.broadcast.items()}
         tensors |= {f"{_VERSION}{based_on}/state/{n}": t for n, t in sent.state.items()}
     if state.best_params is not None:
-        tensors |= {f"best/{name}": t for name, t in _exact(state.best_params).items()}
+        tensors |= {f"best/{name}": t for name, t in _named_tensors(state.best_params).items()}
     values: dict[str, Scalar] = {
         "virtual_s": state.virtual_s,
         "best_value": None if math.isnan(state.best_value) else state.best_value,
         "best_round": state.best_round,
         "has_asked": state.has_asked,
         "has_updates": state.has_updates,
-        **{_BEGUN + name: value for name, value in server.begun.items()},
+        **{_BEGUN + name: value for name, value in server.begin_metrics.items()},
         **{ALIAS + name: known for name, known in server.params.layout.aliases.items()},
     }
     return Checkpoint(round_num=server.round_num, tensors=tensors, values=values)
 
 
-def _rounds_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str, Tensor]:
+def _rounds_to_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str, Tensor]:
     """Convert a mapping from clients to rounds into tensors for a checkpoint; none if empty."""
     if not rounds:
         return {}
@@ -418,20 +426,20 @@ def _rounds_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str, Te
     return {f"{prefix}ids": ids, f"{prefix}rounds": values}
 
 
-def _rounds_from(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
-    """Restore a mapping that :func:`_rounds_tensors` has converted."""
+def _rounds_from_tensors(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
+    """Restore a mapping that :func:`_rounds_to_tensors` has converted."""
     if not tensors:
         return {}
     pairs = zip(tensors["ids"].tolist(), tensors["rounds"].tolist(), strict=True)
     return {ClientId(client_id): round_num for client_id, round_num in pairs}
 
 
-def _exact(params: Params) -> dict[str, Tensor]:
+def _named_tensors(params: Params) -> dict[str, Tensor]:
     """Return every tensor by name, in the vector's dtype, since the module's may lose precision."""
     return {**params.layout.views(params.vector), **params.constants}
 
 
-def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunState:
+def _restore(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunState:
     """Restore the state of a run from a checkpoint.
 
     Args:
@@ -443,45 +451,49 @@ def _restored(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSt
         ConfigError: The state belongs to another model, or other parameters were trainable.
     """
     device, values = like.vector.device, checkpoint.values
-    _require_same_model(_part(checkpoint, "params/", device), like)
-    strategy_state = _part(checkpoint, "server/", device)
+    _require_same_model(_load_tensors(checkpoint, "params/", device), like)
+    strategy_state = _load_tensors(checkpoint, "server/", device)
     _require_same_state(strategy_state, expected, layout=like.layout)
     server = ServerState(
         round_num=checkpoint.round_num,
-        params=_params(_part(checkpoint, "params/", device), like),
+        params=_build_params(_load_tensors(checkpoint, "params/", device), like),
         strategy_state=strategy_state,
-        kept=from_tensors(_part(checkpoint, "clients/", device)),
-        begun={
-            name.removeprefix(_BEGUN): _number(value)
+        client_states=from_tensors(_load_tensors(checkpoint, "clients/", device)),
+        begin_metrics={
+            name.removeprefix(_BEGUN): _to_float(value)
             for name, value in values.items()
             if name.startswith(_BEGUN)
         },
-        pending=(pending := tasks_from_tensors(checkpoint.under("flight/"))),
+        pending=(pending := tasks_from_tensors(checkpoint.select_tensors("flight/"))),
         versions={
             based_on: Version(
-                params=_params(_part(checkpoint, f"{_VERSION}{based_on}/params/", device), like),
-                broadcast=_part(checkpoint, f"{_VERSION}{based_on}/told/", device),
-                state=_part(checkpoint, f"{_VERSION}{based_on}/state/", device),
-                counted=_rounds_from(checkpoint.under(f"{_VERSION}{based_on}/counted/")),
+                params=_build_params(
+                    _load_tensors(checkpoint, f"{_VERSION}{based_on}/params/", device), like
+                ),
+                broadcast=_load_tensors(checkpoint, f"{_VERSION}{based_on}/told/", device),
+                state=_load_tensors(checkpoint, f"{_VERSION}{based_on}/state/", device),
+                counted=_rounds_from_tensors(
+                    checkpoint.select_tensors(f"{_VERSION}{based_on}/counted/")
+                ),
             )
             for based_on in sorted({each.based_on for each in pending})
         },
-        durations=durations_from(checkpoint.under("durations/")),
-        counted=_rounds_from(checkpoint.under("counted/")),
+        durations=durations_from(checkpoint.select_tensors("durations/")),
+        counted=_rounds_from_tensors(checkpoint.select_tensors("counted/")),
     )
-    best = _part(checkpoint, "best/", device)
+    best = _load_tensors(checkpoint, "best/", device)
     return RunState(
         server=server,
-        virtual_s=_number(values["virtual_s"]),
-        best_params=_params(best, like) if best else None,
-        best_value=_number(values["best_value"]),
-        best_round=int(_number(values["best_round"])),
+        virtual_s=_to_float(values["virtual_s"]),
+        best_params=_build_params(best, like) if best else None,
+        best_value=_to_float(values["best_value"]),
+        best_round=int(_to_float(values["best_round"])),
         has_asked=bool(values.get("has_asked", True)),
         has_updates=bool(values.get("has_updates", True)),  # unknown if an older version wrote it
     )
 
 
-def _without_clients(state: RunState, strategy: Strategy) -> RunState:
+def _reset_clients(state: RunState, strategy: Strategy) -> RunState:
     """Return the state of a run whose clients have lost their client state."""
     server = state.server
     begun = strategy.without_clients(server.params, server.strategy_state)
@@ -491,15 +503,15 @@ def _without_clients(state: RunState, strategy: Strategy) -> RunState:
 def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
     """Check that names and shapes match, so that no tensor is silently dropped or broadcast."""
     before = {name: list(value.shape) for name, value in begun.items()}
-    now = {name: list(value.shape) for name, value in _exact(like).items()}
+    now = {name: list(value.shape) for name, value in _named_tensors(like).items()}
     changed = [name for name in now | before if before.get(name) != now.get(name)]
     if changed:
         name = changed[0]
         raise ConfigError(
-            f"the model has {_shape(now, name)}, but the run was begun with "
-            f"{_shape(before, name)} (they differ in {len(changed)} of {len(before | now)} "
-            "tensors); put back the file or the settings that build the model, or begin a run "
-            "of another name"
+            f"the model has {_format_shape(now, name)}, but the run began with "
+            f"{_format_shape(before, name)} (they differ in {len(changed)} of {len(before | now)} "
+            "tensors); restore the file or the settings that build the model, or start a run "
+            "with another name"
         )
 
 
@@ -515,25 +527,25 @@ def _require_same_state(begun: State, expected: State, *, layout: Layout) -> Non
         if begun[name].shape[-1:] != value.shape[-1:]:
             raise ConfigError(
                 f"the strategy keeps {name!r} of shape {tuple(value.shape)} for this model, but "
-                f"the run was begun with {tuple(begun[name].shape)}: other parameters trained "
-                "then, or an earlier version also kept numbers for frozen ones; freeze the same "
-                "parameters as before, or begin a run of another name"
+                f"the run began with {tuple(begun[name].shape)}: other parameters were trained "
+                "then, or an earlier version also stored numbers for frozen ones; freeze the same "
+                "parameters as before, or start a run with another name"
             )
 
 
-def _shape(shapes: Mapping[str, list[int]], name: str) -> str:
+def _format_shape(shapes: Mapping[str, list[int]], name: str) -> str:
     return f"{name} {shapes[name]}" if name in shapes else f"no {name}"
 
 
-def _part(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:
-    return {name: value.to(device) for name, value in checkpoint.under(prefix).items()}
+def _load_tensors(checkpoint: Checkpoint, prefix: str, device: torch.device) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in checkpoint.select_tensors(prefix).items()}
 
 
-def _params(tensors: Mapping[str, Tensor], like: Params) -> Params:
+def _build_params(tensors: Mapping[str, Tensor], like: Params) -> Params:
     vector = like.layout.pack(tensors, out=torch.empty_like(like.vector))
     constants = {name: tensors[name].to(value.dtype) for name, value in like.constants.items()}
     return Params(like.layout, vector, constants)
 
 
-def _number(value: Scalar) -> float:
+def _to_float(value: Scalar) -> float:
     return float(value) if isinstance(value, int | float) else math.nan

@@ -75,7 +75,9 @@ _log = structlog.get_logger(__name__)
 MessageT = TypeVar("MessageT")
 
 
-_FALSE_SHARE = f"at the stage `{Stage.UNMASK}`: a false share: it lied, or who dealt it"
+_FALSE_SHARE = (
+    f"at the stage `{Stage.UNMASK}`: a false share: this client or the one that dealt it lied"
+)
 
 
 #: If the norm of the mean is above this fraction of the clip norm, most updates were clipped.
@@ -96,21 +98,21 @@ class MaskedSumStore(Protocol):
     def read(self) -> bytes:
         """Return the stored sum; empty if there is none."""
 
-    def keep(self, data: bytes) -> None:
+    def save(self, data: bytes) -> None:
         """Store a sum durably, and replace the previous one."""
 
     def clear(self) -> None:
         """Delete the stored sum: it is unmasked, or no longer of use."""
 
 
-class NotKept:
+class NoMaskedSumStore:
     """Stores no sum, for simulated clients, which do not outlive the coordinator's process."""
 
     def read(self) -> bytes:
         """Return the empty string: there is no stored sum."""
         return b""
 
-    def keep(self, data: bytes) -> None:
+    def save(self, data: bytes) -> None:
         """Do nothing."""
 
     def clear(self) -> None:
@@ -155,7 +157,7 @@ class SecureCollector:
     sends_directory: bool
     stage_deadline_s: float
     num_threads: int
-    masked_sum: MaskedSumStore = field(default_factory=NotKept)
+    masked_sum: MaskedSumStore = field(default_factory=NoMaskedSumStore)
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -188,32 +190,32 @@ class SecureCollector:
         layout, device = request.params.layout, request.params.vector.device
         culprits = frozenset[ClientId]()
         try:
-            terms, outcome = self._resumed(session, request) or self._run(session, request)
+            terms, outcome = self._resume(session, request) or self._run(session, request)
             try:
-                released = _released(self.plan, terms, outcome, layout=layout, device=device)
+                released = _build_aggregate(self.plan, terms, outcome, layout=layout, device=device)
             except AggregationAborted:
                 self.masked_sum.clear()  # it was unmasked and turned out to be invalid
                 raise
         except AggregationAborted as error:
             most = self.plan.parameters.num_corrupted
-            culprits = session.found_out(error, most_corrupted=most)
+            culprits = session.record_culprits(error, most_corrupted=most)
             _log.warning(
                 "secure_aggregation_ended",
                 round_num=request.round_num,
                 error=str(error),
                 culprits=sorted(culprits),
             )
-            rows = session.aborted(error)
+            rows = session.report_abort(error)
         else:
             for suspect in outcome.suspects:
                 session.lose(suspect, Status.FAILED, 0.0, _FALSE_SHARE)
-            rows = session.released(outcome, _means(terms, outcome))
+            rows = session.report_survivors(outcome, _compute_means(terms, outcome))
             if outcome.suspects:
                 suspects = sorted(outcome.suspects)
                 _log.warning("false_shares", round_num=request.round_num, client_ids=suspects)
             if len(outcome.survivors) >= self.policy.min_reports:
                 aggregate = released
-                self._look_at_clip(released, request)
+                self._warn_if_clipped(released, request)
         return Collected(
             aggregate=aggregate,
             participations=Participations.of(rows),
@@ -221,7 +223,7 @@ class SecureCollector:
             culprits=culprits,
         )
 
-    def _look_at_clip(self, released: Aggregate, request: RoundRequest) -> None:
+    def _warn_if_clipped(self, released: Aggregate, request: RoundRequest) -> None:
         """Warn if the mean is nearly as long as the clip norm: then most updates were clipped.
 
         The coordinator can know no more. To count the clipped updates would take another lane, and
@@ -239,27 +241,27 @@ class SecureCollector:
                 advice="most updates were scaled down; raise secure_aggregation.clip_norm",
             )
 
-    def session(self, cohort: Sequence[ClientId], round_num: int, attempt: int) -> "SessionCourse":
+    def session(self, cohort: Sequence[ClientId], round_num: int, attempt: int) -> "SessionRun":
         """Create the exchanges of a session with a cohort; none has begun."""
-        return SessionCourse(self.channel, cohort, round_num, attempt, self.stage_deadline_s)
+        return SessionRun(self.channel, cohort, round_num, attempt, self.stage_deadline_s)
 
-    def _resumed(
-        self, session: "SessionCourse", request: RoundRequest
+    def _resume(
+        self, session: "SessionRun", request: RoundRequest
     ) -> tuple[Terms, SessionOutcome] | None:
         """Unmask the stored sum of an earlier attempt; ``None`` if there is none or it fails.
 
         Then a coordinator that crashed, or received too few shares, needs no second session.
         """
-        kept = self._kept_sum(request)
-        if kept is None:
+        stored = self._load_masked_sum(request)
+        if stored is None:
             return None
-        terms = kept.session.terms
+        terms = stored.session.terms
         _log.info("masked_sum_goes_on", round_num=terms.round_num, attempt=terms.attempt)
-        members = replace(session, cohort=kept.survivors)
-        members.lineages = self._lineages_then(kept) if self.sends_directory else {}
+        members = replace(session, cohort=stored.survivors)
+        members.lineages = self._find_lineages(stored) if self.sends_directory else {}
         try:
             outcome = members.open(
-                kept.asked, kept.message, kept.resume(), num_threads=self.num_threads
+                stored.asked, stored.message, stored.resume(), num_threads=self.num_threads
             )
         except AggregationAborted as error:
             _log.warning("masked_sum_stays", round_num=terms.round_num, error=str(error))
@@ -268,12 +270,12 @@ class SecureCollector:
         session.take_over(members)
         return terms, outcome
 
-    def _lineages_then(self, kept: MaskedSum) -> Mapping[ClientId, bytes]:
+    def _find_lineages(self, stored: MaskedSum) -> Mapping[ClientId, bytes]:
         """Return the lineages of a stored sum's members, up to the keys with which they signed."""
-        now, then = self.directory(), kept.session.identity_keys
+        now, then = self.directory(), stored.session.identity_keys
         return {each: lineage_until(now[each], key) for each, key in then.items() if each in now}
 
-    def _kept_sum(self, request: RoundRequest) -> MaskedSum | None:
+    def _load_masked_sum(self, request: RoundRequest) -> MaskedSum | None:
         """Return the stored masked sum of an earlier attempt at this same training, if any.
 
         A sum that is damaged or belongs to another training is deleted.
@@ -282,20 +284,20 @@ class SecureCollector:
         if not data:
             return None
         try:
-            kept = MaskedSum.from_bytes(data)
-            kept.resume()
+            stored = MaskedSum.from_bytes(data)
+            stored.resume()
         except ProtocolError as error:
             _log.error("masked_sum_unreadable", error=str(error))
             self.masked_sum.clear()
             return None
-        terms = kept.session.terms
+        terms = stored.session.terms
         same = replace(request.message(), attempt=terms.attempt)
         if terms.run_id == self.run_id and terms.request_hash == hash_request(same):
-            return kept
+            return stored
         self.masked_sum.clear()
         return None
 
-    def _run(self, session: "SessionCourse", request: RoundRequest) -> tuple[Terms, SessionOutcome]:
+    def _run(self, session: "SessionRun", request: RoundRequest) -> tuple[Terms, SessionOutcome]:
         train = request.message()
         notice = build_notice(train)
         terms = self.plan.terms(
@@ -305,7 +307,7 @@ class SecureCollector:
             attempt=request.attempt,
             request_hash=hash_notice(notice),
         )
-        outcome = self.lead(
+        outcome = self.run_session(
             session,
             terms,
             notice=notice,
@@ -316,9 +318,9 @@ class SecureCollector:
         )
         return terms, outcome
 
-    def lead(
+    def run_session(
         self,
-        session: "SessionCourse",
+        session: "SessionRun",
         terms: Terms,
         *,
         notice: TrainingNotice | EvaluationNotice,
@@ -376,18 +378,18 @@ class SecureCollector:
         final: Final = survivors
         if isinstance(after, Confirming):
             kind = messages.SurvivorSignature
-            session.tell(Stage.CONFIRM, asked, survivors, kind, after.receive)
+            session.broadcast(Stage.CONFIRM, asked, survivors, kind, after.receive)
             asked = after.confirmed
             final, unmasking = after.close()
         else:
             unmasking = after
         # Store the sum before the first share is requested: see `MaskedSumStore`.
-        masked_sum.keep(MaskedSum.of(unmasking, asked=asked, final=final).to_bytes())
+        masked_sum.save(MaskedSum.of(unmasking, asked=asked, final=final).to_bytes())
         return session.open(asked, final, unmasking, num_threads=self.num_threads)
 
 
 @dataclass
-class SessionCourse:
+class SessionRun:
     """The exchanges of a session: runs its stages, and records lost clients and elapsed time.
 
     Attributes:
@@ -415,7 +417,7 @@ class SessionCourse:
     accusers: dict[ClientId, set[ClientId]] = field(default_factory=dict)
     lineages: Mapping[ClientId, bytes] = field(default_factory=dict)
 
-    def tell(
+    def broadcast(
         self,
         stage: Stage,
         asked: Sequence[ClientId],
@@ -486,7 +488,7 @@ class SessionCourse:
         if not is_over:
             now_s = now_s if collection.is_closed else collection.run_out(now_s)
             collection.finish()
-        self._note(stage, collection.rows)
+        self._record_rows(stage, collection.rows)
         self.elapsed_s += now_s
 
     def _hand_over(
@@ -498,7 +500,7 @@ class SessionCourse:
     ) -> str:
         """Pass an answer to ``receive``; return why it is unusable, or the empty string."""
         try:
-            receive(arrival.client_id, _opened(arrival.reply, kind, self.round_num))
+            receive(arrival.client_id, _decode_reply(arrival.reply, kind, self.round_num))
         except ProtocolError as error:
             reason = f"at the stage `{stage}`: {error}"
             if isinstance(arrival.reply, Accusation):
@@ -508,7 +510,7 @@ class SessionCourse:
             return reason
         return ""
 
-    def _note(self, stage: Stage, rows: Sequence[Participation]) -> None:
+    def _record_rows(self, stage: Stage, rows: Sequence[Participation]) -> None:
         """Record the clients lost at a stage, and the arrival times of masked vectors."""
         for row in rows:
             if row.status is not Status.REPORTED:
@@ -543,7 +545,7 @@ class SessionCourse:
         num_threads: int,
     ) -> SessionOutcome:
         """Run the last stage: ask survivors for their shares and unmask the sum."""
-        self.tell(
+        self.broadcast(
             Stage.UNMASK,
             asked,
             final,
@@ -553,7 +555,7 @@ class SessionCourse:
         )
         return unmasking.close(num_threads=num_threads)
 
-    def take_over(self, other: "SessionCourse") -> None:
+    def take_over(self, other: "SessionRun") -> None:
         """Take the cohort, time and lost clients of an earlier session that replaces this one."""
         self.cohort, self.elapsed_s = other.cohort, other.elapsed_s
         self.lost = other.lost
@@ -562,23 +564,27 @@ class SessionCourse:
         """Record that a client was lost, ``after_s`` seconds after the current stage began."""
         self.lost[client_id] = (status, self.elapsed_s + after_s, reason[:MAX_REASON])
 
-    def found_out(self, error: AggregationAborted, *, most_corrupted: int) -> frozenset[ClientId]:
+    def record_culprits(
+        self, error: AggregationAborted, *, most_corrupted: int
+    ) -> frozenset[ClientId]:
         """Return the clients that caused the session to be aborted, and record them as lost.
 
         An accusation counts if more than ``most_corrupted`` clients make it, so that at least one
         of them is honest.
         """
         accused = {
-            each: f"its packets are of no use to {len(accusers)} clients"
+            each: f"{len(accusers)} clients report its packets as unusable"
             for each, accusers in self.accusers.items()
             if len(accusers) > most_corrupted and each in self.cohort
         }
         found = {ClientId(each): error.reason for each in error.culprits} | accused
         for client_id, reason in found.items():
-            self.lose(client_id, Status.FAILED, 0.0, f"found out: {reason}")
+            self.lose(client_id, Status.FAILED, 0.0, f"caused the abort: {reason}")
         return frozenset(found)
 
-    def released(self, outcome: SessionOutcome, means: tuple[int, float]) -> list[Participation]:
+    def report_survivors(
+        self, outcome: SessionOutcome, means: tuple[int, float]
+    ) -> list[Participation]:
         """Return a row per client: survivors are in the sum, so they reported, lost later or not.
 
         Args:
@@ -592,21 +598,21 @@ class SessionCourse:
             masked_s = self.masked_s.get(client_id, self.elapsed_s)
             rows.append(Participation(client_id, Status.REPORTED, masked_s, *means, reason))
         alive = set(outcome.survivors)
-        return rows + [self._lost(each) for each in self.cohort if each not in alive]
+        return rows + [self._build_lost_row(each) for each in self.cohort if each not in alive]
 
-    def aborted(self, error: AggregationAborted) -> list[Participation]:
+    def report_abort(self, error: AggregationAborted) -> list[Participation]:
         """Return a row per client of an aborted session: all are lost."""
         for client_id in self.cohort:
             if client_id not in self.lost:
                 self.lose(client_id, Status.FAILED, 0.0, str(error))
-        return [self._lost(each) for each in self.cohort]
+        return [self._build_lost_row(each) for each in self.cohort]
 
-    def _lost(self, client_id: ClientId) -> Participation:
+    def _build_lost_row(self, client_id: ClientId) -> Participation:
         status, after_s, reason = self.lost[client_id]
         return Participation(client_id, status, after_s, reason=reason)
 
 
-def _opened(reply: Reply, kind: type[MessageT], round_num: int) -> MessageT:
+def _decode_reply(reply: Reply, kind: type[MessageT], round_num: int) -> MessageT:
     """Decode the message in a reply.
 
     Raises:
@@ -615,7 +621,7 @@ def _opened(reply: Reply, kind: type[MessageT], round_num: int) -> MessageT:
     if isinstance(reply, Failure):
         raise ProtocolError(reply.reason)
     if not isinstance(reply, SecureReply):
-        raise ProtocolError(f"{type(reply).__name__} is no answer to secure aggregation")
+        raise ProtocolError(f"{type(reply).__name__} is not a reply to secure aggregation")
     if reply.round_num != round_num:
         raise ProtocolError(f"reply to round {reply.round_num} in round {round_num}")
     message = messages.decode(reply.message)
@@ -624,7 +630,7 @@ def _opened(reply: Reply, kind: type[MessageT], round_num: int) -> MessageT:
     return message
 
 
-def _means(terms: Terms, outcome: SessionOutcome) -> tuple[int, float]:
+def _compute_means(terms: Terms, outcome: SessionOutcome) -> tuple[int, float]:
     """Return the mean number of examples, rounded, and the mean loss, NaN if unknown."""
     total = outcome.total
     if terms.max_weight:
@@ -638,7 +644,7 @@ def _means(terms: Terms, outcome: SessionOutcome) -> tuple[int, float]:
     return max(1, round(examples / len(outcome.survivors))), loss
 
 
-def _released(
+def _build_aggregate(
     plan: SecurePlan, terms: Terms, outcome: SessionOutcome, *, layout: Layout, device: torch.device
 ) -> Aggregate:
     """Build the aggregate from an unmasked sum: weighted means, or levels if clients add noise.
@@ -651,7 +657,7 @@ def _released(
     """
     total, num_clients = outcome.total, len(outcome.survivors)
     if total.weight <= 0:
-        raise _impossible("the weights add up to 0 or less")
+        raise _build_error("the weights add up to 0 or less")
     if plan.noise_multiplier is not None:  # the range of noisy sums was checked when decoding
         levels = {
             name: torch.from_numpy(
@@ -680,8 +686,8 @@ def _require_within(lane: Lane, total: Total, *, num_clients: int) -> None:
     error = lane.largest_error(num_clients)
     counted = total.weight / total.max_weight if lane.weighted else num_clients
     if float(np.abs(total.sums[lane.name]).max()) > (lane.bound * counted + error) * (1.0 + 1e-3):
-        raise _impossible(f"the mean of lane {lane.name!r} lies outside its clip")
+        raise _build_error(f"the mean of lane {lane.name!r} lies outside its clip")
 
 
-def _impossible(reason: str) -> AggregationAborted:
+def _build_error(reason: str) -> AggregationAborted:
     return AggregationAborted(stage=Stage.UNMASK, reason=f"{reason}: a client sent a false vector")

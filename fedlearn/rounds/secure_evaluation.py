@@ -10,14 +10,14 @@ from fedlearn.core.distribution import NUM_CLIENTS
 from fedlearn.core.messages import ClientId, EvaluateRequest, SecureEvaluateRequest
 from fedlearn.core.params import Params
 from fedlearn.errors import AggregationAborted, ConfigError
-from fedlearn.rounds.secure import NotKept, SecureCollector
+from fedlearn.rounds.secure import NoMaskedSumStore, SecureCollector
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.plan import build_notice, hash_notice
 
 _log = structlog.get_logger(__name__)
 
 
-class Invited(NamedTuple):
+class Invitation(NamedTuple):
     """The clients that are asked to evaluate.
 
     Attributes:
@@ -41,13 +41,13 @@ class SecureEvaluator:
 
     Attributes:
         sessions: Runs the sessions; it has the channel and the coordinator's identity.
-        invited: Returns the clients to ask after a given number of finished rounds.
+        invite: Returns the clients to ask after a given number of finished rounds.
         plan: Returns the plan of an evaluation for a given cohort size n.
         deadline_s: Seconds that clients have to evaluate.
     """
 
     sessions: SecureCollector
-    invited: Callable[[int], Invited]
+    invite: Callable[[int], Invitation]
     plan: Callable[[int], EvaluationPlan]
     deadline_s: float
 
@@ -56,11 +56,11 @@ class SecureEvaluator:
 
         Empty if too few clients completed the session, or if the sum is implausible.
         """
-        num_clients, cohort = self.invited(round_num)
+        num_clients, cohort = self.invite(round_num)
         try:
             plan = self.plan(num_clients)
         except ConfigError as error:
-            return _nothing(round_num, str(error))
+            return _skip(round_num, str(error))
         request = EvaluateRequest(
             round_num=round_num, tensors=params.named(), order=tuple(params.layout.by_name)
         )
@@ -69,18 +69,18 @@ class SecureEvaluator:
             run_id=self.sessions.run_id, round_num=round_num, request_hash=hash_notice(notice)
         )
         try:
-            outcome = self.sessions.lead(
+            outcome = self.sessions.run_session(
                 self.sessions.session(cohort, round_num, attempt=0),
                 terms,
                 notice=notice,
                 work=lambda own: SecureEvaluateRequest(message=own, evaluate=request),
                 deadline_s=self.deadline_s,
                 num_wanted=len(cohort),
-                masked_sum=NotKept(),
+                masked_sum=NoMaskedSumStore(),
             )
             means = plan.means(outcome.total)
         except (AggregationAborted, ValueError) as error:
-            return _nothing(round_num, str(error))
+            return _skip(round_num, str(error))
         found = dict[str, float]()
         for name, mean in means.items():
             found[f"clients/{name}_mean"] = mean.value
@@ -88,6 +88,6 @@ class SecureEvaluator:
         return found
 
 
-def _nothing(round_num: int, reason: str) -> Mapping[str, float]:
+def _skip(round_num: int, reason: str) -> Mapping[str, float]:
     _log.warning("nothing_evaluated", round_num=round_num, reason=reason)
     return {}

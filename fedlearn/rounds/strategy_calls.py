@@ -26,7 +26,7 @@ def call_begin(strategy: Strategy, params: Params) -> Stepped:
     """
     begun, who = strategy.begin(params), type(strategy).__name__
     _require_state(begun.state, who=f"{who}.init")
-    return replace(begun, metrics=_numbers(begun.metrics, who=f"{who}.begin"))
+    return replace(begun, metrics=_to_floats(begun.metrics, who=f"{who}.begin"))
 
 
 def call_at(strategy: Strategy, state: State) -> Strategy:
@@ -74,7 +74,7 @@ def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: S
     rule, who = type(strategy.aggregation).__name__, type(strategy).__name__
     if not isinstance(aggregate.lanes, Mapping):
         raise RoundError(
-            f"the aggregation {rule} returned {type(aggregate.lanes).__name__}, no lanes"
+            f"the aggregation {rule} returned {type(aggregate.lanes).__name__} instead of lanes"
         )
     problem = describe_misfit(aggregate.lanes, strategy.lanes, params.layout)
     if problem is not None:
@@ -88,15 +88,15 @@ def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: S
         raise RoundError(f"{who}.step returned {type(stepped).__name__}; it returns a Stepped")
     _require_model(stepped.params.vector, params, aggregate, who=who, rule=rule)
     _require_state(stepped.state, who=f"{who}.step")
-    return replace(stepped, metrics=_numbers(stepped.metrics, who=f"{who}.step"))
+    return replace(stepped, metrics=_to_floats(stepped.metrics, who=f"{who}.step"))
 
 
 def _require_state(state: Mapping[str, object], *, who: str) -> None:
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise RoundError(
-                f"{who} returned the state {name!r} as {type(value).__name__}; it is a tensor, "
-                "since it goes into checkpoints"
+                f"{who} returned the state {name!r} as {type(value).__name__}; it must be a "
+                "tensor, since it is saved in checkpoints"
             )
 
 
@@ -107,7 +107,7 @@ def _require_model(
     if vector.shape != before.shape or vector.dtype != before.dtype:
         raise RoundError(
             f"{who}.step returned a model of shape {tuple(vector.shape)}, {vector.dtype}; it is "
-            f"{tuple(before.shape)}, {before.dtype}, as the one before"
+            f"{tuple(before.shape)}, {before.dtype}, like the previous one"
         )
     # If the sum is finite, all values are, and a sum is cheaper than a test of each value. A sum of
     # finite values may overflow, so test each one only if the sum is not finite.
@@ -116,11 +116,11 @@ def _require_model(
         cause = f"{who}.step" if sound else f"the aggregation {rule}"
         raise RoundError(
             f"{cause} gave values that are not finite; the clients' updates were. Lower the "
-            "learning rates, the server's too, or mend what it computes"
+            "learning rates, the server's too, or fix the computation"
         )
 
 
-def _numbers(
+def _to_floats(
     metrics: Mapping[str, Any],  # Any: not checked yet
     *,
     who: str,

@@ -100,18 +100,18 @@ class Fold:
         return Updates(client_ids, weights_B, lanes, based_on)
 
 
-def judged(
+def validate_or_refuse(
     arrival: Arrival, request: RoundRequest, *, oldest: int | None = None
 ) -> TrainReply | Failure:
     """Validate an update with :func:`validated`, and refuse it to its client if it is invalid."""
-    update = validated(arrival, request, oldest=oldest)
+    update = validate(arrival, request, oldest=oldest)
     # A client that reported its own failure needs no refusal.
     if isinstance(update, Failure) and update is not arrival.reply:
         arrival.refuse(update.reason[:MAX_REASON])
     return update
 
 
-def validated(
+def validate(
     arrival: Arrival, request: RoundRequest, *, oldest: int | None = None
 ) -> TrainReply | Failure:
     """Return the update in a reply, or the reason why it must not be aggregated.
@@ -128,7 +128,7 @@ def validated(
     if isinstance(reply, Failure):
         return reply
     if not isinstance(reply, TrainReply):
-        return Failure(f"{type(reply).__name__} is no answer to a training request")
+        return Failure(f"{type(reply).__name__} is not a reply to a training request")
     first = request.round_num if oldest is None else oldest
     if not first <= reply.round_num <= request.round_num:
         return Failure(f"reply to round {reply.round_num} in round {request.round_num}")
@@ -143,7 +143,7 @@ def validated(
     return reply if problem is None else Failure(problem)
 
 
-def participation(
+def build_participation(
     client_id: ClientId, update: TrainReply | Failure, elapsed_s: float
 ) -> Participation:
     """Return the record of a client that replied ``elapsed_s`` seconds after it was asked."""

@@ -25,7 +25,7 @@ class MaskedSumFile:
         with disk_errors(self.path, raises=StoreError, doing="read"):
             return self.path.read_bytes() if self.path.exists() else b""
 
-    def keep(self, data: bytes) -> None:
+    def save(self, data: bytes) -> None:
         """Write a sum durably, mode 0600, replacing the last one; StoreError if that fails."""
         self.patiently(lambda: write_durably(self.path, data, raises=StoreError, mode=0o600))
 

@@ -106,6 +106,6 @@ class PatientCharges:
         """Charge an attempt at a round; see :class:`~fedlearn.rounds.opening.Charges`."""
         self.patiently(partial(self.charges.charge, round_num=round_num, attempt=attempt))
 
-    def standing(self) -> Mapping[str, float]:
+    def report_spending(self) -> Mapping[str, float]:
         """Return the spending so far."""
-        return self.charges.standing()
+        return self.charges.report_spending()

@@ -367,7 +367,9 @@ class StoredRun:
         checkpoint = self.load()
         if checkpoint is None:
             raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
-        found = (checkpoint.under("best/") if best else {}) or checkpoint.under("params/")
+        found = (checkpoint.select_tensors("best/") if best else {}) or checkpoint.select_tensors(
+            "params/"
+        )
         for key, name in checkpoint.values.items():
             if key.startswith(ALIAS) and isinstance(name, str):
                 found[key.removeprefix(ALIAS)] = found[name].clone()  # a file has no shared memory

@@ -30,9 +30,9 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import DeploymentError
 from fedlearn.gateway.eligibility import Requirements
 from fedlearn.gateway.server import GatewaySettings
-from fedlearn.rounds.evaluation import measured
+from fedlearn.rounds.evaluation import check_evaluation
 from fedlearn.rounds.secure import SecureCollector
-from fedlearn.rounds.updates import judged
+from fedlearn.rounds.updates import validate_or_refuse
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.testing.local_gateway import LocalGateway
 from fedlearn.testing.requests import Model, build_round, to_params
@@ -171,7 +171,9 @@ class FakeCoordinator(LocalGateway):
         request, names = build_round(model, asked, round_num=next(self._rounds)), self._list_names()
         channel, cohort = self._require_cohort()
         arrivals = ask_once(channel, request.messages(cohort), deadline_s=deadline_s)
-        return {names[arrival.client_id]: judged(arrival, request) for arrival in arrivals}
+        return {
+            names[arrival.client_id]: validate_or_refuse(arrival, request) for arrival in arrivals
+        }
 
     def train_securely(
         self,
@@ -268,7 +270,9 @@ class FakeCoordinator(LocalGateway):
         channel, cohort = self._require_cohort()
         requests = dict.fromkeys(cohort, request)
         arrivals = ask_once(channel, requests, deadline_s=deadline_s)
-        return {names[each.client_id]: measured(each, round_num=round_num) for each in arrivals}
+        return {
+            names[each.client_id]: check_evaluation(each, round_num=round_num) for each in arrivals
+        }
 
     def _require_cohort(self) -> tuple[Channel, Sequence[ClientId]]:
         if self._channel is None:

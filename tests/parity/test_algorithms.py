@@ -175,7 +175,9 @@ class Runs:
             collector = engine(strategy, ExecutorKind.SEQUENTIAL, cluster=cluster)
             state, _ = flower.ran(strategy, collector)
             found[name] = state.params.vector
-            found |= {f"{name}: {kept}": value for kept, value in to_tensors(state.kept).items()}
+            found |= {
+                f"{name}: {kept}": value for kept, value in to_tensors(state.client_states).items()
+            }
         return found
 
 

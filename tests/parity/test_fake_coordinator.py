@@ -250,7 +250,7 @@ LIES = [
     Lie(
         "an evaluation",
         saying(lambda _: EvaluateReply(round_num=0, num_examples=1, metrics={})),
-        "EvaluateReply is no answer to a training request",
+        "EvaluateReply is not a reply to a training request",
     ),
     Lie("another round", changed(round_num=7), "reply to round 7 in round 0"),
     Lie("no lane", changed(lanes={}), "it lacks or adds lanes: ['delta']"),

@@ -140,10 +140,10 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
     for _ in range(NUM_ROUNDS):
         state, collected, _ = run_round(state, plan.round, attempt=0)
         assert collected.count(Status.REPORTED) == 8
-        controls = [own["control"] for own in state.kept.values()]
+        controls = [own["control"] for own in state.client_states.values()]
         mean = torch.stack(controls).sum(0) / 12
         torch.testing.assert_close(state.strategy_state["control"], mean, rtol=0.0, atol=1e-6)
-    changes = [own["control"].norm() for own in state.kept.values()]
+    changes = [own["control"].norm() for own in state.client_states.values()]
     assert any(float(change) == pytest.approx(0.3, rel=1e-5) for change in changes)
 
 

@@ -140,7 +140,7 @@ class Simulation:
             ),
         )
         metrics = [e.evaluate(state.params, round_num=NUM_ROUNDS) for e in evaluators]
-        kept = to_tensors(state.kept)
+        kept = to_tensors(state.client_states)
         return {
             "params": state.params.vector,
             "rows": torch.tensor(rows, dtype=torch.float64),

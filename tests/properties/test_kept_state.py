@@ -173,16 +173,16 @@ def begun(strategy: Strategy) -> ServerState:
 def assert_same(found: ServerState, expected: ServerState) -> None:
     assert torch.equal(found.params.vector, expected.params.vector)
     assert found.counted == expected.counted
-    assert found.kept.keys() == expected.kept.keys()
-    for client_id, own in expected.kept.items():
+    assert found.client_states.keys() == expected.client_states.keys()
+    for client_id, own in expected.client_states.items():
         for name, value in own.items():
-            assert torch.equal(found.kept[client_id][name], value)
+            assert torch.equal(found.client_states[client_id][name], value)
 
 
 def assert_controls_agree(state: ServerState) -> None:
     """The server's control variate is the mean of the clients'; a client that keeps none has 0."""
     control = state.strategy_state["control"]
-    total = sum((own["control"] for own in state.kept.values()), torch.zeros_like(control))
+    total = sum((own["control"] for own in state.client_states.values()), torch.zeros_like(control))
     torch.testing.assert_close(total / NUM_CLIENTS, control, rtol=0.0, atol=1e-7)
 
 
@@ -286,12 +286,12 @@ def test_the_server_forgets_controls_that_clients_have_lost(*, is_rolled_back: b
     """
     store = Remembering()
     train_rounds(store, num_rounds=2, checkpoint=None)
-    checkpoint = store.commits[-1].for_clients_of("a")
+    checkpoint = store.commits[-1].with_client_run("a")
     if is_rolled_back:
         clients = {name: value for name, value in checkpoint.tensors.items() if "clients/" in name}
         assert clients
         kept = {each: value for each, value in checkpoint.tensors.items() if each not in clients}
-        checkpoint = replace(checkpoint, tensors=kept).for_clients_of("b")
+        checkpoint = replace(checkpoint, tensors=kept).with_client_run("b")
     state = train_rounds(store, num_rounds=4, checkpoint=checkpoint)
     assert_controls_agree(state)
 

@@ -25,8 +25,8 @@ from fedlearn.core.params import Params
 from fedlearn.errors import PolicyViolation
 from fedlearn.identity.lineage import Lineage, newest_key
 from fedlearn.rounds.evaluation import ChannelEvaluator
-from fedlearn.rounds.secure import MaskedSumStore, NotKept, SecureCollector
-from fedlearn.rounds.secure_evaluation import Invited, SecureEvaluator
+from fedlearn.rounds.secure import MaskedSumStore, NoMaskedSumStore, SecureCollector
+from fedlearn.rounds.secure_evaluation import Invitation, SecureEvaluator
 from fedlearn.secagg import keys
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
@@ -154,7 +154,7 @@ class Federation:
             sends_directory=self.tells,
             stage_deadline_s=60.0,
             num_threads=1,
-            masked_sum=masked_sum or NotKept(),
+            masked_sum=masked_sum or NoMaskedSumStore(),
         )
 
     def directory(self) -> dict[ClientId, bytes]:
@@ -341,7 +341,7 @@ class Kept:
     def read(self) -> bytes:
         return self.data
 
-    def keep(self, data: bytes) -> None:
+    def save(self, data: bytes) -> None:
         self.data = data
 
     def clear(self) -> None:
@@ -478,7 +478,7 @@ def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
         collect_from(federation.collector(channel, masked_sum=kept), everyone, request())
     federation.dies_at = None
     federation.asked.clear()
-    collector = federation.collector(channel, masked_sum=kept if is_kept else NotKept())
+    collector = federation.collector(channel, masked_sum=kept if is_kept else NoMaskedSumStore())
     collected = collect_from(collector, everyone, request(attempt=1))
     if is_kept:
         assert reporters(collected) == everyone
@@ -559,7 +559,7 @@ def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvalu
 
     return SecureEvaluator(
         sessions=federation.collector(federation.channel()),
-        invited=lambda _: Invited(len(cohort), cohort),
+        invite=lambda _: Invitation(len(cohort), cohort),
         plan=plan,
         deadline_s=60.0,
     )

@@ -60,7 +60,7 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
         strategy=plan.round.strategy,
         broadcast={},
         seed=plan.round.seed.value,
-        kept=state.kept,
+        kept=state.client_states,
     )
     return plan.round, request
 

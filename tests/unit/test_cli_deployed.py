@@ -237,7 +237,7 @@ def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixtur
         values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
         run.commit(Checkpoint(round_num=0, tensors=wide, values=values))
     told = typed(capsys, "coordinator", "--insecure", *options, code=2)
-    assert "the model has 1.weight [128, 64], but the run was begun with 1.weight [100, 64]" in told
+    assert "the model has 1.weight [128, 64], but the run began with 1.weight [100, 64]" in told
     with places.database() as database:
         assert database.run("federation").record.status is RunStatus.RUNNING
 

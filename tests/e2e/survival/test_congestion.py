@@ -44,10 +44,10 @@ def outlast_clients(commit: Function) -> Function:
 
 
 SLOW_STORE = (
-    Change(InFlightLimit.landed, count_in_flight),
+    Change(InFlightLimit.update_limit, count_in_flight),
     Change(StoredRun.commit, outlast_clients),
 )
-LIMITED = Crash("fewer clients may be in flight", InFlightLimit._tell, "after")  # noqa: SLF001
+LIMITED = Crash("fewer clients may be in flight", InFlightLimit._notify, "after")  # noqa: SLF001
 
 
 def gauge(site: VotingSite, name: str) -> float:

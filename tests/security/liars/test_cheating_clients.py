@@ -361,8 +361,8 @@ def test_a_commitment_to_another_seed_releases_nothing() -> None:
     require_nothing(collected)
     assert f"the shares of client {CHEAT} do not give the secret" in row_of(collected, 0).reason
     assert collected.culprits == {CHEAT}
-    assert "found out" in row_of(collected, CHEAT).reason
-    assert "found out" not in row_of(collected, OTHER).reason
+    assert "caused the abort" in row_of(collected, CHEAT).reason
+    assert "caused the abort" not in row_of(collected, OTHER).reason
     assert stand.require_exact(stand.collect(round_num=CHEATED + 1)) == EVERYONE
 
 
@@ -406,7 +406,7 @@ def test_packets_that_do_not_open_are_found_by_whom_they_were_sent_to() -> None:
     for each in OTHERS:
         assert f"the packet of client {CHEAT} cannot be decrypted" in row_of(collected, each).reason
     assert collected.culprits == {CHEAT}
-    assert "of no use to 5 clients" in row_of(collected, CHEAT).reason
+    assert "5 clients report its packets as unusable" in row_of(collected, CHEAT).reason
 
 
 def spoiling(owners: Sequence[ClientId], *, limb: int = 0) -> Change:

@@ -16,7 +16,7 @@ from fedlearn.core.cores import on_all_cores
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.soundness import MAX_DELTA, unsound
-from fedlearn.rounds.updates import validated
+from fedlearn.rounds.updates import validate
 from fedlearn.transport.base import Arrival
 
 LARGE = 3 * (1 << 20) + 5
@@ -87,7 +87,7 @@ def test_what_is_not_sound_is_found_in_every_part(
 
     def checked() -> TrainReply | Failure:
         reply = TrainReply(round_num=0, lanes={"delta": delta}, num_examples=1, metrics={})
-        return validated(Arrival(ClientId(0), reply, 0.0), request)
+        return validate(Arrival(ClientId(0), reply, 0.0), request)
 
     assert isinstance(checked(), TrainReply)
     delta[place] = bad

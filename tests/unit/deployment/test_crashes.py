@@ -385,7 +385,7 @@ def lives(kind: Kind, *, dies_after: int, away_s: float) -> World:
 
 def audit(world: World, kind: Kind) -> None:
     """Check that receipts, record and model agree, cell by cell."""
-    (vector,) = world.commits[-1][0].under("params/").values()
+    (vector,) = world.commits[-1][0].select_tensors("params/").values()
     cells = vector.view(ROUNDS, len(CLIENTS))
     in_model = {
         (client_id, based_on)

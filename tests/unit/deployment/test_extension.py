@@ -72,7 +72,7 @@ def bench(tmp_path: Path) -> Bench:
 def model_of(run: StoredRun) -> dict[str, torch.Tensor]:
     checkpoint = run.load()
     assert checkpoint is not None
-    return checkpoint.under("params/")
+    return checkpoint.select_tensors("params/")
 
 
 @pytest.mark.parametrize("sections", [{}, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])

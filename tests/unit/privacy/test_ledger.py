@@ -190,7 +190,7 @@ def test_what_is_spent_is_told_now_and_then(looking_s: float) -> None:
     for round_num in range(1000):
         charges.charge(round_num=round_num, attempt=0)
         clock.sleep(0.1)
-        if found := charges.standing():
+        if found := charges.report_spending():
             told[round_num] = found["epsilon"]
     assert min(told) * 0.1 >= 4.5  # a run that is over sooner tells at its end
     assert told == {round_num: 4.0 + round_num + 1 for round_num in told}

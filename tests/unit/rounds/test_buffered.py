@@ -34,7 +34,7 @@ LIMITS = Asynchrony(
 
 
 @dataclass
-class SentAhead:
+class RecordedPrefetches:
     """Records what was sent ahead."""
 
     sent: list[tuple[list[int], int, int]] = field(default_factory=list)
@@ -85,13 +85,13 @@ def collector(
         staleness=limits,
         slab_bytes=0,
         wait=None,
-        ahead=SentAhead(),
+        prefetcher=RecordedPrefetches(),
     )
 
 
 def sent(collecting: PlainCollector) -> list[tuple[list[int], int, int]]:
-    assert isinstance(collecting.ahead, SentAhead)
-    return collecting.ahead.sent
+    assert isinstance(collecting.prefetcher, RecordedPrefetches)
+    return collecting.prefetcher.sent
 
 
 def collect(collecting: PlainCollector, *in_flight: int) -> Collected:
@@ -171,8 +171,8 @@ def test_a_buffer_that_nobody_is_left_to_fill_closes_as_it_is() -> None:
 
 
 def num_calls_off(collecting: PlainCollector) -> int:
-    assert isinstance(collecting.ahead, SentAhead)
-    return collecting.ahead.num_calls_off
+    assert isinstance(collecting.prefetcher, RecordedPrefetches)
+    return collecting.prefetcher.num_calls_off
 
 
 def test_what_was_sent_ahead_is_called_off_where_another_ones_turn_comes_first() -> None:
@@ -218,8 +218,8 @@ def test_what_was_sent_ahead_is_called_off_with_the_run() -> None:
     """No later round will ask for it."""
     collecting = collector({})
     collect(collecting, 1, 2)
-    before = collecting.ahead
-    assert isinstance(before, SentAhead)
+    before = collecting.prefetcher
+    assert isinstance(before, RecordedPrefetches)
     assert before.num_calls_off == 0
     collecting.close()
     assert before.num_calls_off == 1

@@ -20,8 +20,8 @@ def limits(waiting: Iterable[int], *, most: int = 16, least: int = 2) -> list[in
     queue, in_flight = deque(waiting), most
     limit, found = InFlightLimit(most, least, num_waiting=queue.popleft), list[int]()
     while queue:
-        limit.look()
-        found.append(limit.landed(num_in_flight=in_flight))
+        limit.measure_queue()
+        found.append(limit.update_limit(num_in_flight=in_flight))
         in_flight = max(in_flight - 1, found[-1])
     return found
 
@@ -61,11 +61,11 @@ def test_a_buffer_that_is_more_than_the_concurrency_bounds_nothing() -> None:
 def test_whoever_watches_is_told_of_changes_alone() -> None:
     """Also of the initial limit. The log has each new low, and the end of the congestion."""
     told, waiting = list[int](), iter([*[6] * 8, 0, 0, *[4] * 6, 0, 0, 0, 0])
-    limit = InFlightLimit(8, 2, num_waiting=lambda: next(waiting), told=told.append)
+    limit = InFlightLimit(8, 2, num_waiting=lambda: next(waiting), on_change=told.append)
     with structlog.testing.capture_logs() as logs:
         for in_flight in [*[8] * 8, *[4] * 12]:
-            limit.look()
-            limit.landed(num_in_flight=in_flight)
+            limit.measure_queue()
+            limit.update_limit(num_in_flight=in_flight)
     assert told == [8, 4, 5, 6, 2, 3, 4, 5, 6]
     assert [(each["event"], each["limit"]) for each in logs] == [
         ("in_flight_limited", 4),
@@ -78,8 +78,8 @@ def test_the_log_says_when_all_may_be_in_flight_again() -> None:
     limit = InFlightLimit(4, 2, num_waiting=lambda: next(waiting))
     with structlog.testing.capture_logs() as logs:
         for _ in range(6):
-            limit.look()
-            limit.landed(num_in_flight=4)
+            limit.measure_queue()
+            limit.update_limit(num_in_flight=4)
     assert [each["event"] for each in logs] == ["in_flight_limited", "in_flight_unlimited"]
 
 
@@ -89,7 +89,7 @@ def test_the_log_says_when_all_may_be_in_flight_again() -> None:
 class Unlimited(InFlightLimit):
     """Control: a limit that never drops."""
 
-    def landed(self, *, num_in_flight: int) -> int:
+    def update_limit(self, *, num_in_flight: int) -> int:
         """Return the concurrency."""
         return self.limit
 
@@ -99,7 +99,7 @@ class Halving(InFlightLimit):
 
     num_landed = 0
 
-    def landed(self, *, num_in_flight: int) -> int:
+    def update_limit(self, *, num_in_flight: int) -> int:
         """Update and return the limit."""
         self.num_landed += 1
         if self._found >= self.least and self.num_landed >= self.limit:
@@ -146,11 +146,11 @@ def course(
             in_flight += 1
         while flying and flying[0][0] <= now_s:
             waiting.append(heapq.heappop(flying)[2])
-        limit.look()
+        limit.measure_queue()
         if not waiting:
             now_s = flying[0][0]
             waiting.append(heapq.heappop(flying)[2])
-        landed.append(limit.landed(num_in_flight=in_flight))
+        landed.append(limit.update_limit(num_in_flight=in_flight))
         ages.append(round_num - waiting.popleft())
         in_flight, buffer = in_flight - 1, buffer + 1
         if buffer == buffer_size:
@@ -240,6 +240,6 @@ def test_a_round_asks_nobody_beyond_the_limit(num_waiting: int, num_in_flight: i
         LIMITS.concurrency, LIMITS.buffer_size, num_waiting=lambda: num_waiting
     )
     for _ in range(LIMITS.concurrency - 1):  # an earlier round
-        limit.look()
-        limit.landed(num_in_flight=LIMITS.concurrency)
+        limit.measure_queue()
+        limit.update_limit(num_in_flight=LIMITS.concurrency)
     assert len(collect(collecting).pending) == num_in_flight

@@ -41,7 +41,7 @@ from fedlearn.errors import CohortTooSmall
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
-from fedlearn.rounds.updates import validated
+from fedlearn.rounds.updates import validate
 from fedlearn.transport.base import ask_once
 from fedlearn.transport.memory import Handler, MemoryChannel
 
@@ -178,7 +178,7 @@ def test_what_clients_keep_passes_on_with_the_state(*, has_enough: bool) -> None
     state = plan.init(zeros())
     for num_rounds in (1, 2):
         state, _, _ = run_round(state, plan, attempt=0)
-        kept = {each: own["rounds"].tolist() for each, own in state.kept.items()}
+        kept = {each: own["rounds"].tolist() for each, own in state.client_states.items()}
         assert kept == ({0: [num_rounds]} if has_enough else {})
         assert state.round_num == (num_rounds if has_enough else 0)
 
@@ -265,7 +265,7 @@ class LossGuidedCollector:
         for arrival in ask_once(
             self.channel, dict.fromkeys(chosen, training), deadline_s=self.policy.deadline_s
         ):
-            update = validated(arrival, request)
+            update = validate(arrival, request)
             assert isinstance(update, TrainReply)
             weight_B = torch.tensor([float(update.num_examples)])
             rows_B = {name: vector[None] for name, vector in update.lanes.items()}

@@ -31,7 +31,7 @@ from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan
-from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, _told, train
+from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, _summarize_failures, train
 from fedlearn.simulation.behaviour import (
     Behaviour,
     LognormalBandwidth,
@@ -228,7 +228,7 @@ def test_a_run_that_is_extended_on_its_way_has_the_rounds_of_one_begun_so(
     store = MemoryStore()
     plan = replace(
         run_plan(scripted_round(), num_rounds=3, evaluate_every=every),
-        extended=lambda: 5 if len(store.records) >= noticed_after else 3,
+        read_num_rounds=lambda: 5 if len(store.records) >= noticed_after else 3,
     )
     state, _ = run(plan, store=store)
     assert torch.equal(state.server.params.vector, expected.server.params.vector)
@@ -397,7 +397,7 @@ def test_of_many_reasons_the_most_frequent_are_told() -> None:
     collected = Collected(
         aggregate=None, participations=Participations.of([*rows, late]), duration_s=1.0
     )
-    assert _told(collected.participations) == (
+    assert _summarize_failures(collected.participations) == (
         "1 late; 2 failed: b (clients 1, 2); 2 failed: d (clients 4, 5); 1 failed: a (client 0); "
         "and 2 more failed"
     )
@@ -711,9 +711,9 @@ def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (nn.Linear(3, 1, bias=False), r"has weight \[1, 3\], but .* begun with weight \[1, 2\]"),
-        (nn.Linear(1, 1, bias=False), r"has weight \[1, 1\], but .* begun with weight \[1, 2\]"),
-        (nn.Linear(2, 1), r"has bias \[1\], but .* begun with no bias .*1 of 2"),
+        (nn.Linear(3, 1, bias=False), r"has weight \[1, 3\], but .* began with weight \[1, 2\]"),
+        (nn.Linear(1, 1, bias=False), r"has weight \[1, 1\], but .* began with weight \[1, 2\]"),
+        (nn.Linear(2, 1), r"has bias \[1\], but .* began with no bias .*1 of 2"),
     ],
 )
 def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) -> None:

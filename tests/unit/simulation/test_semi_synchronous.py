@@ -18,8 +18,8 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.soundness import unsound
 from fedlearn.rounds.round import (
-    Ran,
     RoundPlan,
+    RoundResult,
     ServerState,
     run_round,
 )
@@ -67,7 +67,7 @@ def begun(made: RoundPlan) -> ServerState:
     return made.init(Params.of(nn.Linear(2, 1, bias=False)).with_vector(torch.zeros(2)))
 
 
-def step(made: RoundPlan, state: ServerState, *, attempt: int = 0) -> Ran:
+def step(made: RoundPlan, state: ServerState, *, attempt: int = 0) -> RoundResult:
     return run_round(state, made, attempt=attempt)
 
 

@@ -25,7 +25,7 @@ def test_a_sum_is_kept_in_place_of_the_last_and_forgotten(tmp_path: Path) -> Non
     assert file.read() == b""
     file.clear()  # clearing a missing file is fine
     for data in (b"first", b"second"):
-        file.keep(data)
+        file.save(data)
         assert file_in(tmp_path).read() == data
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
     file.clear()
@@ -45,13 +45,13 @@ def test_a_full_disk_is_waited_for_and_then_an_error(
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(NoSpace):
-        file.keep(b"sum")
+        file.save(b"sum")
     assert clock.now_s() >= 30.0
     monkeypatch.undo()
-    file.keep(b"sum")
+    file.save(b"sum")
     assert file.read() == b"sum"
 
 
 def test_what_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="masked-sum"):
-        file_in(tmp_path / "nowhere").keep(b"sum")
+        file_in(tmp_path / "nowhere").save(b"sum")
