@@ -34,7 +34,7 @@ from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
 from fedlearn.processes.family import END_S, end_family
 from fedlearn.processes.forks import keep_from_forks
 from fedlearn.processes.links import take_link
-from fedlearn.session.faults import in_users_code
+from fedlearn.session.faults import convert_user_errors
 
 if TYPE_CHECKING:  # imports torch, so `_serve` imports it once the watch thread runs
     from fedlearn.client.runtime import Runtime
@@ -205,7 +205,7 @@ def _serve(application: _Application) -> int:
         with (
             report_while_running(f"{options.trainer} is still being made", application.send),
             # In an application's log, leave out the error's message, which may quote the data.
-            in_users_code() if options.is_command else nullcontext(),
+            convert_user_errors() if options.is_command else nullcontext(),
         ):
             runtime = make_runtime(options, on_event=application.send)
     except FedlearnError as error:  # for example, the trainer has found no data

@@ -30,7 +30,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.rosters import IdentityRoster
-from fedlearn.session.secure import after_failure
+from fedlearn.session.secure import end_session_after_failure
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.addresses import join_addresses, select_addresses
 from fedlearn.transport.content import TaskKey
@@ -166,7 +166,7 @@ class Connector:
         before_unix_s = self._clock.unix_s() - _ABANDONED_S
         for run_id in self._home.list_stale_runs(before_unix_s=before_unix_s):
             state = self._home.state(run_id)
-            if (ended := after_failure(state)) != state:
+            if (ended := end_session_after_failure(state)) != state:
                 _log.info("session_expired", run_id=run_id)
                 self._home.set_state(run_id, ended)
 
@@ -181,7 +181,7 @@ class Connector:
                 f"{self._home.folder} is not enrolled; pass the invitation that the coordinator's "
                 "operator made (`fedlearn invite NAME`)"
             )
-        given = given.moved_to(join_addresses(self._connection.addresses, given.addresses))
+        given = given.with_addresses(join_addresses(self._connection.addresses, given.addresses))
         identity, lineage = (
             self._home.keys.load_next_identity(),
             self._home.keys.build_next_lineage(given),

@@ -18,7 +18,7 @@ from fedlearn.errors import AggregationAborted, Cancelled
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.client_state import SharedStep
 from fedlearn.secagg.fixed_point import Lane, Words
-from fedlearn.session.secure import KeptState
+from fedlearn.session.secure import SessionState
 
 #: Masks that would take more memory are expanded only when needed, directly into the vector.
 MAX_EXPANDED_BYTES = 256 << 20
@@ -96,7 +96,7 @@ def _expand(secure: SecureClient, state: bytes, is_dropped: threading.Event) -> 
 
     try:
         check()
-        session = KeptState.of(state).session
+        session = SessionState.of(state).session
         step = None if session is None else session.step
         if not isinstance(step, SharedStep) or count_mask_bytes(step.session.terms.lanes) > (
             MAX_EXPANDED_BYTES

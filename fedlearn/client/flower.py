@@ -21,7 +21,7 @@ from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile
-from fedlearn.session.secure import after_failure, has_sent_masked
+from fedlearn.session.secure import end_session_after_failure, has_sent_masked
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import (
     LocalEvaluation,
@@ -97,7 +97,7 @@ def client_app(
                 )
             except PolicyViolation as violation:
                 log_refusal(violation)
-                return encode(Failure(str(violation))), after_failure(state)
+                return encode(Failure(str(violation))), end_session_after_failure(state)
             return session.handle(data, state, personal=personal, constants=constants)
 
         return handle

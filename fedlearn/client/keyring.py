@@ -92,7 +92,7 @@ class Enrolment:
 
     def extend_lineage(self, identity: Identity) -> Lineage:
         """Extend the lineage by ``identity``, signed by both keys; deterministic."""
-        return self.lineage.followed_by(
+        return self.lineage.extend(
             identity.public_key, client_id=self.client_id, old=self.identity, new=identity
         )
 
@@ -152,7 +152,7 @@ class Keyring:
     def load_next_identity(self) -> Identity:
         """Return the keys to enrol with; they stay the same until enrolment succeeds."""
         self.finish_take_over()
-        return Identity.at(self._next)
+        return Identity.load_or_create(self._next)
 
     def build_next_lineage(self, invitation: Invitation) -> Lineage:
         """Return the lineage of :meth:`load_next_identity`, which extends that of the present keys.
@@ -260,7 +260,7 @@ class Keyring:
 
     def move(self, enrolment: Enrolment, addresses: tuple[str, ...]) -> Enrolment:
         """Save new addresses of the coordinator, atomically."""
-        invitation = enrolment.invitation.moved_to(addresses)
+        invitation = enrolment.invitation.with_addresses(addresses)
         if invitation == enrolment.invitation:
             return enrolment
         invitation.save(self._current / "invitation.json")

@@ -43,7 +43,7 @@ from fedlearn.errors import (
 )
 from fedlearn.secagg.client import SecureClient
 from fedlearn.secagg.policy import lane_squared_distance, squared_distance
-from fedlearn.session.secure import after_failure, session_to_mask_for
+from fedlearn.session.secure import end_session_after_failure, find_session_to_mask
 from fedlearn.session.session import ClientSession, log_refusal
 from fedlearn.training.trainer import LocalTrainer
 from fedlearn.transport import wire_pb2
@@ -117,7 +117,7 @@ class Worker:
     def _end_secure_session(self, task: OpenTask) -> bytes | None:
         """Return the state without the session of ``task``; ``None`` if it does not change."""
         before = self.home.state(task.key.run_id)
-        after = after_failure(before) if task.key.kind == SECURE_KIND else before
+        after = end_session_after_failure(before) if task.key.kind == SECURE_KIND else before
         return None if after == before else after
 
     async def _answer_within_policy(self, task: OpenTask, control: WorkControl) -> Event:
@@ -306,7 +306,7 @@ class Worker:
             PolicyViolation: The budget is used up, because of other charges since this client
                 agreed to the terms.
         """
-        session = session_to_mask_for(state)
+        session = find_session_to_mask(state)
         if session is None or not all(lane.noise for lane in session.terms.lanes):
             return
         now_unix_s = self.clock.unix_s()

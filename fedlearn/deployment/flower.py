@@ -284,4 +284,4 @@ def coordinator_identity(runs_dir: Path) -> Identity:
     Raises:
         DeploymentError: The identity cannot be written or is damaged.
     """
-    return Identity.at(runs_dir / _IDENTITY_FOLDER)
+    return Identity.load_or_create(runs_dir / _IDENTITY_FOLDER)

@@ -47,4 +47,4 @@ def forget_pin(home: Home, client_id: ClientId) -> None:
     """
     with home.locked():
         enrolment, pins = load_known_keys(home)
-        home.keys.pin_file(enrolment).write(pins.without(client_id))
+        home.keys.pin_file(enrolment).write(pins.forget(client_id))

@@ -36,7 +36,7 @@ IDENTITY_FILE = "identity.pem"
 
 #: Invitation formats. Format 2 has no separate enrolment port. Earlier clients cannot use it: they
 #: enrol only at a port that asks for no client certificate.
-_WITH_ENROLMENT_PORT, _DOOR_ALONE = 1, 2
+_WITH_ENROLMENT_PORT, _WITHOUT_ENROLMENT_PORT = 1, 2
 _PEM_END = b"-----END PRIVATE KEY-----\n"
 
 
@@ -64,7 +64,7 @@ class Identity:
 
     @classmethod
     def load(cls, folder: Path) -> "Identity":
-        """Load the identity that :meth:`at` wrote.
+        """Load the identity that :meth:`load_or_create` wrote.
 
         Raises:
             DeploymentError: The file is missing, unreadable or damaged.
@@ -76,13 +76,13 @@ class Identity:
             return cls.from_pem(pem)
         except ValueError as error:
             raise DeploymentError(
-                f"{path} does not hold this client's two keys: it is damaged or another file; put "
-                "a copy back, or remove it and enrol again with a new invitation (`fedlearn invite "
-                "NAME`)"
+                f"{path} does not have this client's two keys: it is damaged or another file; "
+                "restore a copy, or remove it and enrol again with a new invitation (`fedlearn "
+                "invite NAME`)"
             ) from error
 
     @classmethod
-    def at(cls, folder: Path) -> "Identity":
+    def load_or_create(cls, folder: Path) -> "Identity":
         """Load the identity in ``folder``; if there is none, create it and write it durably first.
 
         Several processes may call this at once: all get the same keys.
@@ -142,20 +142,20 @@ class Identity:
         return builder.sign(self.tls_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
 
-def _text(value: object) -> str:
+def _require_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError("Input should be a text")  # noqa: TRY004 - pydantic passes TypeErrors on
     return value
 
 
-def _from_base64(text: str) -> bytes:
+def _decode_base64(text: str) -> bytes:
     return base64.b64decode(text, altchars=b"-_", validate=True)
 
 
 #: Bytes in an invitation's JSON, by their text encoding.
-_Ascii = Annotated[bytes, PlainValidator(lambda value: _text(value).encode("ascii"))]
-_Base64 = Annotated[bytes, PlainValidator(lambda value: _from_base64(_text(value)))]
-_Hexadecimal = Annotated[bytes, PlainValidator(lambda value: bytes.fromhex(_text(value)))]
+_Ascii = Annotated[bytes, PlainValidator(lambda value: _require_text(value).encode("ascii"))]
+_Base64 = Annotated[bytes, PlainValidator(lambda value: _decode_base64(_require_text(value)))]
+_Hexadecimal = Annotated[bytes, PlainValidator(lambda value: bytes.fromhex(_require_text(value)))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ class Invitation:
         is_older = self.enrolment_addresses and not self.certificate_pem
         return self.enrolment_addresses if is_older else self.addresses
 
-    def moved_to(self, addresses: tuple[str, ...]) -> "Invitation":
+    def with_addresses(self, addresses: tuple[str, ...]) -> "Invitation":
         """Return a copy for a coordinator that has moved to other addresses.
 
         An enrolled client renews its certificate there, too, so the copy of one drops the old
@@ -229,7 +229,7 @@ class Invitation:
             path,
             _INVITATION,
             key="fedlearn_invitation",
-            versions=(_WITH_ENROLMENT_PORT, _DOOR_ALONE),
+            versions=(_WITH_ENROLMENT_PORT, _WITHOUT_ENROLMENT_PORT),
             noun="an invitation",
             command="fedlearn invite NAME",
             is_secret=True,
@@ -244,7 +244,7 @@ class Invitation:
         values = {
             "fedlearn_invitation": _WITH_ENROLMENT_PORT
             if self.enrolment_addresses
-            else _DOOR_ALONE,
+            else _WITHOUT_ENROLMENT_PORT,
             "name": self.name,
             "addresses": self.addresses,
             "enrolment_addresses": self.enrolment_addresses,
@@ -302,7 +302,7 @@ def common_name(name: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     except ValueError as error:
         raise DeploymentError(
-            f"a certificate cannot carry the name {name!r} ({error}); choose 1 to 64 characters"
+            f"the name {name!r} is not valid in a certificate ({error}); use 1 to 64 characters"
         ) from error
 
 

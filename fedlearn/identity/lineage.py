@@ -49,7 +49,7 @@ class Lineage:
     Example:
         >>> old, old_key = keys.create_signer()
         >>> new, new_key = keys.create_signer()
-        >>> lineage = Lineage(old_key).followed_by(
+        >>> lineage = Lineage(old_key).extend(
         ...     new_key, client_id=ClientId(7), old=old, new=new)
         >>> lineage.check(ClientId(7))
         >>> lineage.key == new_key, lineage.num_rotations, lineage.key_after(0) == old_key
@@ -72,7 +72,7 @@ class Lineage:
         """
         num, rest = divmod(len(data) - keys.KEY_BYTES, _STATEMENT.size)
         if rest or not 0 <= num <= MAX_SUCCESSIONS:
-            raise ProtocolError(f"{len(data)} bytes are no chain of identity keys")
+            raise ProtocolError(f"{len(data)} bytes are not a chain of identity keys")
         statements = _STATEMENT.iter_unpack(data[keys.KEY_BYTES :])
         return cls(data[: keys.KEY_BYTES], tuple(Succession(*each) for each in statements))
 
@@ -96,7 +96,7 @@ class Lineage:
         """Return the key in use after ``num_rotations``, or ``None`` if there were fewer."""
         return self._keys[num_rotations] if num_rotations < len(self._keys) else None
 
-    def followed_by(
+    def extend(
         self, new_key: bytes, *, client_id: ClientId, old: keys.Signer, new: keys.Signer
     ) -> "Lineage":
         """Return the lineage extended by one key.
@@ -109,7 +109,7 @@ class Lineage:
             old: Signs with the newest private key so far.
             new: Signs with the next one.
         """
-        text = _text(client_id, self.num_rotations + 1, old=self.key, new=new_key)
+        text = _encode_statement(client_id, self.num_rotations + 1, old=self.key, new=new_key)
         statement = Succession(old.sign(text), new.sign(text), new_key)
         return Lineage(self.first_key, (*self.successions, statement))
 
@@ -121,10 +121,10 @@ class Lineage:
                 or a key occurs twice.
         """
         if len(set(self._keys)) != len(self._keys):
-            raise ProtocolError("an identity key comes twice in a chain")
+            raise ProtocolError("an identity key occurs twice in a chain")
         steps = zip(pairwise(self._keys), self.successions, strict=True)
         for number, ((old, new), statement) in enumerate(steps, 1):
-            text = _text(client_id, number, old=old, new=new)
+            text = _encode_statement(client_id, number, old=old, new=new)
             for key, signature in ((old, statement.by_old), (new, statement.by_new)):
                 if not keys.verify(key, signature, text):
                     raise ProtocolError(
@@ -142,7 +142,7 @@ def newest_key(lineage: bytes) -> bytes:
     return lineage[-keys.KEY_BYTES :]
 
 
-def lineage_until(lineage: bytes, key: bytes) -> bytes:
+def truncate_lineage(lineage: bytes, key: bytes) -> bytes:
     """Truncate a serialized lineage to the point where ``key`` was its newest key.
 
     A lineage that does not contain ``key``, or ends with it, is returned whole.
@@ -150,9 +150,9 @@ def lineage_until(lineage: bytes, key: bytes) -> bytes:
     Example:
         >>> old, old_key = keys.create_signer()
         >>> new, new_key = keys.create_signer()
-        >>> lineage = Lineage(old_key).followed_by(
+        >>> lineage = Lineage(old_key).extend(
         ...     new_key, client_id=ClientId(7), old=old, new=new)
-        >>> lineage_until(lineage.to_bytes(), old_key) == old_key
+        >>> truncate_lineage(lineage.to_bytes(), old_key) == old_key
         True
     """
     for end in range(keys.KEY_BYTES, len(lineage), _STATEMENT.size):
@@ -172,5 +172,5 @@ def fingerprint(key: bytes) -> str:
     return "-".join(text[begin : begin + 4] for begin in range(0, len(text), 4))
 
 
-def _text(client_id: ClientId, number: int, *, old: bytes, new: bytes) -> bytes:
+def _encode_statement(client_id: ClientId, number: int, *, old: bytes, new: bytes) -> bytes:
     return keys.build_signed_text(_LABEL, struct.pack("<QQ", client_id, number), old, new)

@@ -204,7 +204,7 @@ def check_redeemable(
         raise EnrolmentRefused(f"{name!r} has no invitation with this token; {again}")
     if now_unix_s >= invitation.expires_unix_s:
         raise EnrolmentRefused(
-            f"the invitation of {name!r} ended at {utc(invitation.expires_unix_s)}; {again}"
+            f"the invitation of {name!r} expired at {utc(invitation.expires_unix_s)}; {again}"
         )
     if invitation.redeemed_by not in {b"", identity_key}:
         raise EnrolmentRefused(f"the invitation of {name!r} has been used; {again}")
@@ -220,16 +220,16 @@ def check_rotatable(
         EnrolmentRefused: It may not: see :meth:`Registry.rotate`.
     """
     again = "ask the operator for a new invitation (`fedlearn invite`)"
-    goes_on = known is not None and lineage.startswith(known.lineage)
-    if known is None or not goes_on or not is_lineage(lineage, client_id=known.client_id):
+    extends = known is not None and lineage.startswith(known.lineage)
+    if known is None or not extends or not is_lineage(lineage, client_id=known.client_id):
         raise EnrolmentRefused(
-            f"the new identity key of {name!r} does not follow from one that is known here; {again}"
+            f"the new identity key of {name!r} is not signed by the registered one; {again}"
         )
     if known.status != "active":
         raise EnrolmentRefused(f"{name!r} was revoked; {again}")
     if known.certificate_expires_utc <= utc(now_unix_s):  # both ISO 8601 in UTC
         raise EnrolmentRefused(
-            f"the certificate of {name!r} ended at {known.certificate_expires_utc}; {again}"
+            f"the certificate of {name!r} expired at {known.certificate_expires_utc}; {again}"
         )
     return known
 

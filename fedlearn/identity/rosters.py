@@ -64,7 +64,7 @@ class IdentityRoster:
         """
         return read_document(
             path,
-            _CONTENT,
+            _DOCUMENT,
             key="fedlearn_roster",
             versions=(_FORMAT,),
             noun="a roster of identity keys",
@@ -78,14 +78,14 @@ class IdentityRoster:
         Raises:
             DeploymentError: It cannot be written.
         """
-        write_durably(path, self._content(), raises=DeploymentError)
+        write_durably(path, self._to_bytes(), raises=DeploymentError)
 
     @property
     def digest(self) -> str:
         """SHA-256 of the roster's file content, hexadecimal."""
-        return sha256(self._content()).hexdigest()
+        return sha256(self._to_bytes()).hexdigest()
 
-    def _content(self) -> bytes:
+    def _to_bytes(self) -> bytes:
         values = {
             "fedlearn_roster": _FORMAT,
             "coordinator_key": self.coordinator_key.hex(),
@@ -107,7 +107,7 @@ _Key = Annotated[bytes, Len(KEY_BYTES, KEY_BYTES)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Row:
+class _RosterEntry:
     """One client in a roster file."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
@@ -118,25 +118,25 @@ class _Row:
     num_rotations: Annotated[int, Strict(), Ge(0), Le(MAX_SUCCESSIONS)]
 
 
-def _require_distinct(rows: list[_Row]) -> list[_Row]:
+def _require_distinct(rows: list[_RosterEntry]) -> list[_RosterEntry]:
     """Raise ValueError if a client or a key occurs twice."""
     ids, keys = set[ClientId](), set[bytes]()
     for row in rows:
         if row.client_id in ids or row.identity_key in keys:
-            raise ValueError(f"client {row.client_id} or its key is there twice")
+            raise ValueError(f"client {row.client_id} or its key occurs twice")
         ids.add(row.client_id)
         keys.add(row.identity_key)
     return rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Content:
+class _RosterDocument:
     """Schema of a roster file."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 
     coordinator_key: _Key
-    clients: Annotated[list[_Row], AfterValidator(_require_distinct)]
+    clients: Annotated[list[_RosterEntry], AfterValidator(_require_distinct)]
 
     def roster(self) -> IdentityRoster:
         """Build the roster. The fingerprints are dropped: they are for people only."""
@@ -149,4 +149,4 @@ class _Content:
         return IdentityRoster(coordinator_key=self.coordinator_key, clients=clients)
 
 
-_CONTENT = TypeAdapter(_Content)
+_DOCUMENT = TypeAdapter(_RosterDocument)

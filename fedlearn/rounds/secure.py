@@ -46,7 +46,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Layout
 from fedlearn.errors import AggregationAborted, ProtocolError
-from fedlearn.identity.lineage import lineage_until, newest_key
+from fedlearn.identity.lineage import newest_key, truncate_lineage
 from fedlearn.secagg import keys, messages
 from fedlearn.secagg.fixed_point import Lane, LaneRole
 from fedlearn.secagg.plan import (
@@ -273,7 +273,7 @@ class SecureCollector:
     def _find_lineages(self, stored: MaskedSum) -> Mapping[ClientId, bytes]:
         """Return the lineages of a stored sum's members, up to the keys with which they signed."""
         now, then = self.directory(), stored.session.identity_keys
-        return {each: lineage_until(now[each], key) for each, key in then.items() if each in now}
+        return {each: truncate_lineage(now[each], key) for each, key in then.items() if each in now}
 
     def _load_masked_sum(self, request: RoundRequest) -> MaskedSum | None:
         """Return the stored masked sum of an earlier attempt at this same training, if any.

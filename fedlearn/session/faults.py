@@ -22,13 +22,13 @@ def is_failure(error: BaseException) -> bool:
     return not (in_main and isinstance(error, KeyboardInterrupt))
 
 
-def reason_for(error: BaseException) -> str:
+def describe_failure(error: BaseException) -> str:
     """Describe why a client failed; an error that is not fedlearn's gets its source location."""
     return str(error) if isinstance(error, FedlearnError) else describe_error(error)
 
 
 @contextmanager
-def in_users_code() -> Iterator[None]:
+def convert_user_errors() -> Iterator[None]:
     """Run user code, such as a trainer factory, and convert its errors.
 
     Raises:
@@ -42,4 +42,4 @@ def in_users_code() -> Iterator[None]:
     except BaseException as error:  # user code raises anything: one of three in the project
         if not is_failure(error):
             raise
-        raise DeploymentError(f"{describe_error(error)}; mend the trainer") from error
+        raise DeploymentError(f"{describe_error(error)}; fix the trainer") from error

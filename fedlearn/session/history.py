@@ -37,29 +37,29 @@ class History:
     is_bound: bool = False
     releases: PastReleases = field(default_factory=PastReleases)
 
-    def after(self, answer: Up, releases: PastReleases) -> "History":
+    def record_answer(self, answer: Up, releases: PastReleases) -> "History":
         """Return the history after sending ``answer``, with ``releases`` as the opened sums."""
         is_bound = self.is_bound or isinstance(answer, MaskedVector)
         return replace(self, is_bound=is_bound, releases=releases)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _HistoryRecord:
     is_bound: bool
     releases: tuple[PastRelease, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Content:
+class _HistoryDocument:
     """Contents of the file: histories by the coordinator's key, in hexadecimal."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
 
     format: Literal[2]
-    coordinators: dict[str, _Kept]
+    coordinators: dict[str, _HistoryRecord]
 
 
-_CONTENT = TypeAdapter(_Content)
+_DOCUMENT = TypeAdapter(_HistoryDocument)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +80,10 @@ class HistoryFile:
         Raises:
             DeploymentError: The file cannot be read or is damaged. It is never treated as empty.
         """
-        kept = self._all().get(self.coordinator_key.hex())
-        if kept is None:
+        record = self._read_all().get(self.coordinator_key.hex())
+        if record is None:
             return History()
-        return History(is_bound=kept.is_bound, releases=PastReleases(kept.releases))
+        return History(is_bound=record.is_bound, releases=PastReleases(record.releases))
 
     def write(self, history: History) -> None:
         """Write the history durably, mode 0600, and keep those with other coordinators.
@@ -91,17 +91,18 @@ class HistoryFile:
         Raises:
             DeploymentError: The file cannot be written, or the existing one is damaged.
         """
-        kept = _Kept(is_bound=history.is_bound, releases=history.releases.last)
-        content = _Content(format=2, coordinators={**self._all(), self.coordinator_key.hex(): kept})
-        write_private(self.path, _CONTENT.dump_json(content) + b"\n")
+        record = _HistoryRecord(is_bound=history.is_bound, releases=history.releases.last)
+        content = _HistoryDocument(
+            format=2, coordinators={**self._read_all(), self.coordinator_key.hex(): record}
+        )
+        write_private(self.path, _DOCUMENT.dump_json(content) + b"\n")
 
-    def _all(self) -> Mapping[str, _Kept]:
+    def _read_all(self) -> Mapping[str, _HistoryRecord]:
         found = read_json(
             self.path,
-            _CONTENT,
+            _DOCUMENT,
             raises=DeploymentError,
             holds="which sums this client has helped to open",
-            remedy="put a copy back, or remove it to take part as a client that has not, in new "
-            "runs alone",
+            remedy="restore a copy, or remove it to start without a history, in new runs only",
         )
         return {} if found is None else found.coordinators

@@ -50,7 +50,7 @@ class Pins:
         """The trusted key of each client."""
         return {client_id: pin.key for client_id, pin in self.clients.items()}
 
-    def following(self, told: Mapping[ClientId, bytes]) -> "Pins":
+    def follow(self, lineages: Mapping[ClientId, bytes]) -> "Pins":
         """Return the pins updated with the encoded lineages that a coordinator sent.
 
         Raises:
@@ -58,10 +58,12 @@ class Pins:
                 key is older than the pinned one, or the client is not in the roster. The error
                 names the client.
         """
-        found = {client_id: self._followed(client_id, data) for client_id, data in told.items()}
+        found = {
+            client_id: self._follow_lineage(client_id, data) for client_id, data in lineages.items()
+        }
         return replace(self, clients={**self.clients, **found})
 
-    def without(self, client_id: ClientId) -> "Pins":
+    def forget(self, client_id: ClientId) -> "Pins":
         """Return the pins without one client's, so that its next key is pinned when seen.
 
         If the pins come from a roster, the client is refused from then on instead.
@@ -72,45 +74,45 @@ class Pins:
         if client_id not in self.clients:
             known = ", ".join(map(str, sorted(self.clients))) or "none"
             raise DeploymentError(f"no key of client {client_id} is pinned; pinned are: {known}")
-        kept = {each: pin for each, pin in self.clients.items() if each != client_id}
-        return replace(self, clients=kept)
+        others = {each: pin for each, pin in self.clients.items() if each != client_id}
+        return replace(self, clients=others)
 
     def to_bytes(self) -> bytes:
         """Encode the pins for a client's state."""
-        return _KEPT.dump_json(_Kept(roster=self.roster, clients=self.clients))
+        return _RECORD.dump_json(_PinRecord(roster=self.roster, clients=self.clients))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Pins":
         """Decode the output of :meth:`to_bytes`; ProtocolError if it is of another version."""
         try:
-            return _KEPT.validate_json(data).pins() if data else cls()
+            return _RECORD.validate_json(data).pins() if data else cls()
         except ValidationError as error:
             raise ProtocolError(f"{len(data)} bytes of pins are of another version") from error
 
-    def _followed(self, client_id: ClientId, data: bytes) -> KnownKey:
+    def _follow_lineage(self, client_id: ClientId, data: bytes) -> KnownKey:
         pin = self.clients.get(client_id)
         if pin is None and self.roster:
             raise PolicyViolation(
                 rule=RULE,
-                asked=f"client {client_id}, who is not in the roster",
-                limit="those in it; ask the operator for a new one (`fedlearn roster`)",
+                asked=f"client {client_id}, which is not in the roster",
+                limit="clients in it; ask the operator for a new one (`fedlearn roster`)",
             )
         try:
             lineage = Lineage.from_bytes(data)
-            if pin == _pin(lineage, name=pin.name if pin else ""):
+            if pin == _newest_key_of(lineage, name=pin.name if pin else ""):
                 return pin  # the usual case: nothing to check
             lineage.check(client_id)
         except ProtocolError as error:
-            raise self._violation(client_id, newest_key(data), because=str(error)) from error
+            raise self._build_violation(client_id, newest_key(data), because=str(error)) from error
         if pin is None:
-            return _pin(lineage, name="")
+            return _newest_key_of(lineage, name="")
         if lineage.key_after(pin.num_rotations) != pin.key:
             earlier = lineage.num_rotations < pin.num_rotations
-            because = "it is from before the pinned one" if earlier else "no chain leads to it"
-            raise self._violation(client_id, lineage.key, because=because)
-        return _pin(lineage, name=pin.name)
+            because = "it is older than the pinned one" if earlier else "no chain leads to it"
+            raise self._build_violation(client_id, lineage.key, because=because)
+        return _newest_key_of(lineage, name=pin.name)
 
-    def _violation(self, client_id: ClientId, key: bytes, *, because: str) -> PolicyViolation:
+    def _build_violation(self, client_id: ClientId, key: bytes, *, because: str) -> PolicyViolation:
         pin = self.clients.get(client_id)
         if pin is None:
             asked = f"a key of client {client_id}, {fingerprint(key)}: {because}"
@@ -126,7 +128,7 @@ class Pins:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _PinRecord:
     """Pins as JSON; every field is required, or a damaged file could be mistaken for empty."""
 
     __pydantic_config__: ClassVar = HEXADECIMAL
@@ -139,12 +141,12 @@ class _Kept:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Content(_Kept):
+class _PinDocument(_PinRecord):
     format: Literal[1]
     coordinator_key: bytes
 
 
-_KEPT, _CONTENT = TypeAdapter(_Kept), TypeAdapter(_Content)
+_RECORD, _DOCUMENT = TypeAdapter(_PinRecord), TypeAdapter(_PinDocument)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,11 +170,11 @@ class PinFile:
         """
         found = read_json(
             self.path,
-            _CONTENT,
+            _DOCUMENT,
             raises=DeploymentError,
             holds="pinned keys",
-            remedy="put a copy back, or remove it to pin what is seen next, or what a roster says "
-            "(`fedlearn join FILE --roster ROSTER`)",
+            remedy="restore a copy, or remove it to pin the keys that come next, or those of a "
+            "roster (`fedlearn join FILE --roster ROSTER`)",
         )
         if found is None or found.coordinator_key != self.coordinator_key:
             return Pins()
@@ -184,13 +186,13 @@ class PinFile:
         Raises:
             DeploymentError: The file cannot be written.
         """
-        content = _Content(
+        content = _PinDocument(
             format=1,
             coordinator_key=self.coordinator_key,
             roster=pins.roster,
             clients=dict(sorted(pins.clients.items())),
         )
-        write_private(self.path, _CONTENT.dump_json(content, indent=1) + b"\n")
+        write_private(self.path, _DOCUMENT.dump_json(content, indent=1) + b"\n")
 
     def take(self, roster: IdentityRoster, *, client_id: ClientId, lineage: Lineage) -> None:
         """Replace all pins by the keys in a roster, unless they already come from this roster.
@@ -203,15 +205,15 @@ class PinFile:
         """
         if roster.coordinator_key != self.coordinator_key:
             raise DeploymentError(
-                "the roster is of another coordinator than this client's; ask the operator for the "
-                "right one (`fedlearn roster`)"
+                "the roster belongs to another coordinator than this client's; ask the operator "
+                "for the right one (`fedlearn roster`)"
             )
         entry = roster.clients.get(client_id)
         if entry is not None and lineage.key_after(entry.num_rotations) != entry.key:
             raise DeploymentError(
                 f"the roster has {fingerprint(entry.key)} for client {client_id} ({entry.name}), "
-                f"this client, whose key is {fingerprint(lineage.key)}: whoever made it, somebody "
-                "else would be taken for this client; tell the operator, and do not use it"
+                f"this client, whose key is {fingerprint(lineage.key)}; with this roster, clients "
+                "would trust another key as this client's: do not use it, and tell the operator"
             )
         before = self.read()
         if before.roster == roster.digest:
@@ -223,5 +225,5 @@ class PinFile:
         log.info("roster_pinned", num_clients=num_clients, other_keys_for=moved)
 
 
-def _pin(lineage: Lineage, *, name: str) -> KnownKey:
+def _newest_key_of(lineage: Lineage, *, name: str) -> KnownKey:
     return KnownKey(key=lineage.key, num_rotations=lineage.num_rotations, name=name)

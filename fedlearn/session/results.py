@@ -26,7 +26,7 @@ from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, LocalTrainer, TrainContext
 
 
-def train_reply(
+def train_and_reply(
     trainer: LocalTrainer,
     request: TrainRequest,
     *,
@@ -53,35 +53,37 @@ def train_reply(
         Diverged: The update has values that are not finite.
     """
     transforms = transforms_from(request.settings, known=known)
-    asked = without_transforms(request.settings, known=known)
-    require_honoured(asked, trainer.honours, who=type(trainer).__name__)
-    sent = _marks(request.tensors)
+    settings = without_transforms(request.settings, known=known)
+    require_honoured(settings, trainer.honours, who=type(trainer).__name__)
+    sent = _mark_tensors(request.tensors)
     result = trainer.train(request.tensors, context=context)
     if not isinstance(result, LocalResult):
-        raise UnusableResult(f"the trainer returned {type(result).__name__}, no LocalResult")
+        raise UnusableResult(f"the trainer returned {type(result).__name__}, not a LocalResult")
     _require_unchanged(request.tensors, sent)
-    lanes = {DELTA.name: _delta(result.tensors, request)}
+    lanes = {DELTA.name: _compute_delta(result.tensors, request)}
     for name, values in result.lanes.items():
         if name == DELTA.name:
-            raise UnusableResult(f"the trainer returned a lane {name!r}, which is its tensors'")
-        vector = _tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
+            raise UnusableResult(f"the trainer returned a lane {name!r}, a reserved name")
+        vector = _to_tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
         lanes[name] = vector.reshape(-1)
-    lanes = _transformed(lanes, transforms, context, request)
+    lanes = _apply_transforms(lanes, transforms, context, request)
     for name, vector in lanes.items():
         if not is_sound(vector):
             raise Diverged(unsound(name))
-    num_examples, metrics = _count(result.num_examples), _metrics(result.metrics)
+    num_examples, metrics = _require_count(result.num_examples), _require_metrics(result.metrics)
     if has_own_noise(request.settings):
         # The noise covers the update alone; exact counts and metrics would leak past it.
         num_examples, metrics = 1, {}
     reply = TrainReply(
         round_num=request.round_num, lanes=lanes, num_examples=num_examples, metrics=metrics
     )
-    kept = {name: _tensor(value, what=f"state {name!r}") for name, value in result.state.items()}
-    return reply, kept
+    state = {
+        name: _to_tensor(value, what=f"state {name!r}") for name, value in result.state.items()
+    }
+    return reply, state
 
 
-def evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
+def build_evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
     """Check an evaluation's result and build the reply.
 
     Raises:
@@ -89,11 +91,11 @@ def evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
             is not a number or is infinite.
     """
     if not isinstance(result, LocalEvaluation):
-        raise UnusableResult(f"the trainer returned {type(result).__name__}, no LocalEvaluation")
+        raise UnusableResult(f"the trainer returned {type(result).__name__}, not a LocalEvaluation")
     return EvaluateReply(
         round_num=round_num,
-        num_examples=_count(result.num_examples),
-        metrics=_metrics(result.metrics),
+        num_examples=_require_count(result.num_examples),
+        metrics=_require_metrics(result.metrics),
     )
 
 
@@ -109,18 +111,18 @@ class _Mark(NamedTuple):
     version: int
 
 
-def _marks(tensors: Mapping[str, Tensor]) -> dict[str, _Mark]:
-    return {name: _Mark(_total(each), each._version) for name, each in tensors.items()}  # noqa: SLF001 - as autograd checks
+def _mark_tensors(tensors: Mapping[str, Tensor]) -> dict[str, _Mark]:
+    return {name: _Mark(_sum_words(each), each._version) for name, each in tensors.items()}  # noqa: SLF001 - as autograd checks
 
 
-def _total(value: Tensor) -> int:
+def _sum_words(value: Tensor) -> int:
     octets = value.detach().contiguous().view(-1).view(torch.uint8)
     words = octets.view(torch.int32) if octets.numel() % 4 == 0 else octets
     return int(words.sum(dtype=torch.int64))
 
 
 def _require_unchanged(tensors: Mapping[str, Tensor], sent: Mapping[str, _Mark]) -> None:
-    marks = _marks(tensors)
+    marks = _mark_tensors(tensors)
     # Views of one tensor share a version, so a changed total names the culprit more precisely.
     other_totals = [name for name, mark in marks.items() if mark.total != sent[name].total]
     changed = other_totals or [name for name, mark in marks.items() if mark != sent[name]]
@@ -131,7 +133,7 @@ def _require_unchanged(tensors: Mapping[str, Tensor], sent: Mapping[str, _Mark])
         )
 
 
-def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
+def _compute_delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
     """Compute local minus global as one vector in the model's widest precision."""
     order = request.order
     missing = [name for name in order if name not in tensors]
@@ -146,7 +148,7 @@ def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
         raise UnusableResult(f"the trainer returned {unknown[0]!r}, which the model does not have")
     local = dict[str, Tensor]()
     for name in order:
-        local[name], start = _tensor(tensors[name], what=repr(name)), request.tensors[name]
+        local[name], start = _to_tensor(tensors[name], what=repr(name)), request.tensors[name]
         if local[name].shape != start.shape:
             raise UnusableResult(
                 f"the trainer returned {name!r} of shape {tuple(local[name].shape)}, but the "
@@ -154,7 +156,7 @@ def _delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
             )
         if not local[name].is_floating_point():
             raise UnusableResult(
-                f"the trainer returned {name!r} as {local[name].dtype}; it is a float"
+                f"the trainer returned {name!r} as {local[name].dtype}; it must be a float"
             )
     _require_frozen(tensors, request)
     return difference(local, request.tensors, order=order)
@@ -170,11 +172,11 @@ def _require_frozen(tensors: Mapping[str, Tensor], request: TrainRequest) -> Non
         sent = request.tensors[name]
         if name in changing or value is sent or not (sent.is_floating_point() or sent.is_complex()):
             continue
-        if not _is_same(_tensor(value, what=repr(name)).to(sent), sent):
+        if not _is_same(_to_tensor(value, what=repr(name)).to(sent), sent):
             raise UnusableResult(
-                f"the trainer changed {name!r}, which is frozen in the coordinator's model, so "
-                "that the change would be lost; train the parameters that the coordinator trains, "
-                "with requires_grad as it is set there"
+                f"the trainer changed {name!r}, which is frozen in the coordinator's model: the "
+                "change would be lost; train the same parameters as the coordinator, with the same "
+                "requires_grad"
             )
 
 
@@ -187,19 +189,23 @@ def _is_same(found: Tensor, sent: Tensor) -> bool:
     return bool(((found == sent) | (found.isnan() & sent.isnan())).all())
 
 
-def _tensor(value: object, *, what: str) -> Tensor:
+def _to_tensor(value: object, *, what: str) -> Tensor:
     if isinstance(value, np.ndarray | np.generic):
         try:
             # Copy: torch accepts neither negative strides nor read-only arrays.
             value = torch.from_numpy(np.array(value, order="C"))
         except (TypeError, ValueError) as error:
-            raise UnusableResult(f"the trainer returned {what} as no numbers: {error}") from error
+            raise UnusableResult(
+                f"the trainer returned {what}, which is not numeric: {error}"
+            ) from error
     if not isinstance(value, Tensor):
-        raise UnusableResult(f"the trainer returned {what} as {type(value).__name__}, no tensor")
+        raise UnusableResult(
+            f"the trainer returned {what} as {type(value).__name__}, not as a tensor"
+        )
     return value.detach()
 
 
-def _transformed(
+def _apply_transforms(
     lanes: Mapping[str, Tensor],
     transforms: Sequence[Transform],
     context: TrainContext,
@@ -218,13 +224,13 @@ def _transformed(
     return {name: values[0] for name, values in sent.lanes.items()}
 
 
-def _count(value: object) -> int:
+def _require_count(value: object) -> int:
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1:
         return int(value)
-    raise UnusableResult(f"num_examples is {value!r}; it is a whole number, at least 1")
+    raise UnusableResult(f"num_examples is {value!r}; it must be a whole number >= 1")
 
 
-def _metrics(metrics: Mapping[str, object]) -> dict[str, float]:
+def _require_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     found = {}
     for name, value in metrics.items():
         number = value
@@ -234,9 +240,9 @@ def _metrics(metrics: Mapping[str, object]) -> dict[str, float]:
             number = value.item()
         if not isinstance(number, float | int | np.floating | np.integer | np.bool_):
             raise UnusableResult(
-                f"the metric {name!r} is {type(value).__name__}; a metric is a number under a name"
+                f"the metric {name!r} is {type(value).__name__}; a metric must be a number"
             )
         found[name] = float(number)
         if math.isinf(found[name]):
-            raise UnusableResult(f"the metric {name!r} is infinite; a metric is a finite number")
+            raise UnusableResult(f"the metric {name!r} is infinite; a metric must be finite")
     return found

@@ -53,8 +53,8 @@ _BASED_ON, _BEFORE = "fedlearn/based_on", "fedlearn/before/"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KeptState:
-    """The state that a client keeps from one message to the next.
+class SessionState:
+    """A client's state between two messages.
 
     Attributes:
         trainer: The trainer's own state.
@@ -65,7 +65,7 @@ class KeptState:
         before: The trainer's state before that training.
 
     Example:
-        >>> KeptState.of(b"").to_bytes()
+        >>> SessionState.of(b"").to_bytes()
         b''
     """
 
@@ -76,7 +76,7 @@ class KeptState:
     before: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, data: bytes) -> "KeptState":
+    def of(cls, data: bytes) -> "SessionState":
         """Decode the output of :meth:`to_bytes`; ProtocolError if it is of another version."""
         tensors = safetensors.torch.load(data) if data else {}
         kept, pins = tensors.pop(_SESSION, None), tensors.pop(_PINS, None)
@@ -90,7 +90,7 @@ class KeptState:
             pins=Pins() if pins is None else Pins.from_bytes(pins.numpy().tobytes()),
         )
 
-    def settled(self, request: TrainRequest, client_id: ClientId) -> "KeptState":
+    def settle(self, request: TrainRequest, client_id: ClientId) -> "SessionState":
         """Return the state to start training from, now that the request says which update counted.
 
         The trainer's state from the last training is kept if that update counted. Otherwise (the
@@ -102,7 +102,9 @@ class KeptState:
         trainer = self.trainer if counts else self.before
         return replace(self, trainer=trainer, based_on=None, before={})
 
-    def after(self, request: TrainRequest, trainer: Mapping[str, Tensor]) -> "KeptState":
+    def record_training(
+        self, request: TrainRequest, trainer: Mapping[str, Tensor]
+    ) -> "SessionState":
         """Return the state after training, while it is still unknown whether the update counts."""
         if request.counted is None or not (trainer or self.trainer):
             return replace(self, trainer=trainer)
@@ -117,12 +119,12 @@ class KeptState:
                 # Clone: safetensors refuses to save tensors that share memory.
                 tensors[_BEFORE + name] = value.detach().cpu().clone().contiguous()
         if self.session is not None:
-            tensors[_SESSION] = _octets(self.session.to_bytes())
+            tensors[_SESSION] = _to_octets(self.session.to_bytes())
         if self.pins.clients:
-            tensors[_PINS] = _octets(self.pins.to_bytes())
+            tensors[_PINS] = _to_octets(self.pins.to_bytes())
         return safetensors.torch.save(tensors) if tensors else b""
 
-    def session_for(self, message: messages.Message) -> ClientState:
+    def find_session(self, message: messages.Message) -> ClientState:
         """Return the secure-aggregation state for answering a message.
 
         Without a state, only signed terms start one, since they name the run.
@@ -130,58 +132,60 @@ class KeptState:
         if self.session is not None:
             return self.session
         if not isinstance(message, messages.SignedTerms):
-            raise ProtocolError(f"{type(message).__name__} begins no session of secure aggregation")
+            raise ProtocolError(
+                f"{type(message).__name__} cannot start a secure-aggregation session"
+            )
         return ClientState.fresh(message.terms.run_id)
 
 
-def after_failure(data: bytes) -> bytes:
+def end_session_after_failure(data: bytes) -> bytes:
     """Return the state after a failure, with any session under way ended.
 
     Keeping the session would allow a second answer from the same state.
     """
     if not is_in_session(data):
         return data
-    kept = KeptState.of(data)
-    assert kept.session is not None  # it is under way
-    return replace(kept, session=kept.session.with_step(None)).to_bytes()
+    state = SessionState.of(data)
+    assert state.session is not None  # it is under way
+    return replace(state, session=state.session.with_step(None)).to_bytes()
 
 
 def is_in_session(data: bytes) -> bool:
     """Check whether a secure-aggregation session is under way; an unreadable state has none."""
     try:
-        kept = KeptState.of(data)
+        state = SessionState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
         return False  # nothing that could be answered from
-    return kept.session is not None and kept.session.is_in_session
+    return state.session is not None and state.session.is_in_session
 
 
 def has_sent_masked(data: bytes) -> bool:
     """Check whether a client has sent a masked vector, judging by its state alone."""
     try:
-        kept = KeptState.of(data)
+        state = SessionState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
         return False  # nothing that could be answered from
-    if kept.session is None:
+    if state.session is None:
         return False
-    is_in_a_sum = isinstance(kept.session.step, MaskedStep | ConfirmedStep | ReleasedStep)
-    return is_in_a_sum or bool(kept.session.releases.last)
+    is_in_a_sum = isinstance(state.session.step, MaskedStep | ConfirmedStep | ReleasedStep)
+    return is_in_a_sum or bool(state.session.releases.last)
 
 
-def session_to_mask_for(data: bytes) -> Session | None:
+def find_session_to_mask(data: bytes) -> Session | None:
     """Return the session that a client sends its masked vector to next; ``None`` if none."""
     try:
-        kept = KeptState.of(data)
+        state = SessionState.of(data)
     except (ProtocolError, safetensors.SafetensorError):
         return None  # nothing that could be answered from
-    step = None if kept.session is None else kept.session.step
+    step = None if state.session is None else state.session.step
     return step.session if isinstance(step, SharedStep) else None
 
 
-def _octets(data: bytes) -> Tensor:
+def _to_octets(data: bytes) -> Tensor:
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 
-def message_in(request: SecureRequest) -> messages.Message:
+def decode_message(request: SecureRequest) -> messages.Message:
     """Decode the secure-aggregation message in a request and check that it belongs there.
 
     Raises:
@@ -192,21 +196,23 @@ def message_in(request: SecureRequest) -> messages.Message:
     match request, message:
         case SecureTermsRequest(), messages.SignedTerms():
             if hash_notice(request.notice) != message.terms.request_hash:
-                raise ProtocolError("the terms name other work than what is announced")
+                raise ProtocolError("the terms name another request than the announced one")
             if message.terms.is_evaluation != isinstance(request.notice, EvaluationNotice):
-                raise ProtocolError("metrics alone are summed for an evaluation, and only for one")
+                raise ProtocolError(
+                    "terms that sum only metrics are for evaluations, and vice versa"
+                )
         case SecureTrainRequest() | SecureEvaluateRequest(), messages.Packets():
             pass
         case SecureStageRequest(), messages.Roster() | messages.Survivors() | messages.Signatures():
             pass
         case _:
             raise ProtocolError(
-                f"{type(message).__name__} in a {type(request).__name__}: it belongs elsewhere"
+                f"a {type(request).__name__} must not contain a {type(message).__name__}"
             )
     return message
 
 
-def contribution(terms: Terms, update: TrainReply) -> Contribution:
+def bound_update(terms: Terms, update: TrainReply) -> Contribution:
     """Clip a training result to the bounds of the terms, ready to be added to the sum.
 
     The order is fixed: clip, convert to fixed point, mask. Each vector is clipped in L2 norm to the
@@ -216,7 +222,7 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
         ValueError: The update has no examples, or lacks a value that the terms ask for.
     """
     if update.num_examples < 1:
-        raise ValueError("a client without examples has nothing to add")
+        raise ValueError("the update has no examples, so it cannot be added to the sum")
     loss = float(update.metrics.get("loss", math.nan))
     has_loss = math.isfinite(loss)
     metrics = {
@@ -225,7 +231,7 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
         NUM_EXAMPLES: float(update.num_examples),
     }
     values: dict[str, NDArray[np.floating]] = {}
-    vectors, clipped, capped = _vectors(terms, update), list[str](), list[str]()
+    vectors, clipped, capped = _split_vectors(terms, update), list[str](), list[str]()
     for lane in terms.lanes:
         if lane.role is LaneRole.VECTOR:
             vector, was_longer = clip(vectors[lane.name].detach().cpu(), lane.bound)
@@ -233,7 +239,7 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
             clipped += [lane.name] * was_longer
         elif lane.role is LaneRole.METRIC:
             if lane.name not in metrics:
-                raise ValueError(f"the terms ask for a metric {lane.name!r} that is unknown")
+                raise ValueError(f"the terms ask for the unknown metric {lane.name!r}")
             bounded = min(max(metrics[lane.name], -lane.bound), lane.bound)
             values[lane.name] = np.array([bounded])
             capped += [lane.name] * (bounded != metrics[lane.name])
@@ -248,11 +254,11 @@ def contribution(terms: Terms, update: TrainReply) -> Contribution:
     )
 
 
-def measured(terms: Terms, reply: EvaluateReply) -> Contribution:
+def bound_metrics(terms: Terms, reply: EvaluateReply) -> Contribution:
     """Clamp an evaluation's metrics to the bounds of the terms, ready to be added to the sum.
 
     Each lane gets the value and a flag for whether the client has one. All lanes are metrics, as
-    :func:`message_in` has checked.
+    :func:`decode_message` has checked.
     """
     values, capped = dict[str, NDArray[np.floating]](), list[str]()
     for lane in terms.lanes:
@@ -266,19 +272,19 @@ def measured(terms: Terms, reply: EvaluateReply) -> Contribution:
     )
 
 
-def _vectors(terms: Terms, update: TrainReply) -> dict[str, Tensor]:
+def _split_vectors(terms: Terms, update: TrainReply) -> dict[str, Tensor]:
     """Map each vector lane of the terms to its values, with the delta split into its two parts."""
     sizes = {lane.name: lane.size for lane in terms.lanes if lane.role is LaneRole.VECTOR}
     delta = update.lanes[DELTA.name]
     parts = [name for name in (PARAMETERS, STATISTICS) if name in sizes]
     if sum(sizes[name] for name in parts) != len(delta):
         raise ValueError(
-            f"the terms have room for {[sizes[name] for name in parts]} numbers of a delta of "
+            f"the terms expect {[sizes[name] for name in parts]} numbers, the delta has "
             f"{len(delta)}"
         )
     cut = dict(zip(parts, delta.split([sizes[name] for name in parts]), strict=True))
     found = {**update.lanes, **cut}
     for name, size in sizes.items():
         if name not in found or len(found[name]) != size:
-            raise ValueError(f"lane {name!r} is to hold {size} numbers that training did not give")
+            raise ValueError(f"training returned no lane {name!r} of {size} numbers")
     return found

@@ -51,8 +51,14 @@ from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.faults import is_failure
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile, Pins
-from fedlearn.session.results import evaluate_reply, train_reply
-from fedlearn.session.secure import KeptState, after_failure, contribution, measured, message_in
+from fedlearn.session.results import build_evaluate_reply, train_and_reply
+from fedlearn.session.secure import (
+    SessionState,
+    bound_metrics,
+    bound_update,
+    decode_message,
+    end_session_after_failure,
+)
 from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
 
 
@@ -67,22 +73,22 @@ def log_refusal(violation: PolicyViolation, *, round_num: int | None = None) -> 
     )
 
 
-def tell_nobody(words: str) -> None:
+def ignore_failure(words: str) -> None:
     """Ignore a failure, which is already in the log."""
 
 
-def log_bounded(contribution: Contribution) -> None:
+def log_bounded_values(contribution: Contribution) -> None:
     """Log, on this device only, which values of a contribution exceeded their bounds."""
     log = structlog.get_logger(__name__)
     if contribution.clipped:
-        advice = "the coordinator may raise secure_aggregation.clip_norm"
+        advice = "the coordinator can increase secure_aggregation.clip_norm"
         log.info("update_scaled_down", lanes=list(contribution.clipped), advice=advice)
     if contribution.capped:
-        advice = "the coordinator may raise secure_aggregation.max_loss or max_examples"
+        advice = "the coordinator can increase secure_aggregation.max_loss or max_examples"
         log.info("values_cut_off", lanes=list(contribution.capped), advice=advice)
 
 
-def public_reason(error: BaseException) -> str:
+def describe_publicly(error: BaseException) -> str:
     """Describe an error for the coordinator.
 
     The few errors whose message says what to fix and quotes no data are sent with it. Of any other
@@ -129,13 +135,13 @@ class ClientSession:
     trainer: LocalTrainer
     secure: SecureClient | None = None
     on_refusal: Callable[[PolicyViolation], object] = log_refusal
-    on_failure: Callable[[str], object] = tell_nobody
+    on_failure: Callable[[str], object] = ignore_failure
     pin_file: PinFile | None = None
     history_file: HistoryFile | None = None
     find_masks: FindMasks = find_no_masks
     transforms: Collection[type[Transform]] = ()
-    on_bounded: Callable[[Contribution], object] = log_bounded
-    reason_of: Callable[[BaseException], str] = public_reason
+    on_bounded: Callable[[Contribution], object] = log_bounded_values
+    reason_of: Callable[[BaseException], str] = describe_publicly
 
     def handle(
         self,
@@ -172,9 +178,9 @@ class ClientSession:
         try:
             match decode(data, personal=personal, constants=constants):
                 case TrainRequest() as request:
-                    kept = KeptState.of(state).settled(request, self.client_id)
+                    kept = SessionState.of(state).settle(request, self.client_id)
                     reply, tensors = self._train(request, kept.trainer, control)
-                    return encode(reply), kept.after(request, tensors).to_bytes()
+                    return encode(reply), kept.record_training(request, tensors).to_bytes()
                 case EvaluateRequest() as request:
                     return encode(self._evaluate(request, control)), state
                 case (
@@ -183,7 +189,7 @@ class ClientSession:
                     | SecureEvaluateRequest()
                     | SecureStageRequest()
                 ) as request:
-                    answer, kept = self._take_part(request, KeptState.of(state), control)
+                    answer, kept = self._take_part(request, SessionState.of(state), control)
                     return encode(answer), kept.to_bytes()
                 case other:
                     raise ProtocolError(f"{type(other).__name__} is not a request")
@@ -191,21 +197,21 @@ class ClientSession:
             raise
         except PolicyViolation as violation:
             self.on_refusal(violation)
-            return encode(Failure(reason=str(violation))), after_failure(state)
+            return encode(Failure(reason=str(violation))), end_session_after_failure(state)
         except BaseException as error:  # the client boundary: one of three in the project
             if not is_failure(error):
                 raise
-            self._tell_failure(error)
-            return encode(self._failure(error)), after_failure(state)
+            self._report_failure(error)
+            return encode(self._build_failure(error)), end_session_after_failure(state)
 
-    def _failure(self, error: BaseException) -> Failure:
+    def _build_failure(self, error: BaseException) -> Failure:
         """Build the failure reply; it accuses another client if that client caused the failure."""
         reason = self.reason_of(error)
         if isinstance(error, AggregationAborted) and error.culprits:
             return Accusation(reason=reason, client_id=ClientId(min(error.culprits)))
         return Failure(reason=reason)
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         # Plain text, without the values of local variables, which are the data.
         lines = [] if isinstance(error, FedlearnError) else traceback.format_exception(error)
         trace = {"exception": "".join(lines)} if lines else {}
@@ -214,13 +220,13 @@ class ClientSession:
         self.on_failure(describe_error(error))
 
     def _take_part(
-        self, request: SecureRequest, kept: KeptState, control: TaskControl
-    ) -> tuple[Reply, KeptState]:
+        self, request: SecureRequest, kept: SessionState, control: TaskControl
+    ) -> tuple[Reply, SessionState]:
         """Answer one secure-aggregation message; the update leaves only clipped and masked."""
         if self.secure is None:
             raise AggregationAborted(
                 stage=Stage.ADVERTISE,
-                reason="this client was enrolled without the coordinator's key; invite it anew",
+                reason="this client was enrolled without the coordinator's key; invite it again",
             )
         trained = kept
 
@@ -228,29 +234,29 @@ class ClientSession:
             match request:
                 case SecureTrainRequest(train=train) if hash_request(train) == terms.request_hash:
                     nonlocal trained
-                    begun = kept.settled(train, self.client_id)
+                    begun = kept.settle(train, self.client_id)
                     update, trainer = self._train(train, begun.trainer, control)
-                    trained = begun.after(train, trainer)
-                    added = contribution(terms, update)
+                    trained = begun.record_training(train, trainer)
+                    added = bound_update(terms, update)
                     self.on_bounded(added)
                     return added
                 case SecureEvaluateRequest(evaluate=evaluate) if (
                     hash_request(evaluate) == terms.request_hash
                 ):
-                    added = measured(terms, self._evaluate(evaluate, control))
+                    added = bound_metrics(terms, self._evaluate(evaluate, control))
                     self.on_bounded(added)
                     return added
-            raise ProtocolError("the request to work on is not the one that the terms name")
+            raise ProtocolError("the request is not the one that the terms name")
 
-        asked = message_in(request)
+        asked = decode_message(request)
         before = kept.pins if self.pin_file is None else self.pin_file.read()
-        told = dict(request.directory) if isinstance(request, SecureStageRequest) else {}
-        told.pop(self.client_id, None)  # this client knows its own key
-        pins, given = before.following(told), self.secure.directory
+        lineages = dict(request.directory) if isinstance(request, SecureStageRequest) else {}
+        lineages.pop(self.client_id, None)  # this client knows its own key
+        pins, given = before.follow(lineages), self.secure.directory
         # Keys that were configured in advance take precedence over those the coordinator sends.
         directory = {**pins.keys, **given} if pins.clients else given
-        secure = replace(self.secure, directory=directory, draw=self._draw(pins))
-        state = kept.session_for(asked)
+        secure = replace(self.secure, directory=directory, draw=self._build_draw(pins))
+        state = kept.find_session(asked)
         history = None if self.history_file is None else self.history_file.read()
         if history is not None:
             state = replace(state, releases=history.releases)
@@ -263,13 +269,13 @@ class ClientSession:
         elif pins != before:
             self.pin_file.write(pins)
         if self.history_file is not None and history is not None:
-            after = history.after(answered, session.releases)
+            after = history.record_answer(answered, session.releases)
             if after != history:
                 self.history_file.write(after)  # before the answer leaves
             session = replace(session, releases=PastReleases())  # the file is the only copy
         return reply, replace(trained, session=session)
 
-    def _draw(self, pins: Pins) -> RosterDraw | None:
+    def _build_draw(self, pins: Pins) -> RosterDraw | None:
         """Return the rule for which clients may be asked, if the pins come from a roster."""
         if not pins.roster or self.secure is None:
             return None
@@ -278,7 +284,7 @@ class ClientSession:
 
     def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> EvaluateReply:
         result = self.trainer.evaluate(request.tensors, control=control)
-        return evaluate_reply(result, round_num=request.round_num)
+        return build_evaluate_reply(result, round_num=request.round_num)
 
     def _train(
         self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
@@ -295,4 +301,4 @@ class ClientSession:
             broadcast=request.broadcast,
             control=control,
         )
-        return train_reply(self.trainer, request, context=context, known=known)
+        return train_and_reply(self.trainer, request, context=context, known=known)

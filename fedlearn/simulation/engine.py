@@ -39,7 +39,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError, UnusableResult
-from fedlearn.session.faults import is_failure, reason_for
+from fedlearn.session.faults import describe_failure, is_failure
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Apart, Executor, LocalTask, Trained, Work
@@ -228,7 +228,7 @@ class Engine:
         reduction.share(self.cluster, more=torch.from_numpy(report))
         verdicts = report[2].astype(np.int64)
         if (verdicts != REPORTED).any():
-            reasons |= {place: reason_for(error) for place, error in errors.items()}
+            reasons |= {place: describe_failure(error) for place, error in errors.items()}
             everywhere = gathered(reasons, self.cluster)
             reasons = {place: reason for each in everywhere for place, reason in each.items()}
         if request.round_num == 0 and (verdicts == RAISED).all():

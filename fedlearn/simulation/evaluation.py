@@ -16,7 +16,7 @@ from fedlearn.core.features import Features, cut, moved, tensors_of
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.session.faults import is_failure, reason_for
+from fedlearn.session.faults import describe_failure, is_failure
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
 from fedlearn.training.resident import Measured, ResidentModel
 
@@ -162,7 +162,7 @@ class ClientEvaluator:
                 raise
             if len(client_ids) == 1:
                 client_id = int(client_ids[0])
-                reasons[client_id] = reason = reason_for(error)
+                reasons[client_id] = reason = describe_failure(error)
                 log.warning("client_evaluation_failed", client_id=client_id, reason=reason)
                 return {name: np.asarray([math.nan]) for name in self.model.measures.directions}
         parts = [self._measure_each(params, each, reasons) for each in client_ids[:, None]]

@@ -34,8 +34,8 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import delta_bytes
 from fedlearn.core.randomness import Seed
 from fedlearn.secagg.terms import Contribution
-from fedlearn.session.faults import is_failure, reason_for
-from fedlearn.session.secure import KeptState
+from fedlearn.session.faults import describe_failure, is_failure
+from fedlearn.session.secure import SessionState
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -151,7 +151,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         except BaseException as error:  # a client boundary: user code raises anything
             if not is_failure(error):
                 raise
-            return encode(Failure(reason_for(error))), state
+            return encode(Failure(describe_failure(error))), state
         secure = None if self.identities is None else self.identities.client(client_id)
         session = ClientSession(
             client_id,
@@ -159,7 +159,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             secure,
             transforms=self.transforms,
             on_bounded=partial(self._note_bounded, client_id),
-            reason_of=reason_for,
+            reason_of=describe_failure,
         )
         return session.handle(data, state)
 
@@ -216,7 +216,7 @@ class SessionsKept:
     def restore(self, kept: ClientStates) -> None:
         """Restore the client state of sessions that have not started in this process."""
         for client_id in kept.keys() - self.channel.states.keys():
-            state = KeptState(trainer=kept[client_id], session=None)
+            state = SessionState(trainer=kept[client_id], session=None)
             self.channel.states[ClientId(client_id)] = state.to_bytes()
 
     def added_to(self, collected: Collected, *, before: ClientStates) -> Collected:
@@ -229,7 +229,7 @@ class SessionsKept:
         counted = {each.client_id for each in rows if each.status is Status.REPORTED}
         states = {each: self.channel.states.get(each, b"") for each in counted}
         changes: ClientStates = {
-            each: KeptState.of(state).trainer for each, state in states.items()
+            each: SessionState.of(state).trainer for each, state in states.items()
         }
         return replace(collected, kept=replace_states(before, changes))
 

@@ -41,7 +41,7 @@ def swap_key(site: Site, number: int) -> None:
     """
     folder = site.home(number).folder / "identity"
     forged = Identity.create()
-    played = replace(Identity.at(folder), identity_key=forged.identity_key)
+    played = replace(Identity.load_or_create(folder), identity_key=forged.identity_key)
     (folder / IDENTITY_FILE).write_bytes(played.pem)
     enrolment = json.loads((folder / "enrolment.json").read_text())
     enrolment["lineage"] = Lineage(forged.public_key).to_bytes().hex()
@@ -112,7 +112,7 @@ def test_a_swapped_key_and_a_stranger_are_refused_and_named_in_the_log(site: Sit
     until(lambda: "pinned identity keys" in site.log("client-0"), told=told)
     assert "another key of client 2" in site.log("client-0")
     until(lambda: "pinned identity keys" in site.log("client-1"), told=told)
-    assert "client 2, who is not in the roster" in site.log("client-1")
+    assert "client 2, which is not in the roster" in site.log("client-1")
 
 
 def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) -> RosterDraw:

@@ -21,7 +21,7 @@ from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.session.results import train_reply
+from fedlearn.session.results import train_and_reply
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import UNATTENDED, LocalResult, TaskControl, TrainContext
 
@@ -262,7 +262,7 @@ def test_a_reply_leaves_the_gpu() -> None:
     for device in ("cuda", "cpu"):
         trainer = TorchTrainer.of(make_model, *examples(), device=device)
         context = replace(context, settings=request.settings)
-        reply, kept = train_reply(trainer, request, context=context)
+        reply, kept = train_and_reply(trainer, request, context=context)
         assert {value.device.type for value in reply.lanes.values()} == {"cpu"}
         assert save(kept)
         replies.append(decode(encode(reply)))

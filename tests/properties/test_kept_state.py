@@ -34,7 +34,7 @@ from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.rounds.run import EarlyStopping, RunPlan, train
-from fedlearn.session.secure import KeptState
+from fedlearn.session.secure import SessionState
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
@@ -265,12 +265,12 @@ def test_a_client_that_is_told_nothing_keeps_its_last_training() -> None:
     request = TrainRequest(
         round_num=3, attempt=0, tensors={}, order=(), settings={}, seed=0, counted={}
     )
-    me, kept = ClientId(4), KeptState(trainer={}, session=None).after(request, tensors)
-    kept = KeptState.of(kept.to_bytes())
+    me, kept = ClientId(4), SessionState(trainer={}, session=None).record_training(request, tensors)
+    kept = SessionState.of(kept.to_bytes())
 
     def begins_with(counted: Mapping[ClientId, int] | None) -> Mapping[str, Tensor]:
         later = replace(request, round_num=5, counted=counted)
-        return kept.settled(later, me).trainer
+        return kept.settle(later, me).trainer
 
     assert begins_with({me: 3}).keys() == tensors.keys()
     assert begins_with(None).keys() == tensors.keys()

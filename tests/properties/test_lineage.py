@@ -21,7 +21,7 @@ KEYS = [key for _, key in _IDENTITIES]
 def _lineage() -> Lineage:
     lineage = Lineage(KEYS[0])
     for (old, _), (new, key) in pairwise(_IDENTITIES):
-        lineage = lineage.followed_by(key, client_id=CLIENT, old=old, new=new)
+        lineage = lineage.extend(key, client_id=CLIENT, old=old, new=new)
     return lineage
 
 
@@ -39,7 +39,7 @@ def pins_at(place: int) -> Pins:
 
 def is_refused(pins: Pins, data: bytes) -> bool:
     try:
-        pins.following({CLIENT: data})
+        pins.follow({CLIENT: data})
     except PolicyViolation as violation:
         return "client 7" in violation.asked
     return False
@@ -51,7 +51,7 @@ def test_a_chain_is_followed_forward_and_never_back(pinned: int, told: int) -> N
     data = upto(told).to_bytes()
     assert is_refused(pins_at(pinned), data) == (told < pinned)
     if told >= pinned:
-        after = pins_at(pinned).following({CLIENT: data})
+        after = pins_at(pinned).follow({CLIENT: data})
         assert after.clients[CLIENT] == KnownKey(key=KEYS[told], num_rotations=told)
 
 
@@ -80,7 +80,7 @@ def test_a_fork_leads_nobody_from_one_branch_to_the_other(fork: int, pinned: int
     """If the owner signed two successors of one key, a client on one branch stays there."""
     old, _ = _IDENTITIES[fork]
     new, key = _FORKED
-    other = upto(fork).followed_by(key, client_id=CLIENT, old=old, new=new)
+    other = upto(fork).extend(key, client_id=CLIENT, old=old, new=new)
     other.check(CLIENT)
     assert is_refused(pins_at(pinned), other.to_bytes()) == (pinned > fork)
 

@@ -232,7 +232,7 @@ def roster(path: Path, keys: Mapping[int, Path], *, coordinator: Identity) -> Pa
     """Write a roster of the clients with these identity folders."""
     clients = {
         ClientId(client): KnownKey(
-            name=f"site {client}", key=Identity.at(folder).public_key, num_rotations=0
+            name=f"site {client}", key=Identity.load_or_create(folder).public_key, num_rotations=0
         )
         for client, folder in keys.items()
     }

@@ -166,7 +166,7 @@ class Federation:
         """Give a client another identity key, as `fedlearn rotate` does."""
         old, (new, new_key) = self.identities.client(client_id).signer, keys.create_signer()
         lineage = Lineage(self.identities[client_id])
-        lineage = lineage.followed_by(new_key, client_id=client_id, old=old, new=new)
+        lineage = lineage.extend(new_key, client_id=client_id, old=old, new=new)
         self.replaced[client_id] = new, lineage.to_bytes()
 
     def pins(self, client_id: ClientId) -> PinFile:

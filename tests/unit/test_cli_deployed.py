@@ -271,7 +271,7 @@ def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
     home.keys.load_next_identity()
     invitation = Invitation.load(Path("a.invitation"))
     enrolment = home.keys.enrol(invitation, certificate_pem=b"PEM", client_id=ClientId(0))
-    home.keys.pin_file(enrolment).write(Pins().following({ClientId(4): b"k" * 32}))
+    home.keys.pin_file(enrolment).write(Pins().follow({ClientId(4): b"k" * 32}))
     return home
 
 

@@ -14,7 +14,7 @@ from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.features import for_trainer, taken
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.errors import Diverged, UnusableResult
-from fedlearn.session.results import train_reply
+from fedlearn.session.results import train_and_reply
 from fedlearn.simulation.executors.base import Trained, Work
 from fedlearn.training.trainer import LocalTrainer, TrainContext, require_trainer
 
@@ -58,7 +58,7 @@ class TrainerExecutor:
             broadcast=request.broadcast,
         )
         try:
-            reply, kept = train_reply(trainer, request, context=context)
+            reply, kept = train_and_reply(trainer, request, context=context)
         except Diverged:
             layout = work.params.layout
             return Trained(

@@ -144,7 +144,7 @@ class _FolderStore:
 
     @property
     def identity(self) -> Identity:
-        return Identity.at(self.folder)
+        return Identity.load_or_create(self.folder)
 
     @property
     def coordinator_key(self) -> bytes:

@@ -94,7 +94,7 @@ def test_a_token_is_its_clients_until_it_ends(site: Site) -> None:
             site.run(enrol(address, replace(invitation, name=name), Identity.create()))
     late = site.create_invitation("late", valid_s=60.0)
     site.clock.ahead_s = 61.0
-    with pytest.raises(EnrolmentRefused, match="ended at"):
+    with pytest.raises(EnrolmentRefused, match="expired at"):
         site.run(enrol(address, late, Identity.create()))
     site.clock.ahead_s = 0.0
     site.run(enrol(address, invitation, identity))

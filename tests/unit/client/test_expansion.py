@@ -20,7 +20,7 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.terms import Contribution, Terms
-from fedlearn.session.secure import KeptState
+from fedlearn.session.secure import SessionState
 from fedlearn.simulation.secure import SimulatedIdentities
 
 CLIENTS = [ClientId(i) for i in range(4)]
@@ -92,7 +92,7 @@ def client() -> SecureClient:
 
 
 def kept(state: ClientState) -> bytes:
-    return KeptState(trainer={}, session=state).to_bytes()
+    return SessionState(trainer={}, session=state).to_bytes()
 
 
 def step_of(state: ClientState) -> SharedStep:

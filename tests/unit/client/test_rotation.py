@@ -29,7 +29,7 @@ from fedlearn.secagg.messages import Advert
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.pins import Pins
-from fedlearn.session.secure import KeptState
+from fedlearn.session.secure import SessionState
 from fedlearn.testing import FakeCoordinator
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.grpc_client import enrol
@@ -158,7 +158,7 @@ def test_a_lineage_of_another_key_is_damage(home: Home) -> None:
 
 def test_consent_that_is_revoked_leaves_pins_and_a_new_enrolment_too(home: Home) -> None:
     """Only removing the folder makes the client trust the first keys that it sees again."""
-    pins = Pins().following({ClientId(1): bytes(32)})
+    pins = Pins().follow({ClientId(1): bytes(32)})
     home.keys.pin_file(enrolled(home, invitation(b"1"))).write(pins)
     home.erase()
     again = enrolled(home, invitation(b"2"))
@@ -192,7 +192,7 @@ def test_a_roster_is_taken_over_once(home: Home) -> None:
     take(home, given, enrolment)
     file = home.keys.pin_file(enrolment)
     assert file.read() == Pins.of(given)
-    moved = file.read().without(ClientId(1))
+    moved = file.read().forget(ClientId(1))
     file.write(moved)
     take(home, given, enrolment)
     assert file.read() == moved
@@ -206,9 +206,9 @@ def test_a_roster_must_know_this_client_by_its_own_key(home: Home) -> None:
     second = home.keys.rotate(first, certificate_pem=b"PEM")
     take(home, roster((3, first.identity.public_key, 0)), second)
     take(home, roster((1, b"a" * 32, 0)), second)
-    with pytest.raises(DeploymentError, match="somebody else would be taken for this client"):
+    with pytest.raises(DeploymentError, match="trust another key as this client"):
         take(home, roster((3, b"x" * 32, 0)), second)
-    with pytest.raises(DeploymentError, match="of another coordinator"):
+    with pytest.raises(DeploymentError, match="belongs to another coordinator"):
         take(home, roster(coordinator_key=b"d" * 32), second)
 
 
@@ -392,7 +392,7 @@ def test_a_chain_from_another_key_is_refused(client: Client) -> None:
     stranger = replace(client.enrolment, identity=identity, lineage=Lineage(identity.public_key))
     client.home.keys.request_rotation()
     client.rotate(stranger)
-    assert "does not follow from one that is known here" in client.events[0].message
+    assert "is not signed by the registered one" in client.events[0].message
 
 
 def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
@@ -403,12 +403,12 @@ def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
     begun = fresh.with_step(AdvertisedStep(TERMS, ADVERT, secret, secret))
     path = client.home.folder / "state" / "run"
     path.parent.mkdir()
-    path.write_bytes(KeptState(trainer={}, session=begun).to_bytes())
+    path.write_bytes(SessionState(trainer={}, session=begun).to_bytes())
     assert not client.is_due(run_id="run")
     assert not client.is_due(run_id="run", is_connected=False)
     assert client.is_due(run_id="another")
-    path.write_bytes(KeptState(trainer={}, session=fresh).to_bytes())
+    path.write_bytes(SessionState(trainer={}, session=fresh).to_bytes())
     assert client.is_due(run_id="run")
-    path.write_bytes(KeptState(trainer={}, session=begun).to_bytes())
+    path.write_bytes(SessionState(trainer={}, session=begun).to_bytes())
     client.clock.sleep(601.0)
     assert client.is_due(run_id="run")

@@ -61,7 +61,7 @@ from fedlearn.secagg.releases import PastRelease, PastReleases
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.session import Session
 from fedlearn.session.history import History, HistoryFile
-from fedlearn.session.secure import KeptState
+from fedlearn.session.secure import SessionState
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import compute_digest, encode_signed_reply
@@ -1235,7 +1235,9 @@ def test_what_is_held_of_an_abandoned_session_is_erased_after_a_day(
     terms = messages.decode(advert().message)
     assert isinstance(terms, messages.SignedTerms)
     step = MaskedStep(Session(terms.terms, bytes(32), 0, (), (), {}), {ClientId(1): held})
-    state = KeptState(trainer={}, session=ClientState.fresh(bytes(16)).with_step(step)).to_bytes()
+    state = SessionState(
+        trainer={}, session=ClientState.fresh(bytes(16)).with_step(step)
+    ).to_bytes()
     path = secure_home.folder / "state" / "run"
     path.parent.mkdir()
     path.write_bytes(state)
@@ -1319,7 +1321,7 @@ def test_without_the_coordinators_key_the_remedy_is_said_to_both(
         failure = decode(gateway.hear("result").data)
         assert isinstance(failure, Failure)
         assert "was enrolled without the coordinator's key" in failure.reason
-        assert "invite it anew" in failure.reason
+        assert "invite it again" in failure.reason
         assert failure.reason in running.wait_for(EventKind.FAILED).message
         gateway.offer(train_request(), round_num=1)
         assert isinstance(decode(gateway.hear("result").data), TrainReply)

@@ -44,7 +44,7 @@ def mode(path: Path) -> int:
 
 
 def test_saved_keys_are_loaded_and_only_their_owner_may_read_them(tmp_path: Path) -> None:
-    identity = Identity.at(tmp_path / "home" / "identity")
+    identity = Identity.load_or_create(tmp_path / "home" / "identity")
     loaded = Identity.load(tmp_path / "home" / "identity")
     assert loaded.public_key == identity.public_key
     assert loaded.tls_key_pem == identity.tls_key_pem
@@ -55,7 +55,7 @@ def test_saved_keys_are_loaded_and_only_their_owner_may_read_them(tmp_path: Path
 
 def test_making_keys_closes_a_folder_that_was_open(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    Identity.at(tmp_path)
+    Identity.load_or_create(tmp_path)
     assert mode(tmp_path) == 0o700
 
 
@@ -76,7 +76,7 @@ def test_a_missing_identity_is_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [0, 1, 60, 120, 200, 300])
 def test_a_truncated_identity_is_refused_by_name(tmp_path: Path, part: int) -> None:
-    Identity.at(tmp_path)
+    Identity.load_or_create(tmp_path)
     path = tmp_path / IDENTITY_FILE
     path.write_bytes(path.read_bytes()[:part])
     with pytest.raises(DeploymentError, match=str(path)):
@@ -98,7 +98,7 @@ def test_keys_of_another_kind_are_not_an_identity(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DeploymentError, match="file/identity"):
-        Identity.at(tmp_path / "file" / "identity")
+        Identity.load_or_create(tmp_path / "file" / "identity")
 
 
 def test_a_signature_holds_for_its_key_and_bytes_only() -> None:
@@ -291,8 +291,12 @@ def test_another_file_is_not_an_invitation(tmp_path: Path, content: bytes) -> No
 def test_keys_are_made_once_in_a_folder(tmp_path: Path) -> None:
     """Whoever asks later gets the same; control: another folder has others."""
     folder = tmp_path / "client"
-    made = Identity.at(folder)
-    assert Identity.at(folder).public_key == made.public_key == Identity.load(folder).public_key
-    assert Identity.at(tmp_path / "other").public_key != made.public_key
+    made = Identity.load_or_create(folder)
+    assert (
+        Identity.load_or_create(folder).public_key
+        == made.public_key
+        == Identity.load(folder).public_key
+    )
+    assert Identity.load_or_create(tmp_path / "other").public_key != made.public_key
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / IDENTITY_FILE).stat().st_mode & 0o777 == 0o600

@@ -28,7 +28,7 @@ def identities() -> Identities:
 def lineage_of(identities: Identities) -> Lineage:
     lineage = Lineage(identities[0][1])
     for (old, _), (new, key) in pairwise(identities):
-        lineage = lineage.followed_by(key, client_id=CLIENT, old=old, new=new)
+        lineage = lineage.extend(key, client_id=CLIENT, old=old, new=new)
     return lineage
 
 
@@ -64,7 +64,7 @@ def test_both_keys_must_sign(identities: Identities, which: str) -> None:
     (_, first), (_, second) = identities[:2]
     stranger, _ = keys.create_signer()
     signers = {"old": identities[0][0], "new": identities[1][0], which: stranger}
-    forged = Lineage(first).followed_by(second, client_id=CLIENT, **signers)
+    forged = Lineage(first).extend(second, client_id=CLIENT, **signers)
     with pytest.raises(ProtocolError, match=r"statement 1 .* not signed by both"):
         forged.check(CLIENT)
 
@@ -78,16 +78,16 @@ def test_a_statement_is_of_one_client(identities: Identities) -> None:
 def test_no_key_comes_back(identities: Identities) -> None:
     """It may have been replaced because somebody has it."""
     (old, first), (new, second) = identities[:2]
-    back = Lineage(first).followed_by(second, client_id=CLIENT, old=old, new=new)
-    back = back.followed_by(first, client_id=CLIENT, old=new, new=old)
-    with pytest.raises(ProtocolError, match="comes twice"):
+    back = Lineage(first).extend(second, client_id=CLIENT, old=old, new=new)
+    back = back.extend(first, client_id=CLIENT, old=new, new=old)
+    with pytest.raises(ProtocolError, match="occurs twice"):
         back.check(CLIENT)
 
 
 @pytest.mark.parametrize("size", [0, 31, 33, 32 + 159, 32 + 160 * (MAX_SUCCESSIONS + 1)])
 def test_bytes_of_an_impossible_length_are_refused(size: int) -> None:
     """Control: the longest that is possible is read."""
-    with pytest.raises(ProtocolError, match="no chain of identity keys"):
+    with pytest.raises(ProtocolError, match="not a chain of identity keys"):
         Lineage.from_bytes(bytes(size))
     assert len(Lineage.from_bytes(bytes(32 + 160 * MAX_SUCCESSIONS)).successions) == MAX_SUCCESSIONS
 

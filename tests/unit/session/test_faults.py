@@ -7,7 +7,7 @@ import torch
 
 from fedlearn.client.loading import make_trainer
 from fedlearn.errors import DataError, DeploymentError
-from fedlearn.session.faults import in_users_code
+from fedlearn.session.faults import convert_user_errors
 
 SOURCE = """import os
 import torch
@@ -26,9 +26,9 @@ def silent():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("missing", ":5, in missing: KeyError: 'FEDLEARN_NO_SUCH_VARIABLE'; mend the trainer"),
+        ("missing", ":5, in missing: KeyError: 'FEDLEARN_NO_SUCH_VARIABLE'; fix the trainer"),
         ("inside_a_library", ":8, in inside_a_library: RuntimeError: "),
-        ("silent", ":11, in silent: RuntimeError; mend"),
+        ("silent", ":11, in silent: RuntimeError; fix"),
     ],
 )
 def test_the_users_own_line_is_named(
@@ -38,7 +38,7 @@ def test_the_users_own_line_is_named(
     monkeypatch.syspath_prepend(tmp_path)  # undoes what loading adds
     file = tmp_path / "trainer.py"
     file.write_text(SOURCE)
-    with pytest.raises(DeploymentError) as caught, in_users_code():
+    with pytest.raises(DeploymentError) as caught, convert_user_errors():
         make_trainer(f"{file}:{name}")
     assert str(caught.value).startswith(f"{file}{words}")
     assert caught.value.__cause__ is not None
@@ -46,7 +46,7 @@ def test_the_users_own_line_is_named(
 
 def test_an_error_with_a_remedy_passes() -> None:
     """It says already what to do."""
-    with pytest.raises(DataError, match="PART is not set"), in_users_code():
+    with pytest.raises(DataError, match="PART is not set"), convert_user_errors():
         raise DataError("PART is not set")
-    with in_users_code():
+    with convert_user_errors():
         assert torch.zeros(1).item() == 0.0

@@ -68,7 +68,7 @@ def test_a_damaged_history_is_not_taken_for_empty(tmp_path: Path, content: bytes
 
 def test_a_masked_vector_binds_and_nothing_before_it() -> None:
     masked = MaskedVector(session=bytes(32), packed=b"")
-    assert History().after(masked, PastReleases()).is_bound
+    assert History().record_answer(masked, PastReleases()).is_bound
     signature = SurvivorSignature(signature=bytes(64))
-    assert not History().after(signature, PastReleases()).is_bound
-    assert HISTORY.after(signature, PastReleases((PAST,))) == HISTORY, "what binds stays"
+    assert not History().record_answer(signature, PastReleases()).is_bound
+    assert HISTORY.record_answer(signature, PastReleases((PAST,))) == HISTORY, "what binds stays"

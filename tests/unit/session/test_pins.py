@@ -18,8 +18,8 @@ A, B = ClientId(1), ClientId(2)
 OLD, OLD_KEY = keys.create_signer()
 NEW, NEW_KEY = keys.create_signer()
 _, OTHER_KEY = keys.create_signer()
-CHAIN = Lineage(OLD_KEY).followed_by(NEW_KEY, client_id=A, old=OLD, new=NEW).to_bytes()
-SEEN = Pins().following({A: OLD_KEY, B: OTHER_KEY})
+CHAIN = Lineage(OLD_KEY).extend(NEW_KEY, client_id=A, old=OLD, new=NEW).to_bytes()
+SEEN = Pins().follow({A: OLD_KEY, B: OTHER_KEY})
 ROSTER = IdentityRoster(
     coordinator_key=b"c" * 32,
     clients={A: KnownKey(name="clinic-a", key=OLD_KEY, num_rotations=0)},
@@ -34,23 +34,23 @@ def file(tmp_path: Path) -> PinFile:
 def test_who_is_seen_first_is_pinned_and_stays() -> None:
     """Also while others are told of; a chain at first sight is pinned at its end."""
     assert SEEN.keys == {A: OLD_KEY, B: OTHER_KEY}
-    assert SEEN.following({A: OLD_KEY}) == SEEN
-    assert Pins().following({A: CHAIN}).clients[A] == KnownKey(key=NEW_KEY, num_rotations=1)
+    assert SEEN.follow({A: OLD_KEY}) == SEEN
+    assert Pins().follow({A: CHAIN}).clients[A] == KnownKey(key=NEW_KEY, num_rotations=1)
 
 
 def test_a_chain_moves_a_pin() -> None:
     """And its owner's old key is worth nothing from then on."""
-    moved = SEEN.following({A: CHAIN})
+    moved = SEEN.follow({A: CHAIN})
     assert moved.clients[A] == KnownKey(key=NEW_KEY, num_rotations=1)
     assert moved.clients[B] == SEEN.clients[B]
-    with pytest.raises(PolicyViolation, match=r"client 1, .*from before the pinned one"):
-        moved.following({A: OLD_KEY})
+    with pytest.raises(PolicyViolation, match=r"client 1, .*older than the pinned one"):
+        moved.follow({A: OLD_KEY})
 
 
 def test_another_key_is_refused_with_what_the_user_may_do() -> None:
     """The rule, the client, both fingerprints and the remedy are named."""
     with pytest.raises(PolicyViolation) as raised:
-        SEEN.following({B: OTHER_KEY, A: OTHER_KEY})
+        SEEN.follow({B: OTHER_KEY, A: OTHER_KEY})
     violation = raised.value
     assert violation.rule == "pinned identity keys"
     assert f"another key of client 1, {fingerprint(OTHER_KEY)}: no chain" in violation.asked
@@ -62,32 +62,32 @@ def test_a_chain_of_another_client_is_refused() -> None:
     """Even one that begins with the pinned key."""
     swapped = replace(SEEN, clients={**SEEN.clients, B: SEEN.clients[A]})
     with pytest.raises(PolicyViolation, match="not signed by both keys as client 2's"):
-        swapped.following({B: CHAIN})
+        swapped.follow({B: CHAIN})
 
 
 def test_a_forgotten_client_is_pinned_anew() -> None:
     """One that is not pinned cannot be forgotten: a typing error would go unnoticed."""
-    forgotten = SEEN.without(A)
-    assert forgotten.following({A: OTHER_KEY}).keys[A] == OTHER_KEY
+    forgotten = SEEN.forget(A)
+    assert forgotten.follow({A: OTHER_KEY}).keys[A] == OTHER_KEY
     with pytest.raises(DeploymentError, match="no key of client 9 is pinned; pinned are: 1, 2"):
-        SEEN.without(ClientId(9))
+        SEEN.forget(ClientId(9))
 
 
 def test_a_roster_admits_its_clients_alone_and_their_successors() -> None:
     """By their names; and only another roster lets in another."""
     pins = Pins.of(ROSTER)
-    assert pins.following({A: CHAIN}).clients[A] == KnownKey(
+    assert pins.follow({A: CHAIN}).clients[A] == KnownKey(
         key=NEW_KEY, num_rotations=1, name="clinic-a"
     )
-    with pytest.raises(PolicyViolation, match="client 2, who is not in the roster"):
-        pins.following({A: OLD_KEY, B: OTHER_KEY})
+    with pytest.raises(PolicyViolation, match="client 2, which is not in the roster"):
+        pins.follow({A: OLD_KEY, B: OTHER_KEY})
     with pytest.raises(PolicyViolation, match=r"client 1 \(clinic-a\).* accept them: a new roster"):
-        pins.following({A: OTHER_KEY})
+        pins.follow({A: OTHER_KEY})
 
 
 def test_pins_survive_as_bytes() -> None:
     """In a client's state; bytes of another version are refused."""
-    moved = SEEN.following({A: CHAIN})
+    moved = SEEN.follow({A: CHAIN})
     assert Pins.from_bytes(moved.to_bytes()) == moved
     assert Pins.from_bytes(b"") == Pins()
     with pytest.raises(ProtocolError, match="another version"):
@@ -97,7 +97,7 @@ def test_pins_survive_as_bytes() -> None:
 def test_pins_survive_in_a_private_file(file: PinFile) -> None:
     """With their roster and names; at first there are none."""
     assert file.read() == Pins()
-    for pins in (SEEN, Pins.of(ROSTER).following({A: CHAIN})):
+    for pins in (SEEN, Pins.of(ROSTER).follow({A: CHAIN})):
         file.write(pins)
         assert file.read() == pins
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600

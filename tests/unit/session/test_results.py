@@ -160,14 +160,14 @@ def test_a_model_of_less_precision_does_not_round_the_global_one() -> None:
         (without("mean"), r"no tensor 'mean'.*every floating-point buffer"),
         (having("extra", torch.zeros(1)), "'extra', which the model does not have"),
         (having("weight", torch.zeros(4)), r"'weight' of shape \(4,\).* \(2, 2\)"),
-        (having("weight", torch.zeros(2, 2).int()), r"'weight' as torch.int32; it is a float"),
+        (having("weight", torch.zeros(2, 2).int()), r"'weight' as torch.int32; it must be a float"),
         (having("weight", torch.zeros(2, 2, dtype=torch.complex64)), "'weight' as torch.complex64"),
-        (having("weight", [[0.0, 0.0], [0.0, 0.0]]), "'weight' as list, no tensor"),
-        (having("weight", np.array([[1.0, None], [0, 0]])), "'weight' as no numbers"),
+        (having("weight", [[0.0, 0.0], [0.0, 0.0]]), "'weight' as list, not as a tensor"),
+        (having("weight", np.array([[1.0, None], [0, 0]])), "'weight', which is not numeric"),
         (having("weight", None), "'weight' as NoneType"),
         (lambda t: result(moved(t), num_examples=0), "num_examples is 0"),
         (lambda t: result(moved(t), num_examples=-1), "num_examples is -1"),
-        (lambda t: result(moved(t), num_examples=2.0), "num_examples is 2.0; it is a whole"),
+        (lambda t: result(moved(t), num_examples=2.0), "num_examples is 2.0; it must be a whole"),
         (lambda t: result(moved(t), num_examples=True), "num_examples is True"),
         (lambda t: result(moved(t), metrics={"auc": "high"}), "the metric 'auc' is str"),
         (lambda t: result(moved(t), metrics={"auc": torch.zeros(2)}), "'auc' is Tensor"),
@@ -178,8 +178,8 @@ def test_a_model_of_less_precision_does_not_round_the_global_one() -> None:
         (lambda t: result(moved(t), lanes={"c": "text"}), "lane 'c' as str"),
         (lambda t: result(moved(t), lanes={"delta": torch.zeros(6)}), "lane 'delta'"),
         (lambda t: result(moved(t), state={"m": 3}), "state 'm' as int"),
-        (moved, "returned dict, no LocalResult"),
-        (lambda _: None, "returned NoneType, no LocalResult"),
+        (moved, "returned dict, not a LocalResult"),
+        (lambda _: None, "returned NoneType, not a LocalResult"),
     ],
 )
 def test_what_the_coordinator_would_refuse_is_refused_here(answer: Answer, words: str) -> None:
@@ -295,7 +295,7 @@ def evaluated(answer: Answer) -> Reply:
     [
         (lambda _: LocalEvaluation(num_examples=0, metrics={}), "num_examples is 0"),
         (lambda _: LocalEvaluation(num_examples=1, metrics=TEXT), "'f1' is str"),
-        (lambda _: {"f1": 0.5}, "returned dict, no LocalEvaluation"),
+        (lambda _: {"f1": 0.5}, "returned dict, not a LocalEvaluation"),
     ],
 )
 def test_an_evaluation_is_checked_alike(answer: Answer, words: str) -> None:

@@ -36,7 +36,12 @@ from fedlearn.secagg.plan import SecurePlan, build_notice, hash_request
 from fedlearn.secagg.server import Advertising, Sharing, open_session
 from fedlearn.secagg.terms import Terms
 from fedlearn.session.pins import PinFile, Pins
-from fedlearn.session.secure import KeptState, after_failure, measured, message_in
+from fedlearn.session.secure import (
+    SessionState,
+    bound_metrics,
+    decode_message,
+    end_session_after_failure,
+)
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
@@ -177,7 +182,7 @@ def test_the_model_is_trained_once_and_the_trainer_keeps_its_state() -> None:
     vector = desk.ask(0, packets[ClientId(0)], train=True)
     assert isinstance(vector, messages.MaskedVector)
     assert trainer.num_trainings == 1
-    assert int(KeptState.of(desk.states[0]).trainer["count"]) == 1
+    assert int(SessionState.of(desk.states[0]).trainer["count"]) == 1
 
 
 def test_another_model_than_the_terms_name_is_not_trained() -> None:
@@ -197,7 +202,7 @@ def test_a_message_is_answered_once() -> None:
     packets = desk.packets(desk.terms())[ClientId(0)]
     assert isinstance(desk.ask(0, packets, train=True), messages.MaskedVector)
     assert isinstance(desk.ask(0, packets, train=True), Failure)
-    session = KeptState.of(desk.states[0]).session
+    session = SessionState.of(desk.states[0]).session
     assert session is not None
     assert session.step is None
 
@@ -207,11 +212,11 @@ def test_a_failed_message_ends_the_session_and_keeps_the_trainers_state() -> Non
     desk = Desk([Trainer(), Trainer(), Trainer()])
     packets = desk.packets(desk.terms())[ClientId(0)]
     tensors = {"count": torch.tensor(5)}
-    desk.states[0] = replace(KeptState.of(desk.states[0]), trainer=tensors).to_bytes()
+    desk.states[0] = replace(SessionState.of(desk.states[0]), trainer=tensors).to_bytes()
     reply, state = desk.sessions[0].handle(b"garbage", desk.states[0])
     assert isinstance(decode(reply), Failure)
     desk.states[0] = state
-    assert int(KeptState.of(state).trainer["count"]) == 5
+    assert int(SessionState.of(state).trainer["count"]) == 5
     assert isinstance(desk.ask(0, packets, train=True), Failure)
 
 
@@ -246,7 +251,7 @@ def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
     desk.directory = told
     packets = desk.packets(desk.terms())
     assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), messages.MaskedVector)
-    assert KeptState.of(desk.states[0]).pins.keys == {i: told[ClientId(i)] for i in (1, 2)}
+    assert SessionState.of(desk.states[0]).pins.keys == {i: told[ClientId(i)] for i in (1, 2)}
     desk.directory = {ClientId(1): told[ClientId(2)]}
     refused = desk.told(0, desk.terms(attempt=1))
     assert isinstance(refused, Failure)
@@ -262,13 +267,13 @@ def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
     """In the state of the run, or in a file; without the chain the same key is refused."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     old, new = create_signer(), create_signer()
-    chain = Lineage(old[1]).followed_by(new[1], client_id=ClientId(1), old=old[0], new=new[0])
+    chain = Lineage(old[1]).extend(new[1], client_id=ClientId(1), old=old[0], new=new[0])
     session = desk.sessions[0]
     file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
     desk.sessions[0] = replace(session, pin_file=file if is_at_home else None)
 
     def pinned() -> Pins:
-        return file.read() if is_at_home else KeptState.of(desk.states[0]).pins
+        return file.read() if is_at_home else SessionState.of(desk.states[0]).pins
 
     for attempt, (lineage, is_taken) in enumerate(
         [(old[1], True), (new[1], False), (chain.to_bytes(), True), (old[1], False)]
@@ -309,7 +314,7 @@ def test_a_key_of_a_wrong_length_is_not_pinned() -> None:
     desk = Desk([Trainer(), Trainer(), Trainer()])
     desk.directory = {ClientId(1): b"short"}
     assert isinstance(desk.told(0, desk.terms()), Failure)
-    assert KeptState.of(desk.states[0]).pins == Pins()
+    assert SessionState.of(desk.states[0]).pins == Pins()
 
 
 def test_a_client_without_examples_adds_nothing() -> None:
@@ -325,7 +330,7 @@ def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
     reply, state = session.handle(encode(SecureTrainRequest(message=b"x", train=TRAIN)), b"")
     failure = decode(reply)
     assert isinstance(failure, Failure)
-    assert "invite it anew" in failure.reason
+    assert "invite it again" in failure.reason
     assert state == b""
     assert isinstance(decode(session.handle(encode(TRAIN), b"")[0]), TrainReply)
 
@@ -333,15 +338,15 @@ def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
 def test_a_trainers_state_is_kept_in_any_format() -> None:
     """Its values, whatever their order in memory."""
     matrix = torch.arange(6.0).view(2, 3).t()
-    kept = KeptState.of(KeptState(trainer={"a": matrix}, session=None).to_bytes())
+    kept = SessionState.of(SessionState(trainer={"a": matrix}, session=None).to_bytes())
     assert torch.equal(kept.trainer["a"], matrix)
 
 
 def test_a_state_without_a_session_is_left_as_it_is() -> None:
     """Also one that cannot be read."""
-    plain = KeptState(trainer={"a": torch.ones(2)}, session=None).to_bytes()
+    plain = SessionState(trainer={"a": torch.ones(2)}, session=None).to_bytes()
     for state in (b"", plain, b"damaged"):
-        assert after_failure(state) == state
+        assert end_session_after_failure(state) == state
 
 
 def request_with(kind: str, data: bytes) -> SecureRequest:
@@ -374,10 +379,10 @@ def test_each_kind_of_request_has_the_messages_of_its_stages_alone() -> None:
         for kind in ("terms", "train", "stage"):
             request = request_with(kind, messages.encode(message))
             if kind == its_kind:
-                assert type(message_in(request)) is type(message)
+                assert type(decode_message(request)) is type(message)
             else:
-                with pytest.raises(ProtocolError, match="belongs elsewhere"):
-                    message_in(request)
+                with pytest.raises(ProtocolError, match="must not contain"):
+                    decode_message(request)
 
 
 EVALUATE = EvaluateRequest(round_num=4, tensors=PARAMS.named())
@@ -444,7 +449,7 @@ def test_terms_are_of_the_kind_of_work_that_is_announced() -> None:
 
 
 def test_what_is_measured_is_cut_off_and_what_is_not_counts_as_nothing() -> None:
-    found = measured(
+    found = bound_metrics(
         to_measure(), EvaluateReply(round_num=4, num_examples=5, metrics={"loss": 7.0, "own": 1.0})
     )
     assert {name: values.tolist() for name, values in found.values.items()} == {
@@ -452,4 +457,4 @@ def test_what_is_measured_is_cut_off_and_what_is_not_counts_as_nothing() -> None
         "recall": [0.0, 0.0],
     }
     nan = EvaluateReply(round_num=4, num_examples=5, metrics={"loss": math.nan})
-    assert measured(to_measure(), nan).values["loss"].tolist() == [0.0, 0.0]
+    assert bound_metrics(to_measure(), nan).values["loss"].tolist() == [0.0, 0.0]

@@ -139,7 +139,7 @@ class Spoiling:
         (lambda r: replace(r, tensors={n: v / 0 for n, v in r.tensors.items()}), "not finite"),
         (lambda r: replace(r, num_examples=0), "num_examples is 0"),
         (lambda r: replace(r, metrics={"auc": "high"}), "the metric 'auc' is str"),
-        (lambda r: r.tensors, "no LocalResult"),
+        (lambda r: r.tensors, "not a LocalResult"),
     ],
 )
 def test_what_a_coordinator_would_refuse_is_refused(
