@@ -39,7 +39,7 @@ _HEAVY = (
     "alembic.command",  # and what migrations import: .2 s of each process that opens a new store
     "alembic.op",
     "fedlearn.cli.overview",
-    "fedlearn.cli.surroundings",
+    "fedlearn.cli.environment",
     "fedlearn.cli.tables",
     "fedlearn.client.runtime",
     "fedlearn.deployment.coordinator",

@@ -18,8 +18,7 @@ from typing import Annotated
 import typer
 
 from fedlearn.cli import deployed, parallel
-from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED
-from fedlearn.cli.failures import report as report_failure
+from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED, report_error
 from fedlearn.cli.options import (
     COORDINATOR_TOML,
     ConfigFile,
@@ -116,7 +115,7 @@ def simulate(
     ] = False,
 ) -> None:
     """Run a federated simulation and record it."""
-    from fedlearn.cli.surroundings import followed, interruptible, site
+    from fedlearn.cli.environment import build_site, stop_on_sigterm, track_progress
     from fedlearn.config import load
     from fedlearn.experiment.simulate import run_config
 
@@ -128,8 +127,8 @@ def simulate(
     }
     given = (f"{key}={value}" for key, value in settings.items() if value is not None)
     config = load(experiment, overrides=[*(overrides or ()), *given])
-    with interruptible(), followed(as_json=as_json) as progress:
-        run_config(config, site(config, progress, runs_dir=runs_dir, data_dir=data_dir))
+    with stop_on_sigterm(), track_progress(as_json=as_json) as progress:
+        run_config(config, build_site(config, progress, runs_dir=runs_dir, data_dir=data_dir))
 
 
 @app.command(
@@ -148,11 +147,11 @@ def check(
         build_secure_plan,
         load_roster_draw,
     )
-    from fedlearn.cli.surroundings import site
+    from fedlearn.cli.environment import build_site
     from fedlearn.config import load, render
     from fedlearn.config.data import NoDataSection
     from fedlearn.experiment.layout import table_text
-    from fedlearn.experiment.privacy import built_on
+    from fedlearn.experiment.privacy import build_components
     from fedlearn.experiment.simulate import resolve_config
 
     config = load(experiment, overrides=overrides or ())
@@ -160,7 +159,9 @@ def check(
     # be simulated.
     served, facts = config.resolve(num_clients=None), list[tuple[str, str]]()
     if config.privacy.is_on:  # the noise depends on the clients, so the run must be built
-        components = built_on(config, data_dir=site(config, data_dir=data_dir).addresses.data_dir)
+        components = build_components(
+            config, data_dir=build_site(config, data_dir=data_dir).addresses.data_dir
+        )
         plan, privacy = components.secure, components.privacy
         assert privacy is not None
         typer.echo(f"# {privacy.mode_text}")
@@ -174,7 +175,7 @@ def check(
         facts += [draw.explain(plan.parameters)]
     for line in table_text(facts).splitlines():
         typer.echo(f"# {line}")
-    here = site(config, data_dir=data_dir)
+    here = build_site(config, data_dir=data_dir)
     if isinstance(config.data, NoDataSection):  # it cannot be simulated, only deployed
         build_deployment(config, data_dir=here.addresses.data_dir).make_model()
         notes: Sequence[str] = ("a deployment: the coordinator has no data, the clients evaluate",)
@@ -206,27 +207,27 @@ def budget(
     privacy.noise_multiplier, the epsilon that it comes to. Rounds that were charged to the
     same clients before count.
     """
-    from fedlearn.cli.surroundings import has_runs, site
+    from fedlearn.cli.environment import build_site, has_runs
     from fedlearn.config import load
     from fedlearn.core.json_values import json_text
     from fedlearn.errors import ConfigError
-    from fedlearn.experiment.privacy import built_on, spent_before
+    from fedlearn.experiment.privacy import build_components, load_earlier_charges
 
     config = load(experiment, overrides=overrides or ())
     if not config.privacy.is_on:
         raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
-    here = site(config, runs_dir=runs_dir, data_dir=data_dir)
-    components = built_on(config, data_dir=here.addresses.data_dir)
+    here = build_site(config, runs_dir=runs_dir, data_dir=data_dir)
+    components = build_components(config, data_dir=here.addresses.data_dir)
     before = {}
     if has_runs(here):
         with here.database() as database:
-            before = spent_before(components, database)
-    from fedlearn.experiment.budget import outlook, picture
+            before = load_earlier_charges(components, database)
+    from fedlearn.experiment.budget import draw_forecast, forecast_privacy
 
-    found = outlook(components, before=before)
+    found = forecast_privacy(components, before=before)
     typer.echo(json_text(found.facts()) if as_json else found.render())
     if output is not None:
-        picture(found, output)
+        draw_forecast(found, output)
 
 
 @app.command(epilog=examples("audit experiment.toml", "audit experiment.toml --canaries 1000"))
@@ -248,15 +249,15 @@ def audit(
     noise would have been refuted. Nothing is kept, and no budget is charged. Exit code 3:
     the claim is refuted.
     """
-    from fedlearn.cli.surroundings import site
+    from fedlearn.cli.environment import build_site
     from fedlearn.config import load
     from fedlearn.core.json_values import json_text
     from fedlearn.experiment.audit import audit as audited
-    from fedlearn.experiment.progress import progress_to
+    from fedlearn.experiment.progress import choose_printer
 
     config = load(experiment, overrides=overrides or ())
     with Path(os.devnull).open("w") as nowhere:
-        here = site(config, progress_to(nowhere, as_json=True), data_dir=data_dir)
+        here = build_site(config, choose_printer(nowhere, as_json=True), data_dir=data_dir)
         found = audited(config, here, num_canaries=canaries, confidence=confidence)
     typer.echo(json_text(found.facts()) if as_json else found.render())
     if found.is_refuted:
@@ -277,10 +278,10 @@ def runs(
     runs_dir: RunsDir = None,
 ) -> None:
     """List all runs."""
+    from fedlearn.cli.environment import build_site, has_runs, require_runs, terminal_width
     from fedlearn.cli.overview import run_line, runs_table
-    from fedlearn.cli.surroundings import has_runs, require_runs, site, terminal_width
 
-    here, histories = site(runs_dir=runs_dir), []
+    here, histories = build_site(runs_dir=runs_dir), []
     if adopt:
         from fedlearn.experiment.adoption import adopt_all
 
@@ -308,10 +309,10 @@ def runs(
 @app.command()
 def show(run: RunArgument, *, as_json: Json = False, runs_dir: RunsDir = None) -> None:
     """Print all about a run."""
+    from fedlearn.cli.environment import open_runs, terminal_width
     from fedlearn.cli.overview import run_object, run_page
-    from fedlearn.cli.surroundings import opened, terminal_width
 
-    with opened([run], runs_dir=runs_dir) as [found]:
+    with open_runs([run], runs_dir=runs_dir) as [found]:
         typer.echo(run_object(found) if as_json else run_page(found, width=terminal_width()))
 
 
@@ -329,10 +330,10 @@ def compare(
     runs_dir: RunsDir = None,
 ) -> None:
     """Print two runs side by side."""
-    from fedlearn.cli.surroundings import opened, terminal_width
+    from fedlearn.cli.environment import open_runs, terminal_width
     from fedlearn.experiment.comparison import compare
 
-    with opened([a, b], runs_dir=runs_dir) as runs:
+    with open_runs([a, b], runs_dir=runs_dir) as runs:
         first, second = ((run.record, run.history) for run in runs)
         spent = runs[0].privacy, runs[1].privacy
     compared = compare(first, second, target=target, spent=spent)
@@ -363,11 +364,11 @@ def resume(
     if run is None:
         deployed.control(config, "run")
         return
-    from fedlearn.cli.surroundings import followed, interruptible, require_runs, site
+    from fedlearn.cli.environment import build_site, require_runs, stop_on_sigterm, track_progress
     from fedlearn.experiment.simulate import resume
 
-    with interruptible(), followed(as_json=as_json) as progress:
-        here = require_runs(site(None, progress, runs_dir=runs_dir, data_dir=data_dir))
+    with stop_on_sigterm(), track_progress(as_json=as_json) as progress:
+        here = require_runs(build_site(None, progress, runs_dir=runs_dir, data_dir=data_dir))
         resume(run, here, from_previous=from_previous)
 
 
@@ -384,10 +385,10 @@ def rollback(
     must have no coordinator that lives; its clients drop what they hold. What was charged for
     privacy stays charged.
     """
-    from fedlearn.cli.surroundings import require_runs, site
+    from fedlearn.cli.environment import build_site, require_runs
     from fedlearn.deployment.rollback import roll_back
 
-    here = require_runs(site(runs_dir=runs_dir))
+    here = require_runs(build_site(runs_dir=runs_dir))
     with here.database() as database:
         roll_back(database, run, to=to, clock=here.clock)
         is_deployed = database.run(run).record.is_deployed
@@ -411,11 +412,11 @@ def extend(
     continues when you start it again. The configuration does not change. A run that stopped early,
     or whose privacy budget does not cover the rounds, is refused.
     """
-    from fedlearn.cli.surroundings import require_runs, site
+    from fedlearn.cli.environment import build_site, require_runs
     from fedlearn.deployment.extension import extend
     from fedlearn.rounds.records import RunStatus
 
-    here = require_runs(site(runs_dir=runs_dir, data_dir=data_dir))
+    here = require_runs(build_site(runs_dir=runs_dir, data_dir=data_dir))
     with here.database() as database:
         found = extend(
             database, run, num_rounds=rounds, data_dir=here.addresses.data_dir, clock=here.clock
@@ -435,10 +436,10 @@ def plot(
     runs_dir: RunsDir = None,
 ) -> None:
     """Draw the curves of runs as PNG."""
-    from fedlearn.cli.surroundings import opened
+    from fedlearn.cli.environment import open_runs
     from fedlearn.experiment.plot import plot
 
-    with opened(runs, runs_dir=runs_dir) as found:
+    with open_runs(runs, runs_dir=runs_dir) as found:
         target = found[0].path / "curves.png" if len(found) == 1 else Path("curves.png")
         histories = [(run.record, run.history) for run in found]
         typer.echo(str(plot(histories, output or target)))
@@ -447,9 +448,9 @@ def plot(
 @app.command()
 def report(run: RunArgument, *, output: Output = None, runs_dir: RunsDir = None) -> None:
     """Write one HTML file about a run."""
-    from fedlearn.cli.surroundings import opened
+    from fedlearn.cli.environment import open_runs
 
-    with opened([run], runs_dir=runs_dir) as [found]:
+    with open_runs([run], runs_dir=runs_dir) as [found]:
         typer.echo(str(found.report(output)))
 
 
@@ -467,14 +468,14 @@ def export(
     """Write a run's weights as safetensors."""
     from safetensors.torch import save
 
-    from fedlearn.cli.surroundings import opened
+    from fedlearn.cli.environment import open_runs
     from fedlearn.core.files import write_durably
     from fedlearn.errors import ConfigError, StoreError
 
     path = output or Path(f"{run}.safetensors")
     if path.exists() and not force:
         raise ConfigError(f"{path} is there already; give --force to replace it")
-    with opened([run], runs_dir=runs_dir) as [found]:
+    with open_runs([run], runs_dir=runs_dir) as [found]:
         weights = found.weights(best=not last)
     write_durably(path, save(weights), raises=StoreError)
     typer.echo(str(path))
@@ -502,7 +503,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the boundary: one of three)
         # The error may be in the arguments, so --json is looked up without parsing them.
-        return report_failure(error, as_json="--json" in given, debug=debug, rank=rank)
+        return report_error(error, as_json="--json" in given, debug=debug, rank=rank)
     except SystemExit as error:
         if not isinstance(error.__context__, BrokenPipeError):
             raise

@@ -96,7 +96,7 @@ def coordinator(
 
     It goes on where it was stopped or killed, inside a round too. SIGTERM parks the round.
     """
-    from fedlearn.cli.surroundings import followed
+    from fedlearn.cli.environment import track_progress
     from fedlearn.config import load
     from fedlearn.deployment.coordinator import Start, coordinate
     from fedlearn.deployment.places import Places
@@ -105,7 +105,7 @@ def coordinator(
     config = load(file, overrides=overrides or ())
     places = Places.of(config, environ=os.environ, data_dir=data_dir)
     again = shlex.join(["fedlearn", "coordinator", str(file)])
-    with followed(as_json=as_json, resume=again) as progress:
+    with track_progress(as_json=as_json, resume=again) as progress:
         coordinate(
             config,
             places,
@@ -193,11 +193,11 @@ def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> N
 @app.command()
 def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
     """List the enrolled clients, how their rounds ended, and who is invited and has not joined."""
-    from fedlearn.cli.tables import members, members_table
+    from fedlearn.cli.tables import describe_members, members_table
     from fedlearn.core.clock import SystemClock
 
     with _operator(config) as operator:
-        found = members(
+        found = describe_members(
             operator.registry.clients(),
             operator.registry.open_invitations(),
             contacts=operator.load_contacts(),
@@ -223,7 +223,7 @@ def rounds(
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
     """List the latest rounds of the deployed run."""
-    from fedlearn.cli.tables import missed_table, missed_values, round_line, rounds_table
+    from fedlearn.cli.tables import describe_missed, format_missed, round_line, rounds_table
 
     with _operator(config) as operator:
         found = operator.load_rounds(last)
@@ -232,12 +232,12 @@ def rounds(
     names = {each.client_id: each.name for each in enrolled}
     if as_json:
         for each in found:
-            ended = missed_values(missed.get(each.round_num, ()), names)
+            ended = describe_missed(missed.get(each.round_num, ()), names)
             typer.echo(round_line(each, **({"clients": ended} if clients else {})))
     elif found:
         typer.echo(rounds_table(found))
         if missed:
-            typer.echo(f"\n{missed_table(missed, names)}")
+            typer.echo(f"\n{format_missed(missed, names)}")
         elif clients:
             typer.echo("\nnobody was late or failed in them")
     else:

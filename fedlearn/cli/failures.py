@@ -56,32 +56,32 @@ class RunEnded(Exception):
         self.run, self.cause, self.resume = run, cause, resume
 
 
-def exit_code(error: BaseException) -> int:
+def find_exit_code(error: BaseException) -> int:
     """Return the exit code for an error; 3 if it is unexpected.
 
     Example:
-        >>> exit_code(ConfigError("client.epoch: unknown key")), exit_code(ValueError())
+        >>> find_exit_code(ConfigError("client.epoch: unknown key")), find_exit_code(ValueError())
         (2, 3)
     """
     if isinstance(error, RunEnded):
-        return RUN_FAILED if isinstance(error.cause, StoreError) else exit_code(error.cause)
+        return RUN_FAILED if isinstance(error.cause, StoreError) else find_exit_code(error.cause)
     return next((code for kinds, code in _CODES if isinstance(error, kinds)), RUN_FAILED)
 
 
-def message(error: BaseException) -> str:
+def format_message(error: BaseException) -> str:
     """Return the message for the user, including what to do next."""
     match error:
         case RunEnded(cause=BudgetExhausted() | NoUpdates()):
-            return message(error.cause)  # a resumed run would end with the same error
+            return format_message(error.cause)  # a resumed run would end with the same error
         case RunEnded(resume=None):
-            return message(error.cause)
+            return format_message(error.cause)
         case RunEnded():
-            return f"{message(error.cause)}\ngo on from the last commit: {error.resume}"
+            return f"{format_message(error.cause)}\ngo on from the last commit: {error.resume}"
         case UsageError():
             return f"{error.format_message()} See `{_command_path(error)} --help`."
         case FedlearnError():
             return str(error)
-        case _ if exit_code(error) == INTERRUPTED:
+        case _ if find_exit_code(error) == INTERRUPTED:
             return "interrupted"
         case _:
             return f"unexpected {type(error).__name__}: {error}; `--debug` shows where"
@@ -93,7 +93,7 @@ def _command_path(error: UsageError) -> str:
     return "fedlearn" if context is None else str(context.command_path)
 
 
-def report(error: BaseException, *, as_json: bool, debug: bool, rank: int) -> int:
+def report_error(error: BaseException, *, as_json: bool, debug: bool, rank: int) -> int:
     """Print the error that ended the command, and return the exit code.
 
     Under torchrun only rank 0 prints, except for the traceback with ``debug``.
@@ -101,12 +101,12 @@ def report(error: BaseException, *, as_json: bool, debug: bool, rank: int) -> in
     if debug:
         traceback.print_exception(error)
     elif rank == 0:
-        print(f"fedlearn: {message(error)}", file=sys.stderr)  # noqa: T201 (the terminal)
-    code = exit_code(error)
+        print(f"fedlearn: {format_message(error)}", file=sys.stderr)  # noqa: T201 (the terminal)
+    code = find_exit_code(error)
     if code == OUTPUT_CLOSED:
         _close_output()
     elif as_json and rank == 0:
-        print(json_line(error), flush=True)  # noqa: T201 (the result)
+        print(format_json_line(error), flush=True)  # noqa: T201 (the result)
     return code
 
 
@@ -119,8 +119,8 @@ def _close_output() -> None:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
-def json_line(error: BaseException) -> str:
+def format_json_line(error: BaseException) -> str:
     """Format an error as the last line of standard output with ``--json``."""
     cause, run = (error.cause, error.run) if isinstance(error, RunEnded) else (error, None)
-    kind, words = type(cause).__name__, message(cause)
+    kind, words = type(cause).__name__, format_message(cause)
     return json.dumps({"event": "error", "kind": kind, "message": words, "run": run})

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TypeAlias
 
-from fedlearn.cli.tables import client_text, how_text, missed_values
+from fedlearn.cli.tables import client_text, describe_missed, format_status
 from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Status
@@ -14,9 +14,9 @@ from fedlearn.core.json_values import json_text, leaves
 from fedlearn.core.messages import ClientId
 from fedlearn.core.quantities import number_text
 from fedlearn.core.words import printable
-from fedlearn.experiment.history import Measured, best_point, series
+from fedlearn.experiment.history import RoundMetrics, best_point, series
 from fedlearn.experiment.layout import facts_text, table_text
-from fedlearn.experiment.progress import measured, next_steps
+from fedlearn.experiment.progress import describe_metrics, next_steps
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.summary import Summary, staleness_text, summarize
 from fedlearn.rounds.records import RoundRecord, RunRecord
@@ -24,7 +24,7 @@ from fedlearn.store.checkpoints import CheckpointFile
 from fedlearn.store.registry import StoredRegistry
 
 #: A run and its rounds, without their participations.
-Brief: TypeAlias = tuple[RunRecord, Sequence[Measured]]
+Brief: TypeAlias = tuple[RunRecord, Sequence[RoundMetrics]]
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 #: Limits on late and failed clients: rounds in the text, clients of each, and JSON objects in all.
@@ -54,10 +54,10 @@ def _row(history: Brief) -> tuple[str, ...]:
 
 def run_line(history: Brief) -> str:
     """Format one run as a JSON object with the columns of :func:`runs_table`."""
-    return json_text(_brief(history))
+    return json_text(_describe_briefly(history))
 
 
-def _brief(history: Brief) -> dict[str, object]:
+def _describe_briefly(history: Brief) -> dict[str, object]:
     record, rounds = history
     return {
         "run": record.name,
@@ -79,10 +79,10 @@ def _best_accuracy(history: Brief) -> float | None:
 
 def run_page(run: Run, *, width: int | None) -> str:
     """Format everything about a run, one labelled fact a line, wrapped to ``width`` columns."""
-    return facts_text(_facts(run), width=width)
+    return facts_text(_describe_run(run), width=width)
 
 
-def _facts(run: Run) -> Iterator[tuple[str, str]]:
+def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
     record = run.record
     summary = summarize(record, run.history)
     yield "run", f"{printable(record.name)} ({record.status.value})"
@@ -90,11 +90,11 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
     yield "created", record.created_utc
     yield "rounds", f"{summary.num_finished} of {record.num_rounds}"
     yield "time", summary.times()
-    yield from measured(summary)
+    yield from describe_metrics(summary)
     if (spent := run.privacy) is not None:
         yield "privacy", spent.text()
-    yield from _participation(summary)
-    yield from _missed(run)
+    yield from _describe_participation(summary)
+    yield from _describe_missed(run)
     for each in [one for one in run.history if one.staleness][-_MISSED_ROUNDS:]:
         yield "staleness", f"round {each.round_num + 1}: {staleness_text(each.staleness)}"
     hidden = tables_with(Use.SIMULATED) if record.is_deployed else ()
@@ -102,14 +102,14 @@ def _facts(run: Run) -> Iterator[tuple[str, str]]:
         table = record.config.get(name)
         is_off = isinstance(table, Mapping) and table.get("mode") in _OFF
         if not is_off and name not in hidden:
-            yield name, _settings(table)
+            yield name, _format_settings(table)
     for file in run.stored.checkpoints():
-        yield "checkpoint", _checkpoint(file)
+        yield "checkpoint", _format_checkpoint(file)
     yield "path", printable(str(run.path))
     yield from next_steps(summary, run.path, "report", "export")
 
 
-def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
+def _describe_participation(summary: Summary) -> Iterator[tuple[str, str]]:
     counts = summary.counts
     asked = f"{summary.num_clients} different clients, asked {summary.num_asked} times"
     yield "took part", f"{asked}: {counts.text()}"
@@ -119,26 +119,26 @@ def _participation(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "trouble", f"{summary.num_skipped} rounds skipped, {summary.num_retries} retries"
 
 
-def _missed(run: Run) -> Iterator[tuple[str, str]]:
+def _describe_missed(run: Run) -> Iterator[tuple[str, str]]:
     """Yield the late and failed clients of the latest rounds that had any."""
-    names = _names(run)
-    found = [(each, missed) for each in run.history if (missed := _who_missed(each))]
+    names = _load_names(run)
+    found = [(each, missed) for each in run.history if (missed := _find_missed(each))]
     for record, missed in found[-_MISSED_ROUNDS:]:
-        told = [
-            f"{client_text(each.client_id, names)} {how_text(each)}"
+        listed = [
+            f"{client_text(each.client_id, names)} {format_status(each)}"
             for each in missed[:_MISSED_CLIENTS]
         ]
-        more = [f"{len(missed) - len(told)} more"] if len(missed) > len(told) else []
-        yield "missed", f"round {record.round_num + 1}: {'; '.join(told + more)}"
+        more = [f"{len(missed) - len(listed)} more"] if len(missed) > len(listed) else []
+        yield "missed", f"round {record.round_num + 1}: {'; '.join(listed + more)}"
 
 
-def _who_missed(record: RoundRecord) -> list[Participation]:
+def _find_missed(record: RoundRecord) -> list[Participation]:
     if record.count(Status.REPORTED) == len(record.participations):
         return []
     return [each for each in record.participations if each.status is not Status.REPORTED]
 
 
-def _names(run: Run) -> dict[ClientId, str]:
+def _load_names(run: Run) -> dict[ClientId, str]:
     """Return the clients' names by id; empty for a simulation."""
     if not run.record.is_deployed:
         return {}
@@ -146,7 +146,7 @@ def _names(run: Run) -> dict[ClientId, str]:
     return {each.client_id: each.name for each in registry.clients()}
 
 
-def _settings(table: object) -> str:
+def _format_settings(table: object) -> str:
     """Format a table of the configuration in one line; empty if there is none."""
     if not isinstance(table, Mapping):
         return ""
@@ -155,7 +155,7 @@ def _settings(table: object) -> str:
     return printable(" ".join(f"{key}={text}" for key, text in texts))
 
 
-def _checkpoint(file: CheckpointFile) -> str:
+def _format_checkpoint(file: CheckpointFile) -> str:
     return f"after round {file.round_num}: {file.path.name}, {file.num_bytes / 1e6:.1f} MB"
 
 
@@ -176,11 +176,11 @@ def run_object(run: Run) -> str:
         {"rounds": f.round_num, "path": str(f.path), "sha256": f.sha256, "bytes": f.num_bytes}
         for f in run.stored.checkpoints()
     ]
-    names, latest = _names(run), deque[dict[str, object]](maxlen=_MISSED_OBJECTS)
+    names, latest = _load_names(run), deque[dict[str, object]](maxlen=_MISSED_OBJECTS)
     for each in rounds:
-        values = missed_values(_who_missed(each), names)
+        values = describe_missed(_find_missed(each), names)
         latest.extend({"round": each.round_num + 1} | value for value in values)
-    everything = _brief((record, rounds)) | {
+    everything = _describe_briefly((record, rounds)) | {
         "error": record.error,
         "best": found,
         "metrics": summary.metrics,

@@ -87,7 +87,7 @@ def train(
     """
     from safetensors.torch import save
 
-    from fedlearn.cli.surroundings import site
+    from fedlearn.cli.environment import build_site
     from fedlearn.config import load
     from fedlearn.core.files import require_writable, write_durably
     from fedlearn.core.json_values import json_text
@@ -98,7 +98,7 @@ def train(
 
     config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
     config = config.resolve(num_clients=config.num_partitioned)
-    here = site(config, runs_dir=runs_dir, data_dir=data_dir)
+    here = build_site(config, runs_dir=runs_dir, data_dir=data_dir)
     path = output or Path("model.safetensors")
     # Only rank 0 writes. Check that it can before hours of training, not after them.
     if here.environ.get("RANK", "0") == "0":
@@ -113,11 +113,11 @@ def train(
     if trained is None:
         end()  # rank 0 has it
     write_durably(path, save(dict(trained.state.model)), raises=StoreError)
-    told = {"steps": trained.state.step_num, **trained.metrics, "path": str(path)}
+    found = {"steps": trained.state.step_num, **trained.metrics, "path": str(path)}
     if as_json:
-        typer.echo(json_text({"event": "trained", **told}))
+        typer.echo(json_text({"event": "trained", **found}))
     else:
-        typer.echo(", ".join(f"{name} {value}" for name, value in told.items()))
+        typer.echo(", ".join(f"{name} {value}" for name, value in found.items()))
 
 
 @app.command(
@@ -149,17 +149,17 @@ def memory(
     By the table coordinator.training: its batch, optimiser, precision and mesh. What the
     forward pass keeps is counted on tensors without data. With --output it is drawn as PNG, too.
     """
-    from fedlearn.cli.surroundings import site
+    from fedlearn.cli.environment import build_site
     from fedlearn.config import load
     from fedlearn.core.json_values import json_text
-    from fedlearn.experiment.memory import outlook, outlook_of, picture
+    from fedlearn.experiment.memory import draw_forecast, forecast_memory, forecast_memory_by_size
 
     config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
     config = config.resolve(num_clients=config.num_partitioned)
     if parameters is None:
-        found = outlook(config, site(config, data_dir=data_dir))
+        found = forecast_memory(config, build_site(config, data_dir=data_dir))
     else:
-        found = outlook_of(parameters, num_bytes, config)
+        found = forecast_memory_by_size(parameters, num_bytes, config)
     typer.echo(json_text(found.facts()) if as_json else found.render())
     if output is not None:
-        picture(found, output)
+        draw_forecast(found, output)

@@ -30,7 +30,7 @@ _DAY_S = 86400.0
 _SOON_DAYS = 30
 
 
-def members(
+def describe_members(
     clients: Iterable[EnrolledClient],
     invited: Iterable[InvitationRecord],
     *,
@@ -68,7 +68,7 @@ def _contact_values(contact: Contact | None) -> dict[str, object]:
 
 
 def members_table(members: Iterable[Mapping[str, Any]], *, now_unix_s: float) -> str:  # Any: JSON
-    """Format the output of :func:`members` as a table."""
+    """Format the output of :func:`describe_members` as a table."""
     rows = [_member_row(each, now_unix_s=now_unix_s) for each in members]
     header = ("id", "name", "status", "tags", "last seen", "software", "examples", *_OF_ROUNDS)
     return table_text([(*header, "enrolled", "certificate"), *rows])
@@ -115,7 +115,7 @@ def rounds_table(rounds: Iterable[RoundSummary]) -> str:
     return table_text([header, *map(_round_row, rounds)])
 
 
-def missed_values(
+def describe_missed(
     missed: Iterable[Participation], names: Mapping[ClientId, str]
 ) -> list[dict[str, object]]:
     """Describe the late and failed clients of a round, with the reasons, as JSON values."""
@@ -130,12 +130,12 @@ def missed_values(
     ]
 
 
-def missed_table(
+def format_missed(
     missed: Mapping[int, Iterable[Participation]], names: Mapping[ClientId, str]
 ) -> str:
     """Format the late and failed clients, by round and with the reasons, as a table."""
     rows = [
-        (str(round_num + 1), client_text(each.client_id, names), how_text(each))
+        (str(round_num + 1), client_text(each.client_id, names), format_status(each))
         for round_num, ended in missed.items()
         for each in ended
     ]
@@ -147,7 +147,7 @@ def client_text(client_id: ClientId, names: Mapping[ClientId, str]) -> str:
     return printable(names.get(client_id, "")) or f"client {client_id}"
 
 
-def how_text(ended: Participation) -> str:
+def format_status(ended: Participation) -> str:
     """Describe the status of a client that did not report, with the reason of a failure."""
     if ended.status is Status.FAILED:
         return f"failed: {printable(ended.reason) or 'no reason given'}"

@@ -42,8 +42,8 @@ from fedlearn.deployment.places import (
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.deployment.versions import explain_newest_protocol
 from fedlearn.errors import ConfigError, Parked, StoreError
-from fedlearn.experiment.progress import Progress
-from fedlearn.experiment.simulate import outcome_told
+from fedlearn.experiment.progress import RunProgress
+from fedlearn.experiment.simulate import report_outcome
 from fedlearn.experiment.summary import summarize
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.open_files import raise_max_open_files
@@ -96,7 +96,7 @@ def coordinate(
     insecure: bool,
     serve_on: bool,
     start: Start,
-    progress: Progress,
+    progress: RunProgress,
 ) -> None:
     """Serve the deployment until its run is done or a signal stops it.
 
@@ -188,7 +188,7 @@ class Coordinator:
     insecure: bool
     serve_on: bool
     start: Start
-    progress: Progress
+    progress: RunProgress
 
     def __post_init__(self) -> None:
         """Create the objects that the threads share."""
@@ -265,7 +265,7 @@ class Coordinator:
                 # After these errors the run is not recorded as failed: its round can resume with
                 # the updates it has, later or once the model's file is put back.
                 resumable = (Parked, StoreError, ConfigError)
-                with outcome_told(stored, self.progress, resumable=resumable):
+                with report_outcome(stored, self.progress, resumable=resumable):
                     self._leader.run(self._reach_clients(database, gateway), stored, record, lease)
             else:
                 self.progress.start(record, stored.path, (_ANOTHER_RUN,))

@@ -7,7 +7,7 @@ from pathlib import Path
 from fedlearn.config.tables import PYTHON_OBJECTS
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.privacy import built_on, promise
+from fedlearn.experiment.privacy import build_components, start_accounting
 from fedlearn.experiment.recorded import config_of
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.runs import Database, StoredRun
@@ -74,8 +74,8 @@ def _require_affordable(
             f"{record.name} has a privacy budget (epsilon {budget:g}) and was started from Python, "
             "so only Python has the data that it is for; begin another run there"
         )
-    components = built_on(config, data_dir=data_dir)
-    _, charging, _ = promise(components, stored, num_finished=num_finished, clock=clock)
+    components = build_components(config, data_dir=data_dir)
+    _, charging, _ = start_accounting(components, stored, num_finished=num_finished, clock=clock)
     due = num_rounds - num_finished
     if charging is not None and (affordable := charging.foresee(due)) < due:
         raise ConfigError(

@@ -26,9 +26,9 @@ from fedlearn.deployment.record import (
     ensure_deployed,
 )
 from fedlearn.errors import ConfigError, StoreError, TooFewNodes
-from fedlearn.experiment.progress import Progress, progress_to
+from fedlearn.experiment.progress import RunProgress, choose_printer
 from fedlearn.experiment.run import Run, begin
-from fedlearn.experiment.simulate import new_record, outcome_told
+from fedlearn.experiment.simulate import new_record, report_outcome
 from fedlearn.experiment.site import Site
 from fedlearn.experiment.summary import summarize
 from fedlearn.identity.identity import Identity
@@ -57,7 +57,7 @@ def server_app(folder: Path) -> flower.ServerApp:
     """Build the ServerApp, which runs the configuration in the app's folder that the run names."""
 
     def main(federation: Federation) -> None:
-        progress = progress_to(sys.stdout, as_json=False)
+        progress = choose_printer(sys.stdout, as_json=False)
         run(
             federation,
             folder,
@@ -75,7 +75,7 @@ def run(
     *,
     environ: Mapping[str, str],
     interruption: Interruption,
-    progress: Progress,
+    progress: RunProgress,
 ) -> Run:
     """Run the configuration in ``folder`` that ``federation`` names, to its last round.
 
@@ -130,7 +130,7 @@ def run(
                     alive=lambda: None,  # a ServerApp has no liveness endpoint
                 ) as lease:
                     stored = database.run(name, guard=lease.guard)
-                    with outcome_told(stored, progress), _record_stop(stored):
+                    with report_outcome(stored, progress), _record_stop(stored):
                         server.run(stored, lease)
         return Run(stored, components.make_model)
 

@@ -30,8 +30,8 @@ from fedlearn.deployment.opening import DurableOpening, list_available
 from fedlearn.deployment.record import CleanupStore, ReportingStore, resume_round
 from fedlearn.deployment.rounds import RunStorage, run_rounds
 from fedlearn.errors import StoreError
-from fedlearn.experiment.privacy import promise, skip_lost_turns
-from fedlearn.experiment.progress import Progress, extend
+from fedlearn.experiment.privacy import skip_lost_turns, start_accounting
+from fedlearn.experiment.progress import RunProgress, raise_num_rounds
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deployment
@@ -92,7 +92,7 @@ class Leader:
     components: Deployment
     data_dir: Path
     interruption: Interruption
-    progress: Progress
+    progress: RunProgress
     database_away_s: float
     live_status: LiveStatus = field(init=False)
     paused: threading.Event = field(default_factory=threading.Event, init=False)
@@ -195,7 +195,7 @@ class Leader:
             now_unix_s=self.interruption.unix_s(),
         )
         promised, charging, num_lost = patiently(
-            lambda: promise(
+            lambda: start_accounting(
                 self.components,
                 stored,
                 num_finished=live_status.num_finished,
@@ -253,7 +253,7 @@ class Leader:
         """Read the run's current number of rounds, which an operator may have raised."""
         num_rounds = self.patiently(lambda: stored.record.num_rounds)
         self.live_status.num_rounds = num_rounds
-        extend(self.progress, num_rounds)
+        raise_num_rounds(self.progress, num_rounds)
         return num_rounds
 
     def _build_opening(

@@ -22,7 +22,7 @@ from fedlearn.store.checkpoints import complete_checkpoints
 from fedlearn.store.runs import CONFIG_FILE, Database
 
 
-class _Described(BaseModel):
+class _StoredConfig(BaseModel):
     """The part of a configuration that is needed here; the rest is kept as extra fields."""
 
     model_config = ConfigDict(extra="allow")
@@ -30,7 +30,7 @@ class _Described(BaseModel):
     num_rounds: int
 
 
-_DESCRIBED = TypeAdapter(_Described)
+_STORED_CONFIG = TypeAdapter(_StoredConfig)
 
 
 class Adoption(NamedTuple):
@@ -88,7 +88,7 @@ def _record(folder: Path) -> RunRecord:
     path = folder / CONFIG_FILE
     described = require_json(
         path,
-        _DESCRIBED,
+        _STORED_CONFIG,
         raises=StoreError,
         holds="a run's configuration",
         remedy="put a copy of it back; the model is in the folder `checkpoints` next to it",

@@ -33,16 +33,16 @@ def require_data(data: object) -> None:
         return
     raise ConfigError(
         f"simulate(): data is {_describe(data)}, which is not divided among clients; give "
-        f"{_divided(data)}"
+        f"{_suggest_data_call(data)}"
     )
 
 
-def _divided(data: object) -> str:
+def _suggest_data_call(data: object) -> str:
     """Return an example call that partitions such data among clients."""
     match data:
         case DataLoader() | Dataset():
             return _FROM_DATASET
-        case list() | dict() if any(isinstance(each, Dataset) for each in _values(data)):
+        case list() | dict() if any(isinstance(each, Dataset) for each in _list_values(data)):
             return _FROM_DATASET
         case str() | Path():
             return "fl.from_npz(path, ...) or fl.from_parquet(path, ...)"
@@ -50,7 +50,7 @@ def _divided(data: object) -> str:
             return _FROM_ARRAYS
 
 
-def _values(data: list[object] | dict[object, object]) -> Sequence[object]:
+def _list_values(data: list[object] | dict[object, object]) -> Sequence[object]:
     return list(data.values()) if isinstance(data, dict) else data
 
 
@@ -76,12 +76,12 @@ def require_algorithm(algorithm: object) -> None:
         name = next((each for each in _RECIPES if each.lower() == wanted), "FedAvg")
         raise ConfigError(
             f'simulate(): algorithm is "{algorithm}", a name; give an object, such as '
-            f"{_example(name)}"
+            f"{_suggest_call(name)}"
         )
     if isinstance(algorithm, type) or inspect.isfunction(algorithm):
         name = algorithm.__name__
         raise ConfigError(
-            f"simulate(): algorithm is {name} itself; call it, such as {_example(name)}"
+            f"simulate(): algorithm is {name} itself; call it, such as {_suggest_call(name)}"
         )
     if hasattr(algorithm, "step") and not hasattr(algorithm, "aggregation"):
         raise ConfigError(
@@ -90,7 +90,8 @@ def require_algorithm(algorithm: object) -> None:
         )
     if not all(hasattr(algorithm, name) for name in ("local", "aggregation", "step")):
         raise ConfigError(
-            f"simulate(): algorithm is {algorithm!r}; give a strategy, such as {_example('FedAvg')}"
+            f"simulate(): algorithm is {algorithm!r}; give a strategy, such as "
+            f"{_suggest_call('FedAvg')}"
         )
 
 
@@ -101,7 +102,7 @@ _RECIPES = [
 ]
 
 
-def _example(name: str) -> str:
+def _suggest_call(name: str) -> str:
     """Return an example call of a recipe, or of a user's class."""
     recipe: Callable[..., object] | None = getattr(recipes, name, None)
     return f"{name}(...)" if recipe is None else call_example(recipe, name=f"fl.{name}")

@@ -29,7 +29,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.layout import facts_text
-from fedlearn.experiment.simulate import run_pieces
+from fedlearn.experiment.simulate import run_simulation
 from fedlearn.experiment.site import Site
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
 from fedlearn.privacy.audit import (
@@ -229,7 +229,9 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     num_rounds = _num_rounds(plan, config.num_rounds, delta)
     per_client = _per_client(real, plan)
     num_clients = -(-2 * num_pairs // per_client)
-    audited = _audited(config, plan, num_clients=num_clients, num_rounds=num_rounds, delta=delta)
+    audited = _adapt_config(
+        config, plan, num_clients=num_clients, num_rounds=num_rounds, delta=delta
+    )
     weights_Tm = _weights(audited, plan, canaries)
     if plan.hides_examples:
         components = _with_canary_examples(
@@ -246,7 +248,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
         kept = OwnNumbers(canaries, per_client)
         components = replace(components, algorithm=SeenSingly(components.algorithm, kept))
     assert components.privacy is not None
-    scores = canaries.scores(_seen(components, site))
+    scores = canaries.scores(_run_attack(components, site))
     num_correct = canaries.num_correct(scores)
     claimed = epsilon_of_release({components.privacy.event: num_rounds}, target_delta=delta)
     shown = lower_bound(
@@ -352,11 +354,11 @@ def _output(outputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 - a loss
     return outputs[:, 0]
 
 
-def _seen(components: Simulation, site: Site) -> Tensor:
+def _run_attack(components: Simulation, site: Site) -> Tensor:
     """Run the simulation in a temporary folder, and return the attacker's weighted sums."""
     with TemporaryDirectory(prefix="fedlearn-audit-") as folder:
         addresses = replace(site.addresses, store_url=None, runs_dir=Path(folder))
-        run = run_pieces(components, replace(site, addresses=addresses))
+        run = run_simulation(components, replace(site, addresses=addresses))
         with run.stored.database:
             checkpoint = run.stored.load()
     assert checkpoint is not None  # it has finished
@@ -398,7 +400,7 @@ def _cost(plan: PrivacyPlan, num_rounds: int, target_delta: float) -> float:
     return epsilon_against_coordinator({plan.event: num_rounds}, target_delta=target_delta)
 
 
-def _audited(
+def _adapt_config(
     config: Config, plan: PrivacyPlan, *, num_clients: int, num_rounds: int, delta: float
 ) -> Config:
     """Return the configuration of the audit: the same noise, but all clients in every round.

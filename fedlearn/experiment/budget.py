@@ -14,7 +14,7 @@ from fedlearn.privacy.events import Cohorts, Spent
 from fedlearn.privacy.plan import PrivacyPlan
 
 #: By adjacency, the difference between two neighbouring data sets, in words.
-_TOLD_APART = {
+_NEIGHBOURS = {
     Adjacency.ADD_OR_REMOVE: "one user is there or not",
     Adjacency.REPLACE: "one user has other data",
     Adjacency.ZERO_OUT: "one example of one user counts or not; that the user takes part shows",
@@ -39,7 +39,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
+class PrivacyForecast:
     """The predicted privacy cost of a run.
 
     Attributes:
@@ -89,14 +89,14 @@ class Outlook:
             (str(each.num_rounds), f"{each.epsilon:.4g}", f"{each.epsilon_with_cohorts:.4g}")
             for each in self.costs
         ]
-        return f"{facts_text(self._promised())}\n\n{table_text(rows, values_right=True)}"
+        return f"{facts_text(self._describe_guarantee())}\n\n{table_text(rows, values_right=True)}"
 
-    def _promised(self) -> Iterator[tuple[str, str]]:
+    def _describe_guarantee(self) -> Iterator[tuple[str, str]]:
         plan, cohorts = self.plan, self.plan.cohorts
         yield "mode", plan.mode_text
-        yield "sampling", _sampling(cohorts)
+        yield "sampling", _describe_sampling(cohorts)
         adjacency = plan.accounted.adjacency
-        yield "adjacency", f"{adjacency}: {_TOLD_APART[adjacency]}"
+        yield "adjacency", f"{adjacency}: {_NEIGHBOURS[adjacency]}"
         yield "clip", plan.clip_text
         yield "noise", f"{plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
         yield "bands", plan.correlation_text(self.costs[-1].num_rounds) or ""
@@ -107,7 +107,7 @@ class Outlook:
             yield "before", f"{self.num_before} rounds were charged to these clients; they count"
 
 
-def _sampling(cohorts: UserCohorts) -> str:
+def _describe_sampling(cohorts: UserCohorts) -> str:
     """Describe the sampling of users in words."""
     users = cohorts.population
     match cohorts:
@@ -123,7 +123,7 @@ def _sampling(cohorts: UserCohorts) -> str:
             return f"{cohorts.size} of {users} users, without replacement"
 
 
-def _looked_at(cohorts: Cohorts, num_rounds: int) -> list[int]:
+def _choose_rounds(cohorts: Cohorts, num_rounds: int) -> list[int]:
     """Return the numbers of rounds at which to compute ε.
 
     Where groups of users take turns, ε rises only in the first round of a cycle.
@@ -135,7 +135,7 @@ def _looked_at(cohorts: Cohorts, num_rounds: int) -> list[int]:
     return sorted(counts)
 
 
-def outlook(components: Components, *, before: Spent) -> Outlook:
+def forecast_privacy(components: Components, *, before: Spent) -> PrivacyForecast:
     """Predict the privacy cost of a run on clients on whom ``before`` was already spent.
 
     Raises:
@@ -147,7 +147,7 @@ def outlook(components: Components, *, before: Spent) -> Outlook:
         raise ConfigError('privacy.mode is "off", so there is no budget; set it to "central"')
     delta, num_rounds = section.target_delta, components.config.num_rounds
     costs = []
-    for count in _looked_at(plan.cohorts, num_rounds):
+    for count in _choose_rounds(plan.cohorts, num_rounds):
         spent = {**before, plan.event: before.get(plan.event, 0) + count}
         try:
             cost = Cost(
@@ -158,7 +158,7 @@ def outlook(components: Components, *, before: Spent) -> Outlook:
         except ValueError as error:
             raise ConfigError(f"privacy.population: {error}") from error
         costs.append(cost)
-    return Outlook(
+    return PrivacyForecast(
         plan=plan,
         target_delta=delta,
         epsilon=section.epsilon,
@@ -167,7 +167,7 @@ def outlook(components: Components, *, before: Spent) -> Outlook:
     )
 
 
-def picture(outlook: Outlook, path: Path) -> Path:
+def draw_forecast(forecast: PrivacyForecast, path: Path) -> Path:
     """Draw ε by round as the PNG ``path``, which is returned; an existing file is replaced.
 
     Raises:
@@ -175,17 +175,17 @@ def picture(outlook: Outlook, path: Path) -> Path:
     """
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    rounds = [each.num_rounds for each in outlook.costs]
+    rounds = [each.num_rounds for each in forecast.costs]
     lines = {
-        "of the release": [each.epsilon for each in outlook.costs],
-        "for who sees the cohorts": [each.epsilon_with_cohorts for each in outlook.costs],
+        "of the release": [each.epsilon for each in forecast.costs],
+        "for who sees the cohorts": [each.epsilon_with_cohorts for each in forecast.costs],
     }
-    in_turn = isinstance(outlook.plan.cohorts, CyclicCohorts)
+    in_turn = isinstance(forecast.plan.cohorts, CyclicCohorts)
     style = "steps-post" if in_turn else "default"
     for colour, (label, values) in zip(RUN_COLOURS, lines.items(), strict=False):
         axes.plot(rounds, values, marker="o", color=colour, label=label, drawstyle=style)
-    if outlook.epsilon is not None:
-        axes.axhline(outlook.epsilon, color=INK, linestyle="--", label="budget")
+    if forecast.epsilon is not None:
+        axes.axhline(forecast.epsilon, color=INK, linestyle="--", label="budget")
     axes.set_yscale("log")
-    label_axes(axes, "Privacy spent", "round", f"ε at δ = {outlook.target_delta:g}")
+    label_axes(axes, "Privacy spent", "round", f"ε at δ = {forecast.target_delta:g}")
     return write_png(figure, path)

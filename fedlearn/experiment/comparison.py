@@ -15,7 +15,7 @@ from fedlearn.experiment.history import (
     Point,
     best_point,
     directions_of,
-    leading_metric,
+    headline_metric,
     series,
 )
 from fedlearn.experiment.layout import table_text
@@ -110,12 +110,12 @@ def compare(
         names=(a[0].name, b[0].name),
         metric=metric,
         target=goal,
-        measures=(*_race(a, b, metric, goal, directions), *_private(*spent), *totals),
+        measures=(*_race(a, b, metric, goal, directions), *_measure_privacy(*spent), *totals),
         differences=_differences(a[0].config, b[0].config),
     )
 
 
-def _private(a: Spending | None, b: Spending | None) -> Iterator[Measure]:
+def _measure_privacy(a: Spending | None, b: Spending | None) -> Iterator[Measure]:
     """Yield ε and δ of both runs; a run without privacy has no ε, which counts as worse."""
     if a is None and b is None:
         return
@@ -131,8 +131,8 @@ def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
     """Return the metrics that two runs share: the one both watch first, the loss last."""
     of_a, of_b = directions_of(a), directions_of(b)
     agreed = {name: way for name, way in (of_b | of_a).items() if of_b.get(name, way) == way}
-    leading, first = leading_metric(a), dict[str, Direction]()
-    if leading == leading_metric(b) and split(leading)[0] in agreed:
+    leading, first = headline_metric(a), dict[str, Direction]()
+    if leading == headline_metric(b) and split(leading)[0] in agreed:
         first[leading] = agreed[split(leading)[0]]
     loss = agreed.pop("loss")
     return first | agreed | {"loss": loss}

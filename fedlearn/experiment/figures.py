@@ -90,18 +90,18 @@ def label_axes(
             text.set_parse_math(False)
 
 
-def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
+def render_svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     r"""Return a panel of this width and height as an SVG element for an HTML page.
 
-    Texts stay texts, in the page's font, and what :func:`tell` marked has a tooltip that works
-    without a script. Every colour ``#rrggbb`` becomes ``var(--rrggbb, #rrggbb)``, so that the page
+    Texts stay texts, in the page's font. Elements marked by :func:`add_tooltip` have a tooltip that
+    works without a script. Every colour ``#rrggbb`` becomes ``var(--rrggbb, #rrggbb)``, so the page
     can replace it in dark mode. matplotlib's SVG settings are changed for the whole process
     meanwhile, so two threads must not call this at once.
 
     Example:
         >>> def panel(axes: Axes) -> None:
         ...     axes.plot([1, 2], [3.0, 4.0], color="#0072B2", label="accuracy")
-        >>> drawing = svg(panel, inches=(4, 3))
+        >>> drawing = render_svg(panel, inches=(4, 3))
         >>> drawing.startswith("<svg "), drawing.endswith("</svg>")
         (True, True)
         >>> "<title>2: accuracy 4.0000</title>" in drawing, "var(--0072b2, #0072b2)" in drawing
@@ -111,7 +111,7 @@ def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     axes = figure.subplots()
     axes.set_facecolor("none")
     panel(axes)
-    _tell_values(axes)
+    _add_value_tooltips(axes)
     written = StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedlearn"}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -123,33 +123,33 @@ def svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     return _COLOUR.sub(r"\1: var(--\2, #\2)", text)
 
 
-def tell(artist: Artist, text: str) -> None:
-    """Give ``artist`` the tooltip ``text`` in the output of :func:`svg`."""
+def add_tooltip(artist: Artist, text: str) -> None:
+    """Give ``artist`` the tooltip ``text`` in the output of :func:`render_svg`."""
     artist.set_gid(f"{_HOVER}{printable(text)}")
 
 
-def put(axes: Axes, shape: Rectangle) -> None:
+def add_shape(axes: Axes, shape: Rectangle) -> None:
     """Add a shape to the axes without changing their limits or layout."""
     shape.set_in_layout(False)
     axes.add_artist(shape)  # add_patch would stretch the limits to the shape's extent
 
 
-def _tell_values(axes: Axes) -> None:
+def _add_value_tooltips(axes: Axes) -> None:
     """Add tooltips with the values of all named lines, on invisible columns over the panel."""
-    told: dict[float, list[str]] = {}
+    texts: dict[float, list[str]] = {}
     for line in axes.get_lines():
         name = str(line.get_label())
         for x, y in () if name.startswith("_") else np.asarray(line.get_xydata()).tolist():
-            told.setdefault(x, []).append(f"{name} {number_text(y)}")
-    positions = sorted(told)[:: -(-len(told) // _MOST_HOVERS) or 1]
+            texts.setdefault(x, []).append(f"{name} {number_text(y)}")
+    positions = sorted(texts)[:: -(-len(texts) // _MOST_HOVERS) or 1]
     width = (positions[-1] - positions[0]) / max(1, len(positions) - 1) if positions else 0.0
     for x in positions:
         what = f"{axes.get_xlabel()} {x:g}: ".lstrip()
-        tell_column(axes, x - (width or 1.0) / 2, width or 1.0, what + ", ".join(told[x]))
+        add_column_tooltip(axes, x - (width or 1.0) / 2, width or 1.0, what + ", ".join(texts[x]))
 
 
-def tell_column(axes: Axes, left: float, width: float, text: str) -> None:
+def add_column_tooltip(axes: Axes, left: float, width: float, text: str) -> None:
     """Add the tooltip ``text`` to a column of the panel, ``width`` wide from ``left``."""
     column = Rectangle((left, 0), width, 1, alpha=0.0, transform=axes.get_xaxis_transform())
-    tell(column, text)
-    put(axes, column)
+    add_tooltip(column, text)
+    add_shape(axes, column)

@@ -10,7 +10,7 @@ from fedlearn.rounds.records import RoundRecord, RunRecord
 History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
 
 
-class Measured(Protocol):
+class RoundMetrics(Protocol):
     """The measurements of a finished round; it may lack participations."""
 
     @property
@@ -43,7 +43,7 @@ def headline(metrics: Mapping[str, float], name: str) -> float | None:
     return metrics.get(name, metrics.get(f"clients/{name}_mean"))
 
 
-def series(rounds: Sequence[Measured], name: str) -> list[Point]:
+def series(rounds: Sequence[RoundMetrics], name: str) -> list[Point]:
     """Return the finite values of a metric over a run; ``train_loss`` counts as a metric."""
     values = (
         (record, record.train_loss if name == "train_loss" else headline(record.metrics, name))
@@ -85,33 +85,33 @@ def best_point(points: Sequence[Point], direction: Direction) -> Point | None:
     return max(points, key=lambda point: sign(direction) * point.value, default=None)
 
 
-def configured_metric(record: RunRecord) -> str | None:
+def metric_to_watch(record: RunRecord) -> str | None:
     """Return the metric that early stopping watches, if the configuration names a known one."""
     metric = _mapping(record.config.get("early_stopping")).get("metric")
     return metric if isinstance(metric, str) and direction_of(record, metric) else None
 
 
-def leading_metric(record: RunRecord) -> str:
+def headline_metric(record: RunRecord) -> str:
     """Return the metric to show next to the loss: the one the run watches, else ``accuracy``."""
-    configured = configured_metric(record)
+    configured = metric_to_watch(record)
     return "accuracy" if configured in (None, "loss") else configured
 
 
-def drawn_metric(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
+def metric_to_draw(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
     """Return the metric to draw next to the loss.
 
     It is the leading metric, or the first declared one that was measured; without any, the loss.
     """
-    names = (leading_metric(record), *directions_of(record))
+    names = (headline_metric(record), *directions_of(record))
     further = (name for name in names if name != "loss" and series(rounds, name))
     return next(further, "loss" if series(rounds, "loss") else "accuracy")
 
 
-def headed(metric: str) -> str:
+def capitalize(metric: str) -> str:
     """Capitalize the name of a metric for the start of a heading.
 
     Example:
-        >>> headed("accuracy"), headed("AUC")
+        >>> capitalize("accuracy"), capitalize("AUC")
         ('Accuracy', 'AUC')
     """
     return metric[:1].upper() + metric[1:]

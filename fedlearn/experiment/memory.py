@@ -20,7 +20,7 @@ _MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Outlook:
+class MemoryForecast:
     """The memory that the processes of a training need.
 
     Attributes:
@@ -54,7 +54,7 @@ class Outlook:
         return "\n".join([told, "", table_text(rows, values_right=True), *hosts])
 
 
-def outlook(config: Config, site: Site) -> Outlook:
+def forecast_memory(config: Config, site: Site) -> MemoryForecast:
     """Predict the memory of the coordinator's own training, as configured.
 
     Raises:
@@ -69,10 +69,12 @@ def outlook(config: Config, site: Site) -> Outlook:
         task.make_model, task.plan, features=features, labels=labels, objective=task.objective
     )
     storage = bytes_of(task.make_model().parameters())
-    return Outlook(str(task.plan.spread.mesh), stages, storage)
+    return MemoryForecast(str(task.plan.spread.mesh), stages, storage)
 
 
-def outlook_of(num_parameters: float, bytes_per_parameter: int, config: Config) -> Outlook:
+def forecast_memory_by_size(
+    num_parameters: float, bytes_per_parameter: int, config: Config
+) -> MemoryForecast:
     """Predict the memory of training a model from its number of parameters alone.
 
     Raises:
@@ -87,10 +89,10 @@ def outlook_of(num_parameters: float, bytes_per_parameter: int, config: Config) 
     plan = config.coordinator.training.plan(Seed(0))
     mesh = plan.spread.mesh
     found = counted.memory(optimizer=plan.optimizer, mesh=mesh)
-    return Outlook(str(mesh), [found], counted.storage)
+    return MemoryForecast(str(mesh), [found], counted.storage)
 
 
-def picture(found: Outlook, path: Path) -> None:
+def draw_forecast(forecast: MemoryForecast, path: Path) -> None:
     """Draw a PNG with one bar per stage, divided by kind of memory; an existing file is replaced.
 
     Raises:
@@ -98,11 +100,11 @@ def picture(found: Outlook, path: Path) -> None:
     """
     figure = new_figure(7, 4.5)
     axes = figure.subplots()
-    places = [f"stage {at}" for at in range(len(found.stages))]
+    places = [f"stage {at}" for at in range(len(forecast.stages))]
     bottoms = [0.0] * len(places)
     for name, colour in zip(KINDS, RUN_COLOURS, strict=False):
-        sizes = [(getattr(each, name) or 0) / _MIB for each in found.stages]
+        sizes = [(getattr(each, name) or 0) / _MIB for each in forecast.stages]
         axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "), color=colour)
         bottoms = [below + size for below, size in zip(bottoms, sizes, strict=True)]
-    label_axes(axes, f"Memory of each process: {found.mesh}", "", "MiB")
+    label_axes(axes, f"Memory of each process: {forecast.mesh}", "", "MiB")
     write_png(figure, path)

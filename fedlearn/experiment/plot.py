@@ -21,18 +21,18 @@ from fedlearn.experiment.figures import (
     RUN_COLOURS,
     SMALL,
     Panel,
+    add_column_tooltip,
     label_axes,
     new_figure,
-    tell_column,
     write_png,
 )
 from fedlearn.experiment.history import (
     History,
     Point,
     best_point,
+    capitalize,
     direction_of,
-    drawn_metric,
-    headed,
+    metric_to_draw,
     series,
 )
 from fedlearn.experiment.summary import Counts, staleness_text
@@ -76,7 +76,7 @@ def draw(runs: Sequence[History]) -> Figure:
 
 def panels(runs: Sequence[History]) -> tuple[Panel, ...]:
     """Return the four panels: the metric, the losses, the metric over time, and participation."""
-    measured = (drawn_metric(*run) for run in runs if any(one.metrics for one in run[1]))
+    measured = (metric_to_draw(*run) for run in runs if any(one.metrics for one in run[1]))
     metric = next(measured, "accuracy")
     return (
         partial(_draw_metric, runs=runs, metric=metric),
@@ -92,7 +92,7 @@ def panels(runs: Sequence[History]) -> tuple[Panel, ...]:
 def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
     """Draw the metric by round, with the spread over clients and the best value."""
     keys: list[tuple[Artist, str]] = []
-    for colour, name, (record, rounds) in _coloured(runs):
+    for colour, name, (record, rounds) in _assign_colours(runs):
         low, median, high = (
             series(rounds, f"clients/{metric}_{part}") for part in ("p10", "p50", "p90")
         )
@@ -109,7 +109,7 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
             keys.append((line, f"{name}best {best.value:.4f}"))
         if median:
             _curve(axes, median, colour, label="clients' median", style=":")
-    label_axes(axes, f"{headed(metric)} by round", "round", _metric_label(metric), keys)
+    label_axes(axes, f"{capitalize(metric)} by round", "round", _metric_label(metric), keys)
     _widen(axes, [len(rounds) for _, rounds in runs])
     if axes.collections:
         about = "clients: 10th to 90th percentile, median dotted"
@@ -119,7 +119,7 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
 def _draw_losses(axes: Axes, *, runs: Sequence[History]) -> None:
     """Draw the evaluation loss, and dashed the clients' training loss."""
     keys: list[tuple[Artist, str]] = []
-    for colour, name, (_, rounds) in _coloured(runs):
+    for colour, name, (_, rounds) in _assign_colours(runs):
         for metric, style, label in (("loss", "-", "evaluation"), ("train_loss", "--", "training")):
             if points := series(rounds, metric):
                 keys.append((_curve(axes, points, colour, label=label, style=style), name + label))
@@ -132,11 +132,11 @@ def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None
     longest_s = max((rounds[-1].virtual_s for _, rounds in runs if rounds), default=0.0)
     unit, unit_s = time_unit(longest_s)
     keys: list[tuple[Artist, str]] = []
-    for colour, name, (_, rounds) in _coloured(runs):
+    for colour, name, (_, rounds) in _assign_colours(runs):
         if points := series(rounds, metric):
             times = [point.virtual_s / unit_s for point in points]
             keys.append((_curve(axes, points, colour, label=metric, at=times), f"{name}{metric}"))
-    title = f"{headed(metric)} by virtual time"
+    title = f"{capitalize(metric)} by virtual time"
     label_axes(axes, title, f"virtual time ({unit})", _metric_label(metric), keys)
     _widen(axes, [rounds[-1].virtual_s for _, rounds in runs if rounds])
 
@@ -144,14 +144,14 @@ def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None
 def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
     """Draw how the clients of each round of one run ended; many rounds are averaged into bars."""
     [(_, rounds)] = runs
-    groups, width = _grouped(rounds)
+    groups, width = _group_rounds(rounds)
     counts = [[Counts.of(record) for record in group] for group in groups]
     means = [[sum(of) / len(each) for of in zip(*each, strict=True)] for each in counts]
     starts = [group[0].round_num + 1 for group in groups]
     centres = [start + (len(group) - 1) / 2 for start, group in zip(starts, groups, strict=True)]
     shown = [0.86 * len(group) for group in groups]
     floor = [0.0] * len(groups)
-    ended_so = _endings(counts)
+    ended_so = _pick_status_colours(counts)
     for index, (status, colour) in enumerate(ended_so.items()):
         heights = [mean[index] for mean in means]
         axes.bar(centres, heights, shown, bottom=floor, color=colour, label=status.value)
@@ -160,7 +160,7 @@ def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
         last = start + len(group) - 1
         ended = (f"{num:.4g} {each.value}" for num, each in zip(mean, ended_so, strict=False))
         what = f"round {start if start == last else f'{start} to {last}'}: {', '.join(ended)}"
-        tell_column(axes, start - 0.5, len(group), what)
+        add_column_tooltip(axes, start - 0.5, len(group), what)
     title = "Participation" if width == 1 else f"Participation, mean of {width} rounds"
     label_axes(axes, title, "round", "clients a round", [])
     _status_legend(axes)
@@ -168,7 +168,7 @@ def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
 
 def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
     """Draw how stale the updates of each round were; many rounds are averaged into bars."""
-    groups, width = _grouped(rounds)
+    groups, width = _group_rounds(rounds)
     lows, floor = list(_AGE_COLOURS), [0.0] * len(groups)
     centres = [each[0].round_num + 1 + (len(each) - 1) / 2 for each in groups]
     for low, above, colour in zip(lows, [*lows[1:], math.inf], _AGE_COLOURS.values(), strict=True):
@@ -188,19 +188,19 @@ def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
         start, last_num = each[0].round_num + 1, each[-1].round_num + 1
         which = f"round {start if start == last_num else f'{start} to {last_num}'}"
         told = f"{which}: {staleness_text(dict(sorted(total.items())))}"
-        tell_column(axes, start - 0.5, len(each), told)
+        add_column_tooltip(axes, start - 0.5, len(each), told)
     title = "Staleness" if width == 1 else f"Staleness, mean of {width} rounds"
     label_axes(axes, title, "round", "updates a round", [])
     _status_legend(axes)
 
 
-def _grouped(rounds: Sequence[RoundRecord]) -> tuple[list[Sequence[RoundRecord]], int]:
+def _group_rounds(rounds: Sequence[RoundRecord]) -> tuple[list[Sequence[RoundRecord]], int]:
     """Group consecutive rounds into bars, and return the number of rounds per bar."""
     width = max(1, -(-len(rounds) // _NUM_BARS))
     return [rounds[start : start + width] for start in range(0, len(rounds), width)], width
 
 
-def _endings(counts: Sequence[Sequence[Counts]]) -> dict[Status, str]:
+def _pick_status_colours(counts: Sequence[Sequence[Counts]]) -> dict[Status, str]:
     """Return the colours by status, without the one for stale if no client was stale."""
     is_stale = any(each.stale for group in counts for each in group)
     return {
@@ -215,7 +215,7 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
     totals = [[Counts.of(record) for record in rounds] for _, rounds in runs]
     floor = [0.0] * len(runs)
     rows = range(len(runs))
-    for index, (status, colour) in enumerate(_endings(totals).items()):
+    for index, (status, colour) in enumerate(_pick_status_colours(totals).items()):
         shares = [
             100.0 * sum(count[index] for count in counts) / max(1, sum(map(sum, counts)))
             for counts in totals
@@ -233,7 +233,7 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
 # ---- Strokes ------------------------------------------------------------------------------
 
 
-def _coloured(runs: Sequence[History]) -> Iterator[tuple[str, str, History]]:
+def _assign_colours(runs: Sequence[History]) -> Iterator[tuple[str, str, History]]:
     """Yield each run with its colour and the prefix of its legend texts; empty for a single run."""
     for index, run in enumerate(runs):
         name = f"{printable(run[0].name)}: " if len(runs) > 1 else ""

@@ -23,7 +23,7 @@ from fedlearn.store.runs import Database, StoredRun
 ComponentsT = TypeVar("ComponentsT", bound=Components)
 
 
-def with_ledger(components: Simulation, database: Database | None, *, writes: bool) -> Simulation:
+def choose_ledger(components: Simulation, database: Database | None, *, writes: bool) -> Simulation:
     """Choose the privacy ledger that a simulation charges.
 
     With ``privacy.population = "auto"`` it is the ledger of any earlier run on some of the same
@@ -44,27 +44,27 @@ def with_ledger(components: Simulation, database: Database | None, *, writes: bo
     if not privacy.is_on or privacy.reproducible:
         return components
     if privacy.other_data_because is not None:
-        return _with_population(components, "other data") if is_auto else components
+        return _set_population(components, "other data") if is_auto else components
     if not is_auto and not writes:
         return components
     found = fingerprint_of(components.population)
     name = privacy.population
     if is_auto:
         charged = [] if database is None else charged_examples(database)
-        name = _ledger_for(found, charged, by_user=privacy.mode != "example")
+        name = _find_ledger(found, charged, by_user=privacy.mode != "example")
     if writes and database is not None and found.is_stable:
         # Little-endian, so that the database can be read on any machine.
         sketch = found.sketch.astype("<u8").tobytes()
         remember_examples(database, ChargedExamples(name, found.users, found.name, sketch))
-    return _with_population(components, name)
+    return _set_population(components, name)
 
 
-def _with_population(components: Simulation, name: str) -> Simulation:
+def _set_population(components: Simulation, name: str) -> Simulation:
     section = components.config.privacy.model_copy(update={"population": name})
     return replace(components, config=components.config.model_copy(update={"privacy": section}))
 
 
-def _ledger_for(found: Fingerprint, charged: list[ChargedExamples], *, by_user: bool) -> str:
+def _find_ledger(found: Fingerprint, charged: list[ChargedExamples], *, by_user: bool) -> str:
     """Return the ledger that earlier runs charged for some of these examples, or a new one.
 
     Raises:
@@ -99,7 +99,7 @@ def _ledger_for(found: Fingerprint, charged: list[ChargedExamples], *, by_user: 
     return ledger
 
 
-def built_on(config: Config, *, data_dir: Path) -> Components:
+def build_components(config: Config, *, data_dir: Path) -> Components:
     """Build the components of a run, without training.
 
     They are those of a simulation, or of a deployment if the configuration has no data.
@@ -113,7 +113,7 @@ def built_on(config: Config, *, data_dir: Path) -> Components:
     return build_simulation(config, data_dir=data_dir)
 
 
-def spent_before(components: Components, database: Database) -> dict[Event, int]:
+def load_earlier_charges(components: Components, database: Database) -> dict[Event, int]:
     """Return the charges of earlier runs to the clients of a planned run.
 
     Raises:
@@ -121,14 +121,14 @@ def spent_before(components: Components, database: Database) -> dict[Event, int]
         StoreError: The ledger cannot be read.
     """
     if isinstance(components, Simulation):
-        components = with_ledger(components, database, writes=False)
+        components = choose_ledger(components, database, writes=False)
     section = components.config.privacy
     if section.other_data_because is not None:
         return {}
     return StoredLedger(database, population=section.population, run="").spent()
 
 
-class Promise(NamedTuple):
+class PrivacyAccounting(NamedTuple):
     """The privacy accounting of a run that starts or resumes.
 
     Attributes:
@@ -142,9 +142,9 @@ class Promise(NamedTuple):
     num_lost: int
 
 
-def promise(
+def start_accounting(
     components: Components, stored: StoredRun, *, num_finished: int, clock: Clock
-) -> Promise:
+) -> PrivacyAccounting:
     """Set up the privacy accounting of a run with ``num_finished`` committed rounds.
 
     Raises:
@@ -153,11 +153,11 @@ def promise(
     """
     plan, section = components.privacy, components.config.privacy
     if plan is None:
-        return Promise([], None, 0)
+        return PrivacyAccounting([], None, 0)
     noise = f"noise {plan.noise_multiplier:.4g} times the clip norm ({plan.clip_text})"
     if section.reproducible:
         note = f"{noise}, from a public seed: nothing is private, and no ε is claimed"
-        return Promise([note], None, 0)
+        return PrivacyAccounting([note], None, 0)
     from fedlearn.privacy.accounting import epsilon_of_release  # noqa: PLC0415 (takes a second)
 
     delta, budget = section.target_delta, None
@@ -194,7 +194,7 @@ def promise(
     num_lost = sum(ledger.spent_by_run().values()) - num_finished
     if num_lost > 0 and plan.takes_turns:
         notes.append(f"{num_lost} turns of earlier processes were lost: others are asked first")
-    return Promise(notes, charging, num_lost)
+    return PrivacyAccounting(notes, charging, num_lost)
 
 
 def skip_lost_turns(components: ComponentsT, *, num_lost: int) -> ComponentsT:

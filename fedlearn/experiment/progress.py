@@ -20,7 +20,7 @@ from fedlearn.core.json_values import json_text
 from fedlearn.core.quantities import duration_text, number_text
 from fedlearn.core.words import printable
 from fedlearn.errors import OutputClosed
-from fedlearn.experiment.history import direction_of, headline, leading_metric
+from fedlearn.experiment.history import direction_of, headline, headline_metric
 from fedlearn.experiment.summary import Counts, Summary
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
@@ -35,7 +35,7 @@ _MOST_CELLS = 40
 _CLEAR_LINE = "\r\x1b[2K"
 
 
-class Progress(Protocol):
+class RunProgress(Protocol):
     """Shows the progress of a run: ``start``, then ``round`` for each, then ``end``."""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class Progress(Protocol):
         """Show the result of the run, whether it is done, failed or interrupted."""
 
 
-def progress_to(
+def choose_printer(
     stream: TextIO, *, as_json: bool
 ) -> "JsonProgress | PlainProgress | TerminalProgress":
     """Return the printer that suits ``stream``: JSON if asked for, else by whether it is a tty."""
@@ -61,7 +61,7 @@ def progress_to(
     return TerminalProgress(console) if console.is_terminal else PlainProgress(stream)
 
 
-def extend(progress: Progress, num_rounds: int) -> None:
+def raise_num_rounds(progress: RunProgress, num_rounds: int) -> None:
     """Update the total number of rounds in a built-in printer; others are left as they are."""
     if isinstance(progress, _Lines):
         progress.set_num_rounds(num_rounds)
@@ -83,7 +83,7 @@ class _Lines:
 
     def _begin(self, record: RunRecord, path: Path) -> None:
         self.run, self.path, self._num_rounds = record.name, path, record.num_rounds
-        self._is_deployed, self._metric = record.is_deployed, leading_metric(record)
+        self._is_deployed, self._metric = record.is_deployed, headline_metric(record)
         section = record.config.get("secure_aggregation")
         self._clip_norm = None
         if isinstance(section, Mapping) and section.get("mode") != "off":
@@ -124,11 +124,13 @@ class JsonProgress(_Lines):
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Write the ``start`` line: run, rounds, path and notes."""
         self._begin(record, path)
-        self._tell("start", run=record.name, rounds=record.num_rounds, path=str(path), notes=notes)
+        self._write_event(
+            "start", run=record.name, rounds=record.num_rounds, path=str(path), notes=notes
+        )
 
     def round(self, record: RoundRecord) -> None:
         """Write a ``round`` line."""
-        self._tell(
+        self._write_event(
             "round",
             round=record.round_num + 1,
             rounds=self._num_rounds,
@@ -148,7 +150,7 @@ class JsonProgress(_Lines):
     def end(self, summary: Summary) -> None:
         """Write the ``end`` line: the last accuracy and loss, and rounds finished."""
         self.ended = summary
-        self._tell(
+        self._write_event(
             "end",
             run=summary.record.name,
             accuracy=summary.accuracy,
@@ -159,7 +161,7 @@ class JsonProgress(_Lines):
             **({} if summary.privacy is None else {"privacy": asdict(summary.privacy)}),
         )
 
-    def _tell(self, event: str, **facts: object) -> None:
+    def _write_event(self, event: str, **facts: object) -> None:
         self._write(json_text({"event": event, **facts}))
 
 
@@ -201,7 +203,7 @@ class PlainProgress(_Lines):
     def end(self, summary: Summary) -> None:
         """Write the result of the run."""
         self.ended = summary
-        for label, text in _facts(summary, self.path):
+        for label, text in _describe_end(summary, self.path):
             self._write(f"{label}: {text}")
 
 
@@ -254,18 +256,18 @@ class _TimeLeft:
         self._since_s += record.seconds
         if self._since_s >= _REDRAW_S:
             self._since_s = 0.0
-            self._bar = self._drawn(record.round_num + 1, num_rounds, width())
+            self._bar = self._draw(record.round_num + 1, num_rounds, width())
         return self._bar
 
-    def _drawn(self, num_finished: int, num_rounds: int, width: int) -> str:
+    def _draw(self, num_finished: int, num_rounds: int, width: int) -> str:
         left_s = self._mean_s * (num_rounds - num_finished)
         if left_s < _LONG_S:
             return ""
         share = num_finished / num_rounds
-        told = f" {100 * share:3.0f}%  {duration_text(left_s)} left"
-        num_cells = max(0, min(_MOST_CELLS, width - len(told) - 1))
+        text = f" {100 * share:3.0f}%  {duration_text(left_s)} left"
+        num_cells = max(0, min(_MOST_CELLS, width - len(text) - 1))
         full = round(share * num_cells)
-        return f"{'━' * full}{'─' * (num_cells - full)}{told}"
+        return f"{'━' * full}{'─' * (num_cells - full)}{text}"
 
 
 class TerminalProgress(_Lines):
@@ -298,7 +300,7 @@ class TerminalProgress(_Lines):
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
         self._metric_width = max(8, len(shown))
         self._left = _TimeLeft()
-        self._columns = self._fitting(self._console.width)
+        self._columns = self._choose_columns(self._console.width)
         name = (printable(record.name), "bold cyan")
         self._console.print(Text.assemble(name, (f"  {record.num_rounds} rounds", "dim")))
         for note in notes:
@@ -308,7 +310,7 @@ class TerminalProgress(_Lines):
             header += f"  {column.header:>{column.width}}"
         self._write(self._dim(header))
 
-    def _fitting(self, width: int) -> tuple[str, ...]:
+    def _choose_columns(self, width: int) -> tuple[str, ...]:
         """Return the columns for which the terminal has space."""
         names = [name for name in _COLUMNS if name != "virtual" or not self._is_deployed]
         taken = self._round_width + 2 + self._metric_width
@@ -338,7 +340,7 @@ class TerminalProgress(_Lines):
         )
         for name in self._columns:
             line += f"  {cells[name]}"
-        if remark := _remark(record):
+        if remark := _describe_remarks(record):
             line += f"  {self._late(remark)}"
         if (epsilon := record.metrics.get("epsilon")) is not None:
             line += f"  {self._dim(f'ε {epsilon:.3g}{self._budget}')}"
@@ -347,10 +349,10 @@ class TerminalProgress(_Lines):
             bar = self._left.bar(record, self._num_rounds, lambda: self._console.width)
         if advice := self._clip_advice(record):
             line += f"\n{self._late(advice)}"
-        self._write(f"{self._without_bar()}{line}", then=self._dim(bar) if bar else "")
+        self._write(f"{self._erase_bar()}{line}", then=self._dim(bar) if bar else "")
         self._has_bar = bool(bar)
 
-    def _without_bar(self) -> str:
+    def _erase_bar(self) -> str:
         """Return the control sequence that erases the bar, if there is one."""
         had_bar, self._has_bar = self._has_bar, False
         return _CLEAR_LINE if had_bar else ""
@@ -359,8 +361,8 @@ class TerminalProgress(_Lines):
         """Print the result of the run and the commands to type next."""
         self.ended = summary
         styles = {RunStatus.DONE: "bold green", RunStatus.FAILED: "bold red"}
-        self._write(self._without_bar())
-        for label, text in _facts(summary, self.path):
+        self._write(self._erase_bar())
+        for label, text in _describe_end(summary, self.path):
             style = "bold" if label in ("best", "next") else ""
             if label == "run":
                 style = styles.get(summary.record.status, "bold yellow")
@@ -379,9 +381,9 @@ def _train_loss(record: RoundRecord) -> float | None:
     return None if math.isnan(record.train_loss) else record.train_loss
 
 
-def _remark(record: RoundRecord) -> str:
+def _describe_remarks(record: RoundRecord) -> str:
     skipped = ["skipped"] if record.outcome is Outcome.SKIPPED else []
-    retries = [_counted(record.attempt, "retry", "retries")] if record.attempt else []
+    retries = [_format_count(record.attempt, "retry", "retries")] if record.attempt else []
     num_stale = record.count(Status.STALE)
     stale = [f"{num_stale} stale"] if num_stale else []
     num_clipped = _num_clipped(record)
@@ -404,7 +406,7 @@ def _num_capped(record: RoundRecord) -> int:
 # ---- The end ------------------------------------------------------------------------------
 
 
-def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
+def _describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     """Yield the labels and texts that describe the end of a run."""
     run = summary.record
     is_parked = run.is_deployed and run.status is RunStatus.RUNNING
@@ -415,10 +417,10 @@ def _facts(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
         yield "parked", "the same command goes on from here"
     if run.error:
         yield "error", printable(run.error)
-    yield from measured(summary) if summary.best else [("best", "nothing was evaluated")]
+    yield from describe_metrics(summary) if summary.best else [("best", "nothing was evaluated")]
     if summary.privacy is not None:
         yield "privacy", summary.privacy.text()
-    yield from _trouble(summary)
+    yield from _describe_problems(summary)
     yield "path", printable(str(path))
     yield from next_steps(summary, path, "show", "plot")
 
@@ -443,23 +445,23 @@ def next_command(verb: str, name: str, *, path: Path) -> str:
     return f"fedlearn {verb} {quote(printable(name))}{place}"
 
 
-def measured(summary: Summary) -> Iterator[tuple[str, str]]:
+def describe_metrics(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield a run's measurements: its best, its last values, and their spread over clients."""
     if (best := summary.best) is not None:
         value = number_text(best.point.value)
         yield "best", f"{printable(best.metric)} {value} after round {best.point.num_finished}"
     if central := summary.central_metrics():
-        yield "final", _listed(central)
+        yield "final", _format_metrics(central)
     for name, spread in summary.client_metrics().items():
         counted = spread.pop(NUM_CLIENTS, None)  # runs of earlier versions do not have it
         over = "" if counted is None else f" of {counted} clients"
-        yield "clients", f"{printable(name)}{over}: {_listed(spread)}"
+        yield "clients", f"{printable(name)}{over}: {_format_metrics(spread)}"
 
 
-def _trouble(summary: Summary) -> Iterator[tuple[str, str]]:
+def _describe_problems(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield the problems of a run: skipped rounds, retries, clipped updates and failures."""
     if summary.num_skipped:
-        yield "skipped", _counted(summary.num_skipped, "round", "rounds")
+        yield "skipped", _format_count(summary.num_skipped, "round", "rounds")
     if summary.num_retries:
         yield "retries", str(summary.num_retries)
     if summary.num_clipped:
@@ -472,12 +474,12 @@ def _trouble(summary: Summary) -> Iterator[tuple[str, str]]:
         text = printable(reason or "no reason given")[:_REASON_CHARACTERS]
         yield "failed", f"{count} x {text}"
     if (others := len(summary.reasons) - _TOP_REASONS) > 0:
-        yield "failed", f"for {_counted(others, 'other reason', 'other reasons')}"
+        yield "failed", f"for {_format_count(others, 'other reason', 'other reasons')}"
 
 
-def _listed(metrics: dict[str, float]) -> str:
+def _format_metrics(metrics: dict[str, float]) -> str:
     return ", ".join(f"{printable(name)} {number_text(v)}" for name, v in metrics.items())
 
 
-def _counted(number: int, one: str, many: str) -> str:
+def _format_count(number: int, one: str, many: str) -> str:
     return f"{number} {one if number == 1 else many}"

@@ -29,8 +29,8 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.quantities import duration_text, number_text
 from fedlearn.core.words import printable
 from fedlearn.errors import ConfigError, StoreError
-from fedlearn.experiment.figures import Panel, put, svg, tell
-from fedlearn.experiment.history import headline, leading_metric
+from fedlearn.experiment.figures import Panel, add_shape, add_tooltip, render_svg
+from fedlearn.experiment.history import headline, headline_metric
 from fedlearn.experiment.plot import STATUS_COLOURS, draw_staleness, panels
 from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.spending import Spending
@@ -63,18 +63,18 @@ def report(
     The run may be in any state, even without a finished round. ``privacy`` is its privacy spending.
     An existing file is replaced as a whole. Returns ``path``.
     """
-    write_durably(path, page(record, rounds, privacy=privacy).encode(), raises=StoreError)
+    write_durably(path, render_page(record, rounds, privacy=privacy).encode(), raises=StoreError)
     return path
 
 
-def page(
+def render_page(
     record: RunRecord, rounds: Sequence[RoundRecord], *, privacy: Spending | None = None
 ) -> str:
     """Return the HTML of :func:`report`."""
     environment = Environment(
         loader=PackageLoader("fedlearn", "experiment"),
         autoescape=True,
-        finalize=_shown,
+        finalize=_format,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -86,8 +86,8 @@ def page(
     ).render(
         record=record,
         summary=summary,
-        tiles=list(_tiles(summary, leading_metric(record))),
-        curves=[Markup(svg(each, inches=_PANEL_INCHES)) for each in _panels(record, rounds)],  # noqa: S704 (ours)
+        tiles=list(_tiles(summary, headline_metric(record))),
+        curves=[Markup(render_svg(each, inches=_PANEL_INCHES)) for each in _panels(record, rounds)],  # noqa: S704 (ours)
         client_parts=_client_parts(summary),
         client_map=_Map.of(rounds),
         reasons=summary.reasons[:_SHOWN_REASONS],
@@ -116,7 +116,7 @@ def _client_parts(summary: Summary) -> dict[str, str]:
     }
 
 
-def _shown(value: Any) -> Any:  # of any type that a template prints
+def _format(value: Any) -> Any:  # of any type that a template prints
     """Format a value for the page, before it is escaped."""
     if isinstance(value, float):
         return number_text(value)
@@ -218,12 +218,12 @@ class _Map:
         used = [code for code in _COLOURS if code not in seldom or np.any(self.cells == code)]
         return [(_CODE_NAMES[code], _COLOURS[code]) for code in used]
 
-    def svg(self) -> Markup:
+    def render_svg(self) -> Markup:
         """Draw the map: cells with tooltips, or an image if there are too many cells."""
         rows, columns = self.cells.shape
         height = rows * next(inches for most, inches in _ROW_INCHES if rows <= most)
         width = min(_MAP_INCHES, columns * _WIDEST_CELL_INCHES + 2 * _MAP_MARGIN_INCHES)
-        drawn = svg(self._draw, inches=(width, height + _MAP_MARGIN_INCHES))
+        drawn = render_svg(self._draw, inches=(width, height + _MAP_MARGIN_INCHES))
         return Markup(drawn)  # noqa: S704 (ours, and escaped)
 
     def _draw(self, axes: Axes) -> None:
@@ -232,7 +232,7 @@ class _Map:
         if np.count_nonzero(self.cells) <= _MOST_TOLD_CELLS:
             axes.set(xlim=(0.5, last), ylim=(rows - 0.5, -0.5))
             for row, column in np.argwhere(self.cells):
-                put(axes, self._cell(int(row), int(column)))
+                add_shape(axes, self._cell(int(row), int(column)))
         else:
             colours = ListedColormap(["#00000000", *_COLOURS.values()])
             extent = (0.5, last, rows - 0.5, -0.5)
@@ -252,7 +252,7 @@ class _Map:
         span = f"{first}" if first == last else f"{first} to {last}"
         corner, width = (first - 0.5, row - 0.5), self.rounds_per_column
         cell = Rectangle(corner, width, 1, facecolor=_COLOURS[code], edgecolor="#ffffff")
-        tell(cell, f"client {self.clients[row]}, round {span}: {_CODE_NAMES[code]}")
+        add_tooltip(cell, f"client {self.clients[row]}, round {span}: {_CODE_NAMES[code]}")
         return cell
 
     def caption(self) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.spending import spending
+from fedlearn.experiment.spending import load_spending
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.runs import Database, StoredRun
@@ -53,7 +53,7 @@ class Run:
 
         It is computed again at each access, which takes up to a second.
         """
-        return spending(self.stored)
+        return load_spending(self.stored)
 
     def plot(self, path: Path | str | None = None) -> Path:
         """Draw the curves as PNG and return the file; by default ``curves.png`` in its folder."""

@@ -50,12 +50,12 @@ from fedlearn.experiment.arguments import (
     require_data,
     require_settings,
 )
-from fedlearn.experiment.privacy import promise, skip_lost_turns, with_ledger
-from fedlearn.experiment.progress import Progress, extend, progress_to
+from fedlearn.experiment.privacy import choose_ledger, skip_lost_turns, start_accounting
+from fedlearn.experiment.progress import RunProgress, choose_printer, raise_num_rounds
 from fedlearn.experiment.recorded import ARGUMENT_DATA, config_of
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.site import Site
-from fedlearn.experiment.spending import spending
+from fedlearn.experiment.spending import load_spending
 from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
@@ -86,7 +86,7 @@ _REPLACED_BY_ARGUMENTS = frozenset(tables_with(Use.ARGUMENT))
 
 
 @contextmanager
-def simulation_turn() -> Iterator[None]:
+def wait_for_turn() -> Iterator[None]:
     """Wait until no other thread of this process is simulating.
 
     Simulations share torch's random generators and number of threads. Those in several threads take
@@ -102,7 +102,7 @@ def simulation_turn() -> Iterator[None]:
         _SIMULATING.release()
 
 
-@simulation_turn()
+@wait_for_turn()
 def run_config(config: Config, site: Site) -> Run:
     """Run the simulation that ``config`` describes, from its first round to its last.
 
@@ -118,10 +118,10 @@ def run_config(config: Config, site: Site) -> Run:
 
 def resolve_config(config: Config, site: Site) -> Simulation:
     """Build the simulation of ``config``, and resolve every ``auto`` in its engine settings."""
-    return _resolved(build_simulation(config, data_dir=site.addresses.data_dir), site)
+    return _resolve(build_simulation(config, data_dir=site.addresses.data_dir), site)
 
 
-@simulation_turn()
+@wait_for_turn()
 def resume(name: str, site: Site, *, from_previous: bool) -> Run:
     """Resume a run that was interrupted or failed, from its last commit.
 
@@ -155,7 +155,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
 
 
 @explain_calls
-@simulation_turn()
+@wait_for_turn()
 def simulate(
     make_model: Callable[[], nn.Module],
     data: FederatedData,
@@ -170,7 +170,7 @@ def simulate(
     sampler: CohortSampler | None = None,
     devices: ClientBehaviour | Mapping[str, object] | None = None,
     callbacks: Sequence[RoundCallback] = (),
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     resume: str | None = None,
     **settings: object,
 ) -> Run:
@@ -235,16 +235,18 @@ def simulate(
         progress=progress,
     )
     require_settings(extra=extra, resume=resume)
-    algorithm, settings = _unbuffered(algorithm, settings)
+    algorithm, settings = _split_buffered(algorithm, settings)
     own_devices = None if devices is None or isinstance(devices, Mapping) else devices
     if devices is not None:
-        settings["devices"] = devices if own_devices is None else _table_of(own_devices, settings)
-    config = config_around(settings, source="simulate()")
+        settings["devices"] = (
+            devices if own_devices is None else _devices_table(own_devices, settings)
+        )
+    config = build_config(settings, source="simulate()")
     if sampler is not None:
-        _require_free(config, settings)
+        _require_compatible_sampler(config, settings)
     addresses = resolve_addresses(config, environ=os.environ)
-    told = progress or progress_to(sys.stdout, as_json=False)
-    site = Site(addresses, os.environ, SystemClock(), told)
+    printer = progress or choose_printer(sys.stdout, as_json=False)
+    site = Site(addresses, os.environ, SystemClock(), printer)
 
     experiment = Experiment(
         make_model=make_model,
@@ -261,13 +263,13 @@ def simulate(
     )
     components = build_experiment(config, experiment, data_dir=addresses.data_dir)
     if resume is None:
-        return run_pieces(components, site)
-    recorded = _as_recorded(components, resume, site, settings)
+        return run_simulation(components, site)
+    recorded = _load_recorded_config(components, resume, site, settings)
     components = build_experiment(recorded, experiment, data_dir=addresses.data_dir)
     return _resume(resume, components, site, from_previous=False, is_described=False)
 
 
-def _table_of(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[str, object]:
+def _devices_table(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the configuration table that records that the devices are an argument.
 
     Raises:
@@ -285,11 +287,11 @@ def _table_of(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[
     return {"kind": "python", "factory": _ARGUMENT_DEVICES}
 
 
-def _are_argument(devices: DevicesSection) -> bool:
+def _is_argument(devices: DevicesSection) -> bool:
     return getattr(devices, "factory", None) == _ARGUMENT_DEVICES
 
 
-def _unbuffered(
+def _split_buffered(
     algorithm: Strategy | Buffered, settings: Mapping[str, object]
 ) -> tuple[Strategy, dict[str, object]]:
     """Separate a buffered algorithm into its strategy and its asynchronous settings."""
@@ -306,7 +308,7 @@ def _unbuffered(
     return algorithm.strategy, {**settings, **tables}
 
 
-def _require_free(config: Config, settings: Mapping[str, object]) -> None:
+def _require_compatible_sampler(config: Config, settings: Mapping[str, object]) -> None:
     """Refuse settings that conflict with a user's sampler.
 
     These are another sampling rule, and guarantees that rest on how many clients are drawn and how.
@@ -332,7 +334,7 @@ def _require_free(config: Config, settings: Mapping[str, object]) -> None:
         )
 
 
-def config_around(settings: Mapping[str, object], *, source: str) -> Config:
+def build_config(settings: Mapping[str, object], *, source: str) -> Config:
     """Build the configuration of a run whose model, data and algorithm are Python objects.
 
     ``settings`` are its other keys and tables; error messages call their place ``source``.
@@ -348,21 +350,21 @@ def config_around(settings: Mapping[str, object], *, source: str) -> Config:
     return from_mapping({**settings, "data": ARGUMENT_DATA}, source=source)
 
 
-@simulation_turn()
-def run_pieces(components: Simulation, site: Site) -> Run:
+@wait_for_turn()
+def run_simulation(components: Simulation, site: Site) -> Run:
     """Run a simulation that was assembled in Python.
 
     Raises:
         FedlearnError: As :func:`run_config`.
     """
     further = {"callbacks": repr(components.callbacks), "directions": components.directions}
-    described = _same_on_resume(components) | further
-    return _run_new(_resolved(components, site), site, extra={PYTHON_OBJECTS: described})
+    described = _describe_arguments(components) | further
+    return _run_new(_resolve(components, site), site, extra={PYTHON_OBJECTS: described})
 
 
-def _same_on_resume(components: Simulation) -> dict[str, object]:
+def _describe_arguments(components: Simulation) -> dict[str, object]:
     """Describe the arguments that must be the same when the run is resumed, by name."""
-    is_own = _are_argument(components.config.devices)
+    is_own = _is_argument(components.config.devices)
     with untouched(torch.default_generator):
         model = components.make_model()
     return {
@@ -378,7 +380,7 @@ def _same_on_resume(components: Simulation) -> dict[str, object]:
     }
 
 
-def _resolved(components: Simulation, site: Site) -> Simulation:
+def _resolve(components: Simulation, site: Site) -> Simulation:
     with one_thread():  # a probe must measure what workers will do, and they use one thread
         return resolve(
             components,
@@ -388,7 +390,7 @@ def _resolved(components: Simulation, site: Site) -> Simulation:
         )
 
 
-def _as_recorded(
+def _load_recorded_config(
     components: Simulation, name: str, site: Site, settings: Mapping[str, object]
 ) -> Config:
     """Return the configuration of an earlier run that is to be resumed with these arguments.
@@ -412,7 +414,7 @@ def _as_recorded(
         for each in (config, components.config)
     )
     kinds = [
-        "a ClientBehaviour" if _are_argument(each) else each.kind
+        "a ClientBehaviour" if _is_argument(each) else each.kind
         for each in (config.devices, components.config.devices)
     ]
     if "a ClientBehaviour" in kinds:
@@ -421,7 +423,7 @@ def _as_recorded(
     if isinstance(asked := now.get(_WORKERS), int):
         now[_WORKERS] = count_workers_used(components, asked)
     _require_same(before, now, name)
-    _require_same(started, _same_on_resume(components), name)
+    _require_same(started, _describe_arguments(components), name)
     return config
 
 
@@ -460,7 +462,7 @@ def new_record(components: Components, *, extra: Mapping[str, object]) -> RunRec
 def _run_new(components: Simulation, site: Site, *, extra: Mapping[str, object]) -> Run:
     if components.config.privacy.is_on and _is_rank_0(site):
         with site.database() as database:
-            components = with_ledger(components, database, writes=True)
+            components = choose_ledger(components, database, writes=True)
     record = new_record(components, extra=extra)
     begun = partial(begin, record, seed=components.config.seed)
     return _execute(components, site, begun, is_described=not extra)
@@ -472,13 +474,13 @@ def _resume(
     with site.database() as database:
         stored = database.run(name)
         if stored.record.status is RunStatus.DONE and not from_previous:
-            return _done_before(stored, components, site)
+            return _show_finished(stored, components, site)
 
-    def opened(database: Database) -> StoredRun:
+    def open_run(database: Database) -> StoredRun:
         return database.run(name)
 
     return _execute(
-        components, site, opened, from_previous=from_previous, is_described=is_described
+        components, site, open_run, from_previous=from_previous, is_described=is_described
     )
 
 
@@ -486,7 +488,7 @@ def _is_rank_0(site: Site) -> bool:
     return site.environ.get("RANK", "0") == "0"
 
 
-def _done_before(stored: StoredRun, components: Simulation, site: Site) -> Run:
+def _show_finished(stored: StoredRun, components: Simulation, site: Site) -> Run:
     """Show the result of a run that was already done when it was resumed, and change nothing.
 
     Raises:
@@ -503,7 +505,7 @@ def _done_before(stored: StoredRun, components: Simulation, site: Site) -> Run:
 def _execute(
     components: Simulation,
     site: Site,
-    opened: Callable[[Database], StoredRun],
+    open_run: Callable[[Database], StoredRun],
     *,
     is_described: bool,
     from_previous: bool = False,
@@ -515,7 +517,7 @@ def _execute(
     """
     num_workers = components.config.engine.num_workers
     assert isinstance(num_workers, int)  # resolved
-    part = _Part(
+    part = _RunPart(
         components,
         environ=dict(site.environ),
         clock=site.clock,
@@ -525,24 +527,24 @@ def _execute(
 
     def lead(cluster: Cluster) -> Run:
         with ExitStack() as stack:
-            stored = opened(site.database())
+            stored = open_run(site.database())
             stack.enter_context(stored.held())
             stored.retention = build_component(Retention, components.config.store)
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
             stored.finish(RunStatus.RUNNING, error="")
-            stack.enter_context(outcome_told(stored, site.progress))
+            stack.enter_context(report_outcome(stored, site.progress))
             num_finished = 0 if checkpoint is None else checkpoint.round_num
-            promised, charging, num_lost = promise(
+            notes, charging, num_lost = start_accounting(
                 components, stored, num_finished=num_finished, clock=site.clock
             )
-            site.progress.start(stored.record, stored.path, (*components.notes, *promised))
+            site.progress.start(stored.record, stored.path, (*components.notes, *notes))
             if charging is not None:
                 stack.enter_context(closing(charging))
 
             def num_rounds() -> int:
                 found = stored.record.num_rounds
-                extend(site.progress, found)
+                raise_num_rounds(site.progress, found)
                 return found
 
             part.train(
@@ -569,7 +571,7 @@ def _execute(
 
 
 @dataclass(frozen=True)
-class _Part:
+class _RunPart:
     """The part of a run that each process executes; workers that are not forked are sent it."""
 
     components: Simulation
@@ -588,7 +590,7 @@ class _Part:
             store=_Follower(),
             num_rounds=lambda: 0,
             folder=Path(),
-            progress=_tell_nobody,
+            progress=_show_nothing,
         )
 
     def train(
@@ -621,17 +623,17 @@ class _Part:
             ),
             charging=charging,
         )
-        extended = partial(_extended, num_rounds, cluster)
-        plan = replace(plan, read_num_rounds=extended)
+        shared = partial(_share_num_rounds, num_rounds, cluster)
+        plan = replace(plan, read_num_rounds=shared)
         after_round = AfterRound(cluster, progress, components.callbacks, components.make_model)
         train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
 
 
-def _extended(num_rounds: Callable[[], int], cluster: Cluster) -> int:
+def _share_num_rounds(num_rounds: Callable[[], int], cluster: Cluster) -> int:
     return cluster.broadcast(num_rounds())
 
 
-def _tell_nobody(_: RoundRecord) -> None:
+def _show_nothing(_: RoundRecord) -> None:
     """Show nothing: only rank 0 shows a round."""
 
 
@@ -646,8 +648,8 @@ class _Follower:
 
 
 @contextmanager
-def outcome_told(
-    stored: StoredRun, progress: Progress, *, resumable: tuple[type[FedlearnError], ...] = ()
+def report_outcome(
+    stored: StoredRun, progress: RunProgress, *, resumable: tuple[type[FedlearnError], ...] = ()
 ) -> Iterator[None]:
     """Record a run's failure or interruption, and show how the run ended.
 
@@ -658,26 +660,26 @@ def outcome_told(
     A deployed run is recorded as failed only for one of fedlearn's own errors. After any other it
     waits for its next coordinator.
     """
-    has_ended = True
+    is_over = True
     try:
         yield
     except resumable:
-        has_ended = False
+        is_over = False
         raise
     except (Exception, KeyboardInterrupt, SystemExit) as error:
-        status, told = _ended_by(error)
+        status, text = _status_after(error)
         is_failure = isinstance(error, FedlearnError) and status is RunStatus.FAILED
         with suppress(StoreError):
             if is_failure or not stored.record.is_deployed:
-                stored.finish(status, error=told)
+                stored.finish(status, error=text)
         raise
     finally:
-        if has_ended:
+        if is_over:
             with suppress(StoreError):
                 progress.end(_summary(stored))
 
 
-def _ended_by(error: BaseException) -> tuple[RunStatus, str]:
+def _status_after(error: BaseException) -> tuple[RunStatus, str]:
     """Return the status of a run after an error, and the text to record."""
     match error:
         case KeyboardInterrupt() | SystemExit():
@@ -692,7 +694,7 @@ def _ended_by(error: BaseException) -> tuple[RunStatus, str]:
 
 def _summary(stored: StoredRun) -> Summary:
     """Summarize a run, including its privacy spending."""
-    return replace(summarize(stored.record, stored.rounds()), privacy=spending(stored))
+    return replace(summarize(stored.record, stored.rounds()), privacy=load_spending(stored))
 
 
 def _versions() -> dict[str, str]:

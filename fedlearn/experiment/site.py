@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fedlearn.config.addresses import Addresses
 from fedlearn.core.clock import Clock
-from fedlearn.experiment.progress import Progress
+from fedlearn.experiment.progress import RunProgress
 from fedlearn.store.runs import Database, sqlite_url
 
 
@@ -24,7 +24,7 @@ class Site:
     addresses: Addresses
     environ: Mapping[str, str]
     clock: Clock
-    progress: Progress
+    progress: RunProgress
 
     @property
     def cache_dir(self) -> Path:

@@ -21,7 +21,7 @@ def section_of(record: RunRecord) -> PrivacySection:
     return PrivacySection.model_validate(record.config.get("privacy", {}))
 
 
-def spending(stored: StoredRun) -> Spending | None:
+def load_spending(stored: StoredRun) -> Spending | None:
     """Return the privacy spent on a run's clients so far; ``None`` if the run promises none.
 
     Raises:

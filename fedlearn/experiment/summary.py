@@ -12,10 +12,10 @@ from fedlearn.core.quantities import duration_text
 from fedlearn.experiment.history import (
     Point,
     best_point,
-    configured_metric,
     direction_of,
     directions_of,
     headline,
+    metric_to_watch,
     series,
 )
 from fedlearn.privacy.spending import Spending
@@ -56,7 +56,7 @@ class Best(NamedTuple):
     @classmethod
     def of(cls, record: RunRecord, rounds: Sequence[RoundRecord]) -> "Best | None":
         """Find the best value of the watched metric, else of accuracy, else of the loss."""
-        for name in (configured_metric(record), "accuracy", "loss"):
+        for name in (metric_to_watch(record), "accuracy", "loss"):
             direction = None if name is None else direction_of(record, name)
             if name and direction and (best := best_point(series(rounds, name), direction)):
                 return cls(name, best)
@@ -204,7 +204,7 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         seconds=sum(one.seconds for one in rounds),
         num_clients=len({each.client_id for each in participations}),
         counts=Counts.of_all(participations),
-        again=Counts.of_all(_again(record, participations)),
+        again=Counts.of_all(_find_repeats(record, participations)),
         num_skipped=sum(one.outcome is Outcome.SKIPPED for one in rounds),
         num_retries=sum(one.attempt for one in rounds),
         num_clipped=round(sum(one.metrics.get(NUM_CLIPPED, 0.0) for one in rounds)),
@@ -213,7 +213,9 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
     )
 
 
-def _again(record: RunRecord, participations: Iterable[Participation]) -> Iterator[Participation]:
+def _find_repeats(
+    record: RunRecord, participations: Iterable[Participation]
+) -> Iterator[Participation]:
     """Yield the second participation of clients that were late in an earlier round.
 
     These clients were not asked again: their late update arrived, or failed to.

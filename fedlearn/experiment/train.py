@@ -65,7 +65,7 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
+class TrainingResult:
     """The result of a training.
 
     Attributes:
@@ -79,7 +79,7 @@ class Trained:
 
 def train_alone(
     config: Config, site: Site, request: Request, *, report: Callable[[Progress], None]
-) -> Trained | None:
+) -> TrainingResult | None:
     """Run the coordinator's own training outside a run, or resume one that was interrupted.
 
     Under torchrun this process is one of the ranks, all of which must see the same folder.
@@ -105,7 +105,7 @@ def train_alone(
             "coordinator.training.num_steps is 0: there is nothing to train; give the number of "
             "steps, as with --set coordinator.training.num_steps=1000"
         )
-    task = _with_evaluation(
+    task = _add_evaluation(
         task, components, every=request.evaluate_every, patience=request.patience
     )
     params = build_initial_params(components, torch.device("cpu"))
@@ -131,13 +131,13 @@ def train_alone(
         is_kept=request.folder is not None,
     )
     is_rank = under_torchrun(site.environ) is not None
-    with _held(folder, site.environ, is_kept=job.is_kept), explain_divergence():
+    with _lock_folder(folder, site.environ, is_kept=job.is_kept), explain_divergence():
         _require_same_decay(job, task)
         if is_rank:
             state = train_as_rank(job, start=start, report=report)
         else:
             state = train(job, start=start, control=UNATTENDED, report=report)
-    return None if state is None else Trained(state, _measure_of(components)(state))
+    return None if state is None else TrainingResult(state, _build_measure(components)(state))
 
 
 def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | None) -> Task:
@@ -150,7 +150,7 @@ def task_of(config: str, data_dir: str, evaluate_every: int, patience: int | Non
         patience: As in :class:`Request`.
     """
     components = assembly.build_standalone(Config.from_json(config), data_dir=Path(data_dir))
-    return _with_evaluation(
+    return _add_evaluation(
         build_server_task(components), components, every=evaluate_every, patience=patience
     )
 
@@ -213,13 +213,13 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
         if value.is_floating_point() and not bool(value.isfinite().all())
     ]
     if wrong:
-        told = "; ".join(sorted(wrong)[:_MOST_NAMES])
+        listed = "; ".join(sorted(wrong)[:_MOST_NAMES])
         more = f"; and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
-        raise ConfigError(f"the weights in {path} are not those of this model: {told}{more}")
+        raise ConfigError(f"the weights in {path} are not those of this model: {listed}{more}")
     return given
 
 
-def _with_evaluation(
+def _add_evaluation(
     task: Task, components: Components, *, every: int, patience: int | None
 ) -> Task:
     """Add evaluations on the test set to a training task, if requested.
@@ -246,12 +246,12 @@ def _with_evaluation(
             f'early_stopping.metric is "{stopping.metric}", which clients measure, and none is '
             "asked; watch what the test set measures"
         )
-    measure = _measure_of(components)
+    measure = _build_measure(components)
     evaluation = Evaluation(measure=measure, every=every, goal=stopping, patience=patience)
     return replace(task, evaluation=evaluation)
 
 
-def _measure_of(components: Components) -> Callable[[TrainingState], Mapping[str, float]]:
+def _build_measure(components: Components) -> Callable[[TrainingState], Mapping[str, float]]:
     """Return a function that evaluates a model on the CPU; it returns {} without a test set."""
     if components.test is None:
         return lambda _: {}
@@ -269,7 +269,7 @@ def _measure_of(components: Components) -> Callable[[TrainingState], Mapping[str
 
 
 @contextmanager
-def _held(folder: Path, environ: Mapping[str, str], *, is_kept: bool) -> Iterator[None]:
+def _lock_folder(folder: Path, environ: Mapping[str, str], *, is_kept: bool) -> Iterator[None]:
     """Hold the folder's lock in rank 0; on success, remove the folder unless it is kept."""
     if environ.get("RANK", "0") != "0":
         yield

@@ -11,11 +11,11 @@ from fedlearn.parallel.task import Progress
 def training_progress(stream: TextIO, *, as_json: bool) -> Callable[[Progress], None]:
     """Return a function that writes a line for each report: JSON, or text for a person."""
 
-    def tell(progress: Progress) -> None:
+    def write(progress: Progress) -> None:
         stream.write(_as_json(progress) if as_json else _line(progress))
         stream.flush()
 
-    return tell
+    return write
 
 
 def _as_json(progress: Progress) -> str:

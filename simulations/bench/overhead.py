@@ -33,7 +33,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.simulate import config_around, new_record
+from fedlearn.experiment.simulate import build_config, new_record
 from fedlearn.rounds.run import train
 from fedlearn.simulation.cluster import one_thread
 from fedlearn.simulation.engine import Engine
@@ -130,7 +130,7 @@ def components(num_rounds: int, devices: str) -> Simulation:
         data=federated(1000, shape=shape),
         algorithm=fl.FedAvg(LOCAL),
     )
-    config = config_around(settings, source="the benchmark")
+    config = build_config(settings, source="the benchmark")
     return build_experiment(config, experiment, data_dir=Path())
 
 

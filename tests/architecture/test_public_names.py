@@ -109,7 +109,7 @@ def test_the_engine_needs_torch_and_little_else() -> None:
 def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
     """Half a second of each."""
     assert "matplotlib" not in loaded_after(
-        "import fedlearn.cli.surroundings, fedlearn.cli.overview"
+        "import fedlearn.cli.environment, fedlearn.cli.overview"
     )
 
 

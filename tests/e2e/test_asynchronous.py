@@ -12,7 +12,7 @@ from torch import nn
 import fedlearn as fl
 from fedlearn.core.collecting import Status
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.spending import spending
+from fedlearn.experiment.spending import load_spending
 
 LOCAL = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
 #: Slow and fast devices, some of which drop out.
@@ -93,7 +93,7 @@ def test_clients_that_add_noise_are_accounted_for_without_amplification(tmp_path
     elsewhere = {"runs_dir": str(tmp_path / "others")}  # ledgers add up over the runs of a store
     cohort = {"num_wanted": 30, "sampling": "uniform"}
     synchronous = simulate(strategy, cohort=cohort, store=elsewhere, **same)
-    spent, everybody = (spending(each.stored) for each in (buffered, synchronous))
+    spent, everybody = (load_spending(each.stored) for each in (buffered, synchronous))
     assert spent is not None
     assert spent.num_own == 3
     assert spent == everybody

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 
 import fedlearn as fl
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.progress import progress_to
+from fedlearn.experiment.progress import choose_printer
 from fedlearn.simulation.federated_data import Division
 from tests.augmented import Augmented
 
@@ -50,7 +50,7 @@ def spent(data: fl.FederatedData, privacy: dict[str, object], name: str | None =
         cohort={"num_wanted": data.population.num_clients, "sampling": "uniform"},
         evaluation={"clients": 0},
         engine={"num_workers": 1, "executor": "sequential"},
-        progress=progress_to(io.StringIO(), as_json=False),
+        progress=choose_printer(io.StringIO(), as_json=False),
         name=name,
     )
     assert done.privacy is not None

@@ -17,10 +17,10 @@ from fedlearn.config import resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.progress import progress_to
+from fedlearn.experiment.progress import choose_printer
 from fedlearn.experiment.simulate import run_config
 from fedlearn.experiment.site import Site as RunSite
-from fedlearn.experiment.spending import ledger_of, section_of, spending
+from fedlearn.experiment.spending import ledger_of, load_spending, section_of
 from fedlearn.privacy.events import Event
 from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.rounds.records import RunStatus
@@ -87,7 +87,7 @@ def assert_as_simulated(site: Site) -> None:
         resolve_addresses(config, environ=os.environ),
         os.environ,
         SystemClock(),
-        progress_to(StringIO(), as_json=False),
+        choose_printer(StringIO(), as_json=False),
     )
     simulated = run_config(config, here).weights(best=False)
     with site.database() as database:
@@ -139,7 +139,7 @@ def test_a_budget_holds_however_often_its_coordinator_is_killed(site: Site) -> N
     assert "the privacy budget is spent" in third.err()
     with site.database() as database:
         run = database.run("federation")
-        rounds, spent = len(run.rounds()), spending(run)
+        rounds, spent = len(run.rounds()), load_spending(run)
         assert run.record.status is RunStatus.FAILED
         assert "privacy budget" in run.record.error
         charged = sum(ledger_of(run, section_of(run.record)).spent().values())

@@ -29,7 +29,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, RoundError
-from fedlearn.experiment.simulate import config_around
+from fedlearn.experiment.simulate import build_config
 from fedlearn.rounds.round import run_round
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.secure import ModularSum
@@ -131,7 +131,7 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
         algorithm=fl.Scaffold(local, num_clients=12, server_learning_rate=1.0, control_bound=0.3),
         devices=Unreliable(),
     )
-    config = config_around(settings, source="here")
+    config = build_config(settings, source="here")
     components = assembly.build_experiment(config, experiment, data_dir=Path())
     resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
     cpu = torch.device("cpu")

@@ -18,8 +18,14 @@ import typer
 
 from fedlearn import errors
 from fedlearn.cli.app import main
-from fedlearn.cli.failures import RunEnded, exit_code, json_line, message, report
-from fedlearn.cli.surroundings import followed
+from fedlearn.cli.environment import track_progress
+from fedlearn.cli.failures import (
+    RunEnded,
+    find_exit_code,
+    format_json_line,
+    format_message,
+    report_error,
+)
 from fedlearn.core.logs import configure_logs
 from fedlearn.errors import (
     Aborted,
@@ -93,7 +99,7 @@ def ended(cause: BaseException) -> RunEnded:
 )
 def test_each_error_has_its_exit_code(error: BaseException, code: int) -> None:
     """The same error of the store is bad input before a run and its failure within."""
-    assert exit_code(error) == code
+    assert find_exit_code(error) == code
 
 
 def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
@@ -101,7 +107,7 @@ def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert FedlearnError in kinds
     raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
-    assert {exit_code(error) for error in raised} == {2, 3, 4, 141}
+    assert {find_exit_code(error) for error in raised} == {2, 3, 4, 141}
 
 
 # ---- Messages -----------------------------------------------------------------------------
@@ -109,7 +115,7 @@ def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
 
 def test_an_error_of_a_run_is_told_with_the_command_that_goes_on() -> None:
     """One reads what happened first, then what to type."""
-    lines = message(ended(StoreError("the disk is full"))).splitlines()
+    lines = format_message(ended(StoreError("the disk is full"))).splitlines()
     assert lines[0] == "the disk is full"
     assert lines[1].endswith("fedlearn resume calm-otter-17")
 
@@ -127,7 +133,7 @@ def test_the_command_that_goes_on_finds_the_run() -> None:
 
 def test_an_unexpected_error_is_named() -> None:
     """Its type is part of what happened, and there is a way to see more."""
-    text = message(ZeroDivisionError("division by zero"))
+    text = format_message(ZeroDivisionError("division by zero"))
     assert "ZeroDivisionError: division by zero" in text
     assert "--debug" in text
 
@@ -142,7 +148,7 @@ def test_an_unexpected_error_is_named() -> None:
 def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | None) -> None:
     """A program gets what happened, to which run, without what a person would type."""
     expected = {"event": "error", "kind": kind, "message": "no", "run": run}
-    assert json.loads(json_line(error)) == expected
+    assert json.loads(format_json_line(error)) == expected
 
 
 # ---- Which run an error ended -------------------------------------------------------------
@@ -151,7 +157,7 @@ def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | No
 def follow_run_ending_in(
     error: BaseException, path: Path = Path("runs"), *, told: Summary | None = None
 ) -> None:
-    with followed(as_json=False) as progress:
+    with track_progress(as_json=False) as progress:
         progress.start(RUN, path, ())
         if told is not None:
             progress.end(told)
@@ -169,7 +175,7 @@ def test_an_error_after_the_start_says_which_run_it_ended(error: BaseException) 
 
 def test_an_error_before_the_start_ended_no_run() -> None:
     """A bad configuration has no run to resume."""
-    with pytest.raises(ConfigError), followed(as_json=False):
+    with pytest.raises(ConfigError), track_progress(as_json=False):
         raise ConfigError
 
 
@@ -198,7 +204,7 @@ def test_what_fails_before_its_first_commit_is_not_to_be_resumed(
     with pytest.raises(RunEnded) as caught:
         follow_run_ending_in(ValueError(), told=summary)
     assert (caught.value.resume is not None) is goes_on
-    assert ("fedlearn resume" in message(caught.value)) is goes_on
+    assert ("fedlearn resume" in format_message(caught.value)) is goes_on
 
 
 # ---- Who reads goes away ------------------------------------------------------------------
@@ -224,10 +230,10 @@ def test_a_run_whose_output_is_closed_ends_and_says_so(
     with (
         output_closed(),
         pytest.raises(RunEnded) as caught,
-        followed(as_json=as_json) as progress,
+        track_progress(as_json=as_json) as progress,
     ):
         progress.start(RUN, Path("runs"), ())
-    assert exit_code(caught.value) == 141
+    assert find_exit_code(caught.value) == 141
 
 
 def test_a_command_whose_output_is_closed_exits_with_141(
@@ -244,7 +250,7 @@ def test_a_run_whose_output_is_closed_is_told_on_standard_error_alone(
 ) -> None:
     """To write the last line of --json would fail again, as what the buffer holds would."""
     with output_closed():
-        code = report(ended(OutputClosed()), as_json=True, debug=False, rank=0)
+        code = report_error(ended(OutputClosed()), as_json=True, debug=False, rank=0)
         sys.stdout.write("held back\n")
     assert code == 141
     assert "fedlearn resume calm-otter-17" in capfd.readouterr().err
@@ -330,7 +336,7 @@ def test_help_names_no_exit_code_that_nothing_exits_with(
     told = {int(each) for each in re.findall(r"\b\d+\b", codes.partition("--debug")[0])}
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
-    assert told == {0, *map(exit_code, raised), exit_code(KeyboardInterrupt())}
+    assert told == {0, *map(find_exit_code, raised), find_exit_code(KeyboardInterrupt())}
 
 
 def test_wrong_usage_is_told_to_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from fedlearn.config import Addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.experiment.simulate import config_around, run_pieces
+from fedlearn.experiment.simulate import build_config, run_simulation
 from fedlearn.experiment.site import Site
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.partition import Partition
@@ -107,7 +107,7 @@ def main() -> None:
             "noise_multiplier": 1.0,
             "target_delta": 1e-6,
         }
-    config = config_around(settings, source="the benchmark")
+    config = build_config(settings, source="the benchmark")
     local = fl.LocalSgd(
         epochs=arguments.epochs,
         batch_size=arguments.batch,
@@ -125,7 +125,7 @@ def main() -> None:
     progress = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         addresses = Addresses(store_url=None, runs_dir=Path(folder), data_dir=peers_dir)
-        run = run_pieces(components, Site(addresses, dict(os.environ), SystemClock(), progress))
+        run = run_simulation(components, Site(addresses, dict(os.environ), SystemClock(), progress))
         trained = run.load_model(best=False)
     seconds = np.diff(progress.ends_s)
     workload.report(

@@ -13,10 +13,10 @@ from fedlearn.config.addresses import resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.extension import extend
 from fedlearn.errors import ConfigError, StoreError
-from fedlearn.experiment.progress import progress_to
+from fedlearn.experiment.progress import choose_printer
 from fedlearn.experiment.simulate import resume, run_config
 from fedlearn.experiment.site import Site
-from fedlearn.experiment.spending import spending
+from fedlearn.experiment.spending import load_spending
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.lease import deploy
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
@@ -53,7 +53,7 @@ class Bench:
             del tree["cohort"]
         config = from_mapping({**tree, **sections}, source="test")
         addresses = resolve_addresses(config, environ={})
-        self.last = Site(addresses, {}, SystemClock(), progress_to(StringIO(), as_json=True))
+        self.last = Site(addresses, {}, SystemClock(), choose_printer(StringIO(), as_json=True))
         run_config(config, self.last)
 
     def extend(self, name: str, num_rounds: int) -> RunStatus:
@@ -111,7 +111,7 @@ def test_a_run_without_a_budget_pays_for_more_rounds(bench: Bench) -> None:
     resume("private", bench.last, from_previous=False)
     with bench.last.database() as database:
         run = database.run("private")
-        spent = spending(run)
+        spent = load_spending(run)
         assert len(run.rounds()) == 3
     assert spent is not None
     assert spent.num_own == 3

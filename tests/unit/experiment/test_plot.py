@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
-from fedlearn.experiment.figures import svg
+from fedlearn.experiment.figures import render_svg
 from fedlearn.experiment.history import History
 from fedlearn.experiment.plot import draw, panels, plot
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
@@ -174,7 +174,7 @@ def test_nothing_global_is_changed() -> None:
     """A library must not restyle its caller's figures."""
     before = dict(mpl.rcParams)
     draw([history([0.5])])
-    svg(panels([history([0.5])])[0], inches=(4, 3))
+    render_svg(panels([history([0.5])])[0], inches=(4, 3))
     assert dict(mpl.rcParams) == before
 
 

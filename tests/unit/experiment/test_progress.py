@@ -19,10 +19,10 @@ from fedlearn.core.messages import ClientId
 from fedlearn.experiment.progress import (
     JsonProgress,
     PlainProgress,
-    Progress,
+    RunProgress,
     TerminalProgress,
-    extend,
-    progress_to,
+    choose_printer,
+    raise_num_rounds,
 )
 from fedlearn.experiment.summary import summarize
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
@@ -69,7 +69,7 @@ ROUNDS = (
 )
 
 
-def told(progress: Progress, rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> None:
+def told(progress: RunProgress, rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> None:
     """Show a whole run on ``progress``."""
     progress.start(record, PATH, ["engine: stacked"])
     for one in rounds:
@@ -179,10 +179,10 @@ def test_a_run_without_rounds_ends_in_nulls() -> None:
 
 def test_a_run_that_is_given_more_rounds_says_so_from_the_next_line_on() -> None:
     stream = StringIO()
-    progress = progress_to(stream, as_json=True)
+    progress = choose_printer(stream, as_json=True)
     progress.start(RUN, PATH, [])
     progress.round(finished(0, {}))
-    extend(progress, RUN.num_rounds + 7)
+    raise_num_rounds(progress, RUN.num_rounds + 7)
     progress.round(finished(1, {}))
     rounds = [json.loads(line)["rounds"] for line in stream.getvalue().splitlines()]
     assert rounds == [RUN.num_rounds, RUN.num_rounds, RUN.num_rounds + 7]
@@ -372,10 +372,10 @@ def test_the_stream_decides_unless_json_is_asked_for() -> None:
     """A pipe gets plain lines, a (pseudo-)terminal coloured ones."""
     controller, device = os.openpty()
     with os.fdopen(controller), os.fdopen(device, "w") as terminal_stream:
-        assert isinstance(progress_to(terminal_stream, as_json=False), TerminalProgress)
-        assert isinstance(progress_to(terminal_stream, as_json=True), JsonProgress)
-    assert isinstance(progress_to(StringIO(), as_json=False), PlainProgress)
-    assert isinstance(progress_to(StringIO(), as_json=True), JsonProgress)
+        assert isinstance(choose_printer(terminal_stream, as_json=False), TerminalProgress)
+        assert isinstance(choose_printer(terminal_stream, as_json=True), JsonProgress)
+    assert isinstance(choose_printer(StringIO(), as_json=False), PlainProgress)
+    assert isinstance(choose_printer(StringIO(), as_json=True), JsonProgress)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_the_stream_decides_unless_json_is_asked_for() -> None:
     ],
     ids=lambda progress: type(progress).__name__,
 )
-def test_a_round_costs_a_small_part_of_the_engines(progress: Progress) -> None:
+def test_a_round_costs_a_small_part_of_the_engines(progress: RunProgress) -> None:
     """At 300 rounds/s a round has 3.3 ms, and the allowed calls take about 0.1 ms."""
     progress.start(RUN, PATH, [])
     progress.round(ROUNDS[1])

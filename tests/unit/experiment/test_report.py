@@ -20,7 +20,7 @@ from fedlearn.config import Config, config_hash
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import StoreError
-from fedlearn.experiment.report import page, report
+from fedlearn.experiment.report import render_page, report
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
 HOSTILE = "</title></pre><script>alert(1)</script><img src=x onerror='a()'>\"&\x1b\ud800\u202e"
@@ -123,7 +123,7 @@ ROUNDS: Sequence[RoundRecord] = (
 @pytest.fixture(scope="module")
 def usual() -> str:
     """The page of these rounds; it takes most of a second to draw, so tests share it."""
-    return page(run(), ROUNDS)
+    return render_page(run(), ROUNDS)
 
 
 def test_the_tiles_are_the_runs_figures(usual: str) -> None:
@@ -150,7 +150,7 @@ def test_the_watched_metric_has_tiles_and_a_curve() -> None:
     own = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
     config = {**run().config, **own}
     dosed = [finished(k, {1: GOOD}, {"dose": dose}) for k, dose in enumerate((3.0, 1.0, 2.0))]
-    text = page(replace(run(), config=config), dosed)
+    text = render_page(replace(run(), config=config), dosed)
     outline = Outline(text)
     assert (outline.after("best dose"), outline.after("final dose")) == ("1.0000", "2.0000")
     assert "Dose by round" in text
@@ -170,7 +170,7 @@ def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) ->
     assert "mean by examples" not in usual
     spread = {"mean": 0.6, "by_examples": 0.7}
     measured = {"loss": 1.0} | {f"clients/dose_{part}": v for part, v in spread.items()}
-    outline = Outline(page(run(), [finished(0, {1: GOOD}, measured)]))
+    outline = Outline(render_page(run(), [finished(0, {1: GOOD}, measured)]))
     shown = [text for text in outline.texts if text.strip()]
     start = shown.index("mean by examples") + 1
     assert shown[start : start + 7] == ["dose", "0.6000", "-", "-", "-", "-", "0.7000"]
@@ -193,7 +193,7 @@ def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
 def test_a_report_to_a_skipped_round_was_only_selected(usual: str) -> None:
     """Its work is not in the model, so it is not shown as reported."""
     skipped = finished(0, {1: GOOD, 2: LATE}, outcome=Outcome.SKIPPED)
-    text = page(run(), [skipped])
+    text = render_page(run(), [skipped])
     assert "<title>client 1, round 1: selected</title>" in text
     assert "<title>client 2, round 1: late</title>" in text
     assert "its round was skipped" in text
@@ -227,7 +227,7 @@ def test_a_curve_goes_through_its_points(usual: str) -> None:
 def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
     """The table has the 20 most frequent reasons."""
     rounds = [finished(k, {1: BAD}, reason=f"reason {k % 30:02d}") for k in range(60)]
-    outline = Outline(page(run(), rounds))
+    outline = Outline(render_page(run(), rounds))
     first = outline.texts.index("reason 00")
     assert outline.texts[first - 2 : first] == ["2", "3.3 %"]
     assert "reason 19" in outline.texts
@@ -239,7 +239,7 @@ def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
 def test_how_to_reproduce_is_a_command_and_a_configuration_that_loads() -> None:
     """The configuration is TOML for ``fedlearn simulate``, shown with versions and hash."""
     record = run(seed=7)
-    outline = Outline(page(record, ROUNDS))
+    outline = Outline(render_page(record, ROUNDS))
     assert "fedlearn simulate experiment.toml" in outline.texts
     assert "seed = 7" in "".join(outline.texts)
     assert outline.after("torch") == "2.13.0"
@@ -251,7 +251,7 @@ def test_a_configuration_of_another_program_is_shown_as_json(usual: str) -> None
     """A run started from Python cannot be reproduced by a command, so none is shown."""
     assert "fedlearn simulate" in usual  # the control
     foreign = replace(run(), config={"python": {"model": HOSTILE}})
-    text = page(foreign, ROUNDS)
+    text = render_page(foreign, ROUNDS)
     assert "fedlearn simulate" not in text
     assert "&#34;python&#34;" in text
 
@@ -280,7 +280,7 @@ def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tame() -> list[tuple[str, dict[str, str]]]:
     """The elements of a page without hostile text."""
-    return Outline(page(run(), [finished(0, {1: BAD})])).tags
+    return Outline(render_page(run(), [finished(0, {1: BAD})])).tags
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_any_name_and_reason_keep_the_page_well_formed(
     tame: list[tuple[str, dict[str, str]]], name: str, reason: str
 ) -> None:
     """The elements are the same as those of the tame page."""
-    wild = Outline(page(run(name), [finished(0, {1: BAD}, reason=reason)])).tags
+    wild = Outline(render_page(run(name), [finished(0, {1: BAD}, reason=reason)])).tags
     assert [tag for tag, _ in wild] == [tag for tag, _ in tame]
 
 
@@ -331,11 +331,11 @@ def test_gaps_are_no_error(rounds: list[RoundRecord], tmp_path: Path) -> None:
 def test_a_failed_run_shows_its_error() -> None:
     """At the top, with the status."""
     failed = replace(run(), status=RunStatus.FAILED, error="round 3: 2 usable reports")
-    outline = Outline(page(failed, []))
+    outline = Outline(render_page(failed, []))
     assert outline.after("Failed:").strip() == "round 3: 2 usable reports"
     assert outline.count("span", "failed") == 1
     assert outline.count("p", "error") == 1
-    assert Outline(page(run(), [])).count("p", "error") == 0
+    assert Outline(render_page(run(), [])).count("p", "error") == 0
 
 
 @pytest.mark.slow
@@ -347,7 +347,7 @@ def test_a_thousand_rounds_of_a_thousand_clients_stay_small() -> None:
         finished(k, {int(c): kinds[int(c + k) % 5] for c in rng.choice(1000, 50, replace=False)})
         for k in range(1000)
     ]
-    text = page(run(), rounds)
+    text = render_page(run(), rounds)
     assert len(text) < 400_000
     assert "Shown are the 200 of 1,000 clients" in text
     assert "A column is 2 rounds" in text
@@ -371,7 +371,7 @@ def test_a_column_of_several_rounds_shows_the_worst() -> None:
     rounds = [
         finished(k, {c: statuses[k % 2] for c, statuses in kinds.items()}) for k in range(1200)
     ]
-    text = page(run(), rounds)
+    text = render_page(run(), rounds)
     titled = re.findall(r"<title>client (\d+), round 1 to 3: (\w+)</title>", text)
     assert dict(titled) == {"0": "failed", "1": "late", "2": "reported"}
 

@@ -9,7 +9,7 @@ import pytest
 from fedlearn.config import load, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import FedlearnError, OutputClosed, Parked, RoundError
-from fedlearn.experiment.simulate import outcome_told, resolve_config
+from fedlearn.experiment.simulate import report_outcome, resolve_config
 from fedlearn.experiment.site import Site
 from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
@@ -52,7 +52,7 @@ def test_what_goes_on_where_it_is_has_no_end_to_tell_of(
 ) -> None:
     """Reading all rounds of a long run for a summary would delay the stop of the process."""
     told = Told()
-    with pytest.raises(type(error)), outcome_told(stored, told, resumable=(Parked,)):
+    with pytest.raises(type(error)), report_outcome(stored, told, resumable=(Parked,)):
         raise error
     assert stored.record.status is status
     ends = [each.record.status for each in told.ends]
@@ -77,7 +77,7 @@ def test_an_interruption_is_told_of_and_fails_nothing(
 ) -> None:
     """It can be resumed, and the user who typed Ctrl-C is shown how."""
     told = Told()
-    with pytest.raises(type(error)), outcome_told(stored, told):
+    with pytest.raises(type(error)), report_outcome(stored, told):
         raise error
     assert [each.record.status for each in told.ends] == [RunStatus.INTERRUPTED]
     assert [each.is_resumable for each in told.ends] == [True]
@@ -85,7 +85,7 @@ def test_an_interruption_is_told_of_and_fails_nothing(
 
 def test_code_of_the_users_that_fails_fails_the_run(stored: StoredRun) -> None:
     """The exception is recorded; such a run used to stay in the status "running"."""
-    with pytest.raises(ZeroDivisionError), outcome_told(stored, Told()):
+    with pytest.raises(ZeroDivisionError), report_outcome(stored, Told()):
         raise ZeroDivisionError("by zero")
     assert stored.record.status is RunStatus.FAILED
     assert stored.record.error == "ZeroDivisionError: by zero"
@@ -97,6 +97,6 @@ def test_a_deployed_run_waits_for_its_next_coordinator(
 ) -> None:
     """Clients keep waiting for it, so it stays in the status "running"."""
     deploy(stored.database, stored.name)
-    with pytest.raises(type(error)), outcome_told(stored, Told()):
+    with pytest.raises(type(error)), report_outcome(stored, Told()):
         raise error
     assert stored.record.status is RunStatus.RUNNING

@@ -14,14 +14,14 @@ from fedlearn.config import ServingConfig, resolve_addresses
 from fedlearn.config.serving import HasStore
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.progress import Progress, next_command, progress_to
+from fedlearn.experiment.progress import RunProgress, choose_printer, next_command
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.site import Site
 
 
-def site(
+def build_site(
     config: HasStore | None = None,
-    progress: Progress | None = None,
+    progress: RunProgress | None = None,
     *,
     runs_dir: Path | None = None,
     data_dir: Path | None = None,
@@ -33,8 +33,8 @@ def site(
     addresses = resolve_addresses(
         config or ServingConfig(), environ=os.environ, runs_dir=runs_dir, data_dir=data_dir
     )
-    told = progress or progress_to(sys.stdout, as_json=False)
-    return Site(addresses, os.environ, SystemClock(), told)
+    printer = progress or choose_printer(sys.stdout, as_json=False)
+    return Site(addresses, os.environ, SystemClock(), printer)
 
 
 def has_runs(site: Site) -> bool:
@@ -62,14 +62,14 @@ def terminal_width() -> int | None:
 
 
 @contextmanager
-def opened(names: Sequence[str], *, runs_dir: Path | None) -> Iterator[list[Run]]:
+def open_runs(names: Sequence[str], *, runs_dir: Path | None) -> Iterator[list[Run]]:
     """Yield the runs of these names; the store stays open until the block ends."""
-    with require_runs(site(runs_dir=runs_dir)).database() as database:
+    with require_runs(build_site(runs_dir=runs_dir)).database() as database:
         yield [Run(database.run(name)) for name in names]
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def stop_on_sigterm() -> Iterator[None]:
     """Let SIGTERM end the block as Ctrl-C does, so that its run is recorded as interrupted.
 
     For the main thread only. A second SIGTERM is ignored, so it does not disturb the shutdown.
@@ -87,13 +87,13 @@ def interruptible() -> Iterator[None]:
 
 
 @contextmanager
-def followed(*, as_json: bool, resume: str | None = None) -> Iterator[Progress]:
+def track_progress(*, as_json: bool, resume: str | None = None) -> Iterator[RunProgress]:
     """Yield the progress printer of a run.
 
     An error after the run has begun is raised as :class:`RunEnded`, with the command that resumes
     the run: ``resume``, or that of a simulation if there is something to resume from.
     """
-    progress = progress_to(sys.stdout, as_json=as_json)
+    progress = choose_printer(sys.stdout, as_json=as_json)
     try:
         yield progress
     except (Exception, KeyboardInterrupt) as error:
