@@ -72,7 +72,7 @@ class LogisticRegression:
     def _model(self, tensors: Mapping[str, Tensor], **options: object) -> SGDClassifier:
         asked, there = tensors["weight"].shape[1], self.train_x.shape[1]
         if asked != there:
-            raise DataError(f"the model is of {asked} columns, this client's table has {there}")
+            raise DataError(f"the model has {asked} columns, but this client's table has {there}")
         model = SGDClassifier(loss="log_loss", learning_rate="constant", **{"eta0": 1, **options})
         model.partial_fit(self.train_x[:1], self.train_y[:1], classes=CLASSES)  # allocates coef_
         model.coef_, model.intercept_ = (tensors[n].double().numpy() for n in ("weight", "bias"))

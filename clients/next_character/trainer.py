@@ -94,5 +94,5 @@ def _read_role(path: Path) -> NDArray[np.uint8]:
             start, end = arrays["offset"][names.index(part) :][:2]
             codes: NDArray[np.uint8] = arrays["text"][start:end]
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"FEDLEARN_DATA: {path} is not the file of roles: {error}") from error
+        raise DataError(f"FEDLEARN_DATA: {path} is not the Shakespeare file: {error}") from error
     return codes

@@ -304,23 +304,23 @@ class Agent:
     def _require_own_process(self) -> None:
         if is_training_process():
             raise DeploymentError(
-                "this is the training process, which has imported the file that the trainer lies "
-                "in; put what starts the agent under `if __name__ == '__main__':`, or the trainer "
-                "into a file of its own"
+                "this is the training process, which has imported the file that defines the "
+                "trainer; start the agent under `if __name__ == '__main__':`, or move the trainer "
+                "to a separate file"
             )
         if self._is_forked():
             raise DeploymentError(
-                f"this agent was started in process {self._pid}, and process {os.getpid()} is "
-                "forked from there; use it there, or start it only after the fork, in one of the "
-                "workers"
+                f"this agent was started in process {self._pid}, and process {os.getpid()} is a "
+                "fork of it; use the agent in the process that started it, or start it after the "
+                "fork, in one of the workers"
             )
 
     def _require_invitation(self) -> None:
         path = self._options.invitation
         if path is not None and not path.is_file():
             raise DeploymentError(
-                f"there is no invitation {path}; ask the coordinator's operator for one "
-                "(`fedlearn invite NAME`), or pass none if this client has joined"
+                f"there is no invitation file {path}; ask the coordinator's operator for one "
+                "(`fedlearn invite NAME`), or leave it out if this client has joined already"
             )
 
     def _make_changes(self) -> Changes:
@@ -331,7 +331,7 @@ class Agent:
         try:
             return not self._is_revoked and self._home.has_consent()
         except (OSError, UnicodeDecodeError) as error:
-            _log.error("the user's consent cannot be read, so there is none: %s", error)
+            _log.error("the user's consent cannot be read, so it counts as not given: %s", error)
             return False
 
     # The supervisor thread
@@ -374,10 +374,10 @@ class Agent:
         if not self._home.folder.exists():
             return
         try:
-            with self._home.locked(timeout_s=_ALONE_S):
+            with self._home.lock(timeout_s=_ALONE_S):
                 self._home.erase()
         except DeploymentError as error:
-            _log.error("local state is not erased: %s", error)
+            _log.error("local state could not be erased: %s", error)
 
     def _run_child(self, progress: Caller, probing: Caller) -> str | None:
         """Run one training process until it exits.
@@ -442,7 +442,7 @@ class Agent:
     def _await_erasure(self) -> None:
         """End the training process and erase its local state."""
         self._end_child()
-        with self._home.locked(timeout_s=_ALONE_S):
+        with self._home.lock(timeout_s=_ALONE_S):
             # If consent was given again meanwhile, `set_consent` has erased the state already.
             if not self._has_consent():
                 self._home.erase()

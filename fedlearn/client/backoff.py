@@ -31,15 +31,15 @@ class Reconnection:
     max_backoff_s: Annotated[
         Positive,
         doc(
-            "Longest time from one vain attempt to the next, in seconds, > 0: the waits are up to"
-            " 1 s, 2 s, 4 s and so on, and never longer than this."
+            "Longest wait after a failed attempt to connect, in seconds, > 0: the waits are up to "
+            "1 s, 2 s, 4 s and so on, but never longer than this."
         ),
     ] = 20.0
     max_absence_s: Annotated[
         Positive,
         doc(
-            "Longest absence that a coordinator may ask for, in seconds, > 0: one that has enough"
-            " clients, or is stopping, says when to come back."
+            "Longest absence that a coordinator may ask for, in seconds, > 0. A coordinator that "
+            "has enough clients, or is stopping, asks clients to come back later."
         ),
     ] = 3600.0
 

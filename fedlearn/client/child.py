@@ -200,10 +200,10 @@ def _serve(application: _Application) -> int:
         find_modules_here()
 
     try:
-        with ClientFolder(options.home).locked(timeout_s=_PREDECESSOR_S):
+        with ClientFolder(options.home).lock(timeout_s=_PREDECESSOR_S):
             pass  # wait for the process of an application that has just died: it ends in a batch
         with (
-            report_while_running(f"{options.trainer} is still being made", application.send),
+            report_while_running(f"{options.trainer} is still being created", application.send),
             # In an application's log, leave out the error's message, which may quote the data.
             convert_user_errors() if options.is_command else nullcontext(),
         ):

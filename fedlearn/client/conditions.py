@@ -92,16 +92,16 @@ class Conditions:
         ('on_power (unknown)', 'between 22:00 and 06:00')
     """
 
-    on_power: Annotated[bool, doc("Whether only on mains power.")] = False
-    idle: Annotated[bool, doc("Whether only while nobody uses the device.")] = False
-    unmetered: Annotated[bool, doc("Whether only on a network that costs nothing by volume.")] = (
-        False
-    )
+    on_power: Annotated[bool, doc("Whether to train only on mains power.")] = False
+    idle: Annotated[bool, doc("Whether to train only while the device is not in use.")] = False
+    unmetered: Annotated[
+        bool, doc("Whether to train only on a network that is not billed by volume.")
+    ] = False
     between: Annotated[
         tuple[str, str] | None,
         doc(
-            'Only from one local time until another, ``("22:00", "06:00")``; over midnight if the'
-            " second is earlier."
+            'Train only between these two local times, such as ``("22:00", "06:00")``; the period '
+            "spans midnight if the second time is earlier."
         ),
     ] = None
 
@@ -110,12 +110,13 @@ class Conditions:
             return
         if not all(_TIME.fullmatch(each) for each in self.between):
             raise ConfigError(
-                f'conditions.between is {self.between!r}; write two times, ("22:00", "06:00")'
+                f"conditions.between is {self.between!r}; give two times of day, such as "
+                '("22:00", "06:00")'
             )
         if self.between[0] == self.between[1]:
             raise ConfigError(
-                f"conditions.between is {self.between!r}, which is never; leave it out to train "
-                "all day"
+                f"conditions.between is {self.between!r}, which is an empty period; leave it out "
+                "to train at any time"
             )
 
     def unmet(self, facts: Facts, *, local: datetime) -> tuple[str, ...]:
@@ -172,9 +173,11 @@ class Device:
 
     def query_system(self) -> Facts:
         """Ask the operating system for the facts that it knows."""
-        return Facts(on_power=self._on_power(), idle=self._idle(), unmetered=self._unmetered())
+        return Facts(
+            on_power=self._has_mains_power(), idle=self._is_idle(), unmetered=self._is_unmetered()
+        )
 
-    def _on_power(self) -> bool | None:
+    def _has_mains_power(self) -> bool | None:
         """Check for mains power; a device without a battery is always on it."""
         if sys.platform == "linux":  # psutil mistakes a mouse's battery for the machine's
             return _is_on_power(self.power_supplies)
@@ -182,7 +185,7 @@ class Device:
             battery = psutil.sensors_battery()
             return True if battery is None else battery.power_plugged
 
-    def _idle(self) -> bool | None:
+    def _is_idle(self) -> bool | None:
         """Check that other programs than this process and its children use little CPU time."""
         busy_s, own_s, now_s = _read_busy_s(), _read_own_s(), self.clock.now_s()
         self._load.append((now_s, busy_s, own_s))
@@ -194,7 +197,7 @@ class Device:
         others_s = (busy_s - busy_then_s) - (own_s - own_then_s)
         return others_s < _IDLE_SHARE * (os.cpu_count() or 1) * (now_s - then_s)
 
-    def _unmetered(self) -> bool | None:
+    def _is_unmetered(self) -> bool | None:
         now_s = self.clock.now_s()
         if self._metered is None or now_s - self._metered[0] > _METERED_AGE_S:
             self._metered = (now_s, _ask_network_manager())

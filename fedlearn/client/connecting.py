@@ -233,7 +233,7 @@ class Connector:
         if utc(self._clock.unix_s()) < given.expires_utc:
             return ""
         return (
-            f"; the invitation ended at {given.expires_utc}: ask the operator for a new one "
+            f"; the invitation expired at {given.expires_utc}: ask the operator for a new one "
             f"(`fedlearn invite {given.name}`)"
         )
 
@@ -312,7 +312,9 @@ class Connector:
                 case "receipt":
                     self._on_receipt(message.receipt)
                 case other:
-                    raise ProtocolError(f"the coordinator sent {other} within a session")
+                    raise ProtocolError(
+                        f"the coordinator sent an unexpected {other} within a session"
+                    )
 
     def leave(self) -> None:
         """End the session, if there is one."""

@@ -2,21 +2,21 @@
 
 The life of one task, as events and actions::
 
-    TaskOffered -> Begin -> Answer -> Hold -> ReplyStored -> Deliver -> ReplySettled -> Drop
+    TaskOffered -> Begin -> WorkFinished -> Hold -> ReplyStored -> Deliver -> ReplySettled -> Drop
                      |
-                     +-- cancelled (coordinator, conditions, user) -> Cancel -> WorkEnded
+                     +-- cancelled (coordinator, conditions, user) -> Cancel -> WorkAbandoned
 
 The work on a task (download and training) is one action. It ends with exactly one of
-:class:`Answer` and :class:`WorkEnded`, even after a cancellation, because training stops only at
-the end of a batch. A task that arrives in between waits for that.
+:class:`WorkFinished` and :class:`WorkAbandoned`, even after a cancellation, because training stops
+only at the end of a batch. A task that arrives in between waits for that.
 
 The coordinator may announce a model before it sends a task for it, so that the client can prefetch
 it. Once the model is here and the client is idle, it starts to train. The next task for which this
 model is recent enough then adopts that work::
 
-    ModelAnnounced -> ModelFetched -> Begin -> TaskOffered -> Adopt -> Answer -> Hold
+    ModelAnnounced -> ModelFetched -> Begin -> TaskOffered -> Adopt -> WorkFinished -> Hold
                                         |
-                                        +-- Answer before any task came -> TaskOffered -> Hold
+                                        +-- WorkFinished before any task came -> TaskOffered -> Hold
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class ReplySettled:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WorkFinished:
     """Work on a task has produced a reply and a new client state (``None`` if unchanged)."""
 
     task: OpenTask
@@ -89,7 +89,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class WorkEnded:
+class WorkAbandoned:
     """Work on the task has ended without a reply: cancelled, or the download failed."""
 
 
@@ -121,8 +121,8 @@ Event: TypeAlias = (
     | ModelFetched
     | TaskWithdrawn
     | ReplySettled
-    | Answer
-    | WorkEnded
+    | WorkFinished
+    | WorkAbandoned
     | ReplyStored
     | ConditionsChecked
     | StopRequested
@@ -162,7 +162,7 @@ class Adopt:
 class Hold:
     """Store a reply durably, together with the client state after it."""
 
-    answered: Answer
+    answered: WorkFinished
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Conversation:
 
     is_connected: bool = False
     is_stopping: bool = False
-    unmet: tuple[str, ...] = ("not looked at yet",)
+    unmet: tuple[str, ...] = ("not checked yet",)
     task: OpenTask | None = None
     is_cancelled: bool = False
     is_withdrawn: bool = False
@@ -225,7 +225,7 @@ class Conversation:
     begun_round: int = -1
     announced: OpenTask | None = None
     prefetched: OpenTask | None = None
-    ready: Answer | None = None
+    ready: WorkFinished | None = None
 
     @property
     def may_connect(self) -> bool:
@@ -263,9 +263,9 @@ def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911
             return _withdraw(here, key, reason)
         case ReplySettled(key):
             return _forget_reply(here, key, "settled")
-        case Answer():
+        case WorkFinished():
             return _finish_work(here, event)
-        case WorkEnded():
+        case WorkAbandoned():
             return _end_work(here)
         case ReplyStored(held):
             return replace(here, held=held), ((Deliver(held),) if here.is_connected else ())
@@ -376,7 +376,7 @@ def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
     return replace(here, held=None), (Drop(here.held, reason),)
 
 
-def _finish_work(here: Conversation, event: Answer) -> Transition:
+def _finish_work(here: Conversation, event: WorkFinished) -> Transition:
     if here.is_withdrawn:
         return _end_work(here)
     task = here.task or event.task  # `here.task` is the adopting task, if work started in advance

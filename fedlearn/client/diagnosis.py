@@ -106,11 +106,11 @@ def _check_invitation(
         return Finding("invitation", outcome, advice or f"{invited.name} is enrolled")
     now = utc(now_unix_s)
     if invited.expires_utc < now:  # both ISO 8601 in UTC, so strings compare like times
-        words = f"expired at {invited.expires_utc}, it is {now} by this clock; ask for a new one"
+        words = f"expired at {invited.expires_utc}; this clock says {now}; ask for a new one"
         return Finding("invitation", CheckOutcome.BAD, words)
     words = f"for {invited.name}, until {invited.expires_utc}"
     if enrolment is not None:
-        words += f"; {enrolment.invitation.name} is enrolled here and will be anew"
+        words += f"; {enrolment.invitation.name} is enrolled here and will enrol again"
     return Finding("invitation", CheckOutcome.OK, words)
 
 
@@ -133,7 +133,7 @@ def _check_disk(home: Path) -> Finding:
     words = f"{free_bytes / 2**30:.1f} GiB free in {place}"
     if free_bytes >= _ENOUGH_BYTES:
         return Finding("disk", CheckOutcome.OK, words)
-    words += f"; make it {_ENOUGH_BYTES / 2**30:.0f} GiB, or less for a small model"
+    words += f"; free {_ENOUGH_BYTES / 2**30:.0f} GiB, or less for a small model"
     return Finding("disk", CheckOutcome.BAD, words)
 
 
@@ -145,13 +145,13 @@ def _find_obstacle(home: Path, place: Path) -> str | None:
     if home.exists() and place != home:
         return f"{home} is a file; name a folder"
     if not os.access(place, os.R_OK | os.W_OK | os.X_OK):
-        return f"{place} cannot be written to by this user; make it accessible, or name another"
+        return f"this user cannot write to {place}; change its permissions, or name another folder"
     try:
         is_in_use = Home(home).is_in_use()
     except OSError as error:
-        return f"{error}; make it accessible"
+        return f"{error}; change its permissions"
     if is_in_use:
-        return f"{home} is in use by another process of this client, which takes part already"
+        return f"{home} is in use by another process of this client, which already takes part"
     return None
 
 
@@ -160,7 +160,7 @@ def _check_connection(address: str, invited: Invitation, clock: WallClock) -> It
     try:
         asyncio.run(asyncio.wait_for(look(address, invited), _TIMEOUT_S))
     except TimeoutError:
-        words = f"{address} has not answered within {_TIMEOUT_S:g} s; {_suggest_checks(address)}"
+        words = f"{address} did not answer within {_TIMEOUT_S:g} s; {_suggest_checks(address)}"
         yield Finding("connection", CheckOutcome.BAD, words)
     except ConnectionError as error:
         yield explain(address, str(error), now=utc(clock.unix_s()))
@@ -172,10 +172,10 @@ def _check_connection(address: str, invited: Invitation, clock: WallClock) -> It
         )
         if invited.ca_pem:
             yield Finding(
-                "TLS", CheckOutcome.OK, "its certificate is of the invitation's authority"
+                "TLS", CheckOutcome.OK, "its certificate was issued by the invitation's authority"
             )
             now = utc(clock.unix_s())
-            yield Finding("clock", CheckOutcome.OK, f"{now}, within the certificate's time")
+            yield Finding("clock", CheckOutcome.OK, f"{now}, within the certificate's validity")
 
 
 def explain(address: str, error: str, *, now: str) -> Finding:
@@ -187,22 +187,22 @@ def explain(address: str, error: str, *, now: str) -> Finding:
         now: The time by this device's clock, as text.
     """
     if found := _CLOCK_WRONG.search(error):
-        words = f"{address}: {found[0]} at {now}, this device's time; set its clock"
+        words = f"{address}: {found[0]} at {now} by this device's clock; set the clock"
         return Finding("clock", CheckOutcome.BAD, words)
     if "CERTIFICATE_VERIFY_FAILED" in error:
         words = (
-            f"{address} shows a certificate of another authority: it is not the coordinator of "
-            "this invitation, or a proxy in between opens TLS; have it pass this address on unread"
+            f"{address} presents a certificate of another authority: it is not the coordinator of "
+            "this invitation, or a proxy intercepts TLS; exempt this address from interception"
         )
         return Finding("TLS", CheckOutcome.BAD, words)
     if found := _PROXY_REFUSES.search(error):
         words = (
-            f"the HTTP proxy answers {found[1]} when it is asked for {address}; have it allow "
-            f"CONNECT {address}, and put a user and password that it wants into https_proxy"
+            f"the HTTP proxy answers {found[1]} to the request for {address}; allow CONNECT "
+            f"{address} in the proxy, and put the user and password, if any, into https_proxy"
         )
         return Finding("proxy", CheckOutcome.BAD, words)
     if "handshake failed" in error:
-        words = f"{error}; {address} is no coordinator, or something in between cuts TLS off"
+        words = f"{error}; {address} is not a coordinator, or something in between ends TLS"
         return Finding("TLS", CheckOutcome.BAD, words)
     return Finding("connection", CheckOutcome.BAD, f"{error}; {_suggest_checks(address)}")
 
@@ -210,9 +210,9 @@ def explain(address: str, error: str, *, now: str) -> Finding:
 def _suggest_checks(address: str) -> str:
     """Describe what to check if there is no connection."""
     if any(os.environ.get(name) for name in _PROXY_VARIABLES):
-        way = "through the proxy that https_proxy names, unless no_proxy excepts it"
+        way = "through the proxy that https_proxy names, unless no_proxy excludes it"
     else:
-        way = "directly; where this site has an HTTP proxy, set https_proxy"
+        way = "directly; if this site has an HTTP proxy, set https_proxy"
     return (
         f"check that the coordinator is running and that the firewall allows TCP to {address}; "
         f"this device connects {way}"
@@ -248,8 +248,8 @@ def _check_offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -
         outcome, words = (
             CheckOutcome.WARNING,
             (
-                f"this device's clock is {abs(ahead_s):.0f} s {side} the coordinator's; set it, or "
-                "certificates will begin and end at the wrong time here"
+                f"this device's clock is {abs(ahead_s):.0f} s {side} the coordinator's; set it, "
+                "because certificates start and expire by this clock"
             ),
         )
     return Finding("clock offset", outcome, words)
@@ -271,6 +271,6 @@ def _check_data(name: str) -> Finding:
         return Finding("data", CheckOutcome.BAD, str(error))
     num_examples = getattr(trainer, "num_examples", None)
     if num_examples is None:
-        return Finding("data", CheckOutcome.OK, f"{name} was made")
+        return Finding("data", CheckOutcome.OK, f"{name} was created")
     outcome = CheckOutcome.OK if num_examples > 0 else CheckOutcome.BAD
     return Finding("data", outcome, f"{name} has {num_examples} examples")

@@ -123,7 +123,7 @@ def require_no_daily_limit(policy: Policy, *, source: str) -> None:
     for name, limit in limits.items():
         if limit is not None:
             raise ConfigError(
-                f"{source}: policy.{name} is {limit}, but a client on Flower does not remember the "
+                f"{source}: policy.{name} is {limit}, but a client on Flower does not count per "
                 "day; leave it out"
             )
 
@@ -152,8 +152,8 @@ def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
     """
     if local is None:
         raise SettingsRefused(
-            "this client does not say how it trains for Flower's own strategies; give "
-            "client_app(local=...) a LocalSgd, say, or run fedlearn's ServerApp"
+            "this client does not define how to train for Flower's own strategies; pass "
+            "client_app(local=...), for example a LocalSgd, or run fedlearn's ServerApp"
         )
     named = {name.replace("-", "_"): value for name, value in config.items()}
     asked = {_USUAL_NAMES.get(name, name): value for name, value in named.items()}
@@ -195,8 +195,8 @@ def _pin_file(node: Node, keys: Keys) -> PinFile | None:
     if keys.folder is None:
         if roster is not None:
             raise DeploymentError(
-                "roster is set in this node's configuration, but no folder (identity): without one "
-                "this client's own key is new in every run, and in nobody's roster"
+                "roster is set in this node's configuration, but identity (a folder) is not; set "
+                "it, because without it this client has a new key in every run, which no roster has"
             )
         return None
     file = PinFile(path=keys.folder / "pins.json", coordinator_key=keys.coordinator_key)

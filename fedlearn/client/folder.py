@@ -65,7 +65,7 @@ class ClientFolder:
     folder: Path
 
     @contextmanager
-    def locked(self, *, timeout_s: float = 0.0) -> Iterator[None]:
+    def lock(self, *, timeout_s: float = 0.0) -> Iterator[None]:
         """Hold the folder's lock, so that no other process works in it.
 
         A training process whose application has gone is killed after two seconds, along with its
@@ -104,7 +104,7 @@ class ClientFolder:
             if waited_s > patience_s:
                 raise DeploymentError(
                     f"{self.folder} is in use by another process of this client; stop that "
-                    "one, or give this one a folder of its own"
+                    "process, or give this one its own folder"
                 )
             clock.sleep(_LOCK_POLL_S)
 
@@ -140,7 +140,7 @@ class ClientFolder:
         make_private_folder(self.folder)
         file = self.folder / "consent"
         if granted and not self.has_consent():
-            with self.locked(timeout_s=_REVOKED_S):
+            with self.lock(timeout_s=_REVOKED_S):
                 self.erase()
                 write_private(file, _GRANTED)
         elif not granted:
@@ -178,9 +178,9 @@ class ClientFolder:
         it contains other files.
 
         Raises:
-            DeploymentError: As for :meth:`locked`; or something cannot be removed.
+            DeploymentError: As for :meth:`lock`; or something cannot be removed.
         """
-        with self.locked(timeout_s=timeout_s):
+        with self.lock(timeout_s=timeout_s):
             remove_all(find_half_written(self.folder, of=_OWN))
             remove_all([self.folder / name for name in _OWN])
         with suppress(OSError):

@@ -119,8 +119,8 @@ class Home(ClientFolder):
         free_bytes = shutil.disk_usage(self.folder).free
         if free_bytes < num_bytes + _RESERVE_BYTES:
             raise DeploymentError(
-                f"{num_bytes} bytes are to be written to {self.folder}, where {free_bytes} are "
-                f"free and {_RESERVE_BYTES} stay so; free some space"
+                f"{num_bytes} bytes do not fit in {self.folder}, where {free_bytes} are free and "
+                f"{_RESERVE_BYTES} must stay free; free some space"
             )
 
     def begin_work(self) -> None:
@@ -296,7 +296,7 @@ class Home(ClientFolder):
 
     def _load_spent(self, now_unix_s: float) -> dict[str, tuple[float, float]]:
         path = self.folder / "privacy.json"
-        found = _read_values(path, _SPENT, holds="what was spent of the day's ε")
+        found = _read_values(path, _SPENT, holds="the ε spent in the last day")
         return {
             session: (unix_s, squared)
             for session, (unix_s, squared) in (found or {}).items()
@@ -306,7 +306,7 @@ class Home(ClientFolder):
     @property
     def _begin_unix_s(self) -> float | None:
         """When the current task's training began; ``None`` if it has not begun."""
-        return _read_values(self._task / "begin", _BEGIN, holds="when training began")
+        return _read_values(self._task / "begin", _BEGIN, holds="the time when training began")
 
     @property
     def _trainings(self) -> Path:
@@ -329,7 +329,7 @@ class Home(ClientFolder):
 
     @property
     def _crashes(self) -> int:
-        return _read_values(self._task / "crashes", _CRASHES, holds="how often work crashed") or 0
+        return _read_values(self._task / "crashes", _CRASHES, holds="a number of crashes") or 0
 
     def _list_numbers(self) -> list[int]:
         if not self._replies.is_dir():
@@ -391,7 +391,7 @@ def _read_values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> Value
             source=path,
             raises=DeploymentError,
             holds=holds,
-            remedy="the client works as without it; put a copy back, and check the disk",
+            remedy="the client continues without it; restore a copy, and check the disk",
         )
     except DeploymentError as error:
         _log.warning("damaged_file", reason=str(error))

@@ -38,8 +38,8 @@ _SIGMA_BITS = 40
 _MAX_QUOTED = 60
 #: What a client is willing to send if its policy demands noise.
 _NOISED: dict[PrivacyMode, str] = {
-    "distributed": "a sum with noise of each client alone",
-    "local": "an update with noise enough by itself alone",
+    "distributed": "only a sum to which each client adds noise",
+    "local": "only an update with enough noise of its own",
 }
 #: Requests whose replies the coordinator can read, and what it could read.
 _IN_THE_CLEAR = {
@@ -217,7 +217,7 @@ class Judge:
 
     def _require_a_sum(self, asked: str) -> None:
         """Refuse a reply that the coordinator could read if secure aggregation is required."""
-        policy, limit = self.policy.secure_aggregation, "secure aggregation alone"
+        policy, limit = self.policy.secure_aggregation, "only secure aggregation"
         if policy.required:
             raise PolicyViolation(rule="secure_aggregation.required", asked=asked, limit=limit)
         if policy.stays_required and self.is_bound:
@@ -254,7 +254,7 @@ class Judge:
     def _judge_evaluation_noise(self) -> None:
         """Refuse an evaluation in a sum, even a noisy one, if the policy demands noise."""
         if self.policy.privacy.is_demanded:
-            limit = "none where policy.privacy.mode demands noise"
+            limit = "none while policy.privacy.mode demands noise"
             raise PolicyViolation(rule="privacy.mode", asked="an evaluation in a sum", limit=limit)
 
     def _judge_training(self, settings: Settings | None, num_tasks_today: int) -> None:

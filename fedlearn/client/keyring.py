@@ -220,14 +220,14 @@ class Keyring:
         enrolment = self.enrolment()
         if enrolment is None:
             raise DeploymentError(
-                f"{self.folder} is not enrolled, so there are no keys to replace; name the folder "
+                f"{self.folder} is not enrolled, so there are no keys to replace; give the folder "
                 "or the name of a client that has joined"
             )
         if enrolment.lineage.num_rotations == MAX_SUCCESSIONS:
             raise DeploymentError(
                 f"{enrolment.invitation.name} has replaced its keys {MAX_SUCCESSIONS} times, which "
-                "is as often as others follow; join with a new invitation (`fedlearn invite`), "
-                "and have their users accept its keys"
+                "is the most that other clients accept; join with a new invitation (`fedlearn "
+                "invite`), and ask the other clients' users to accept the new keys"
             )
         write_private(self.folder / "rotate", enrolment.identity.public_key.hex().encode())
         return enrolment
@@ -308,7 +308,7 @@ def _read_enrolment(folder: Path) -> Enrolment:
         certificate_pem = (folder / "certificate.pem").read_bytes()
         lineage = Lineage.from_bytes(content.lineage)
         if lineage.key != identity.public_key:
-            raise ProtocolError(f"the keys in {folder} are not those of {path.name}")
+            raise ProtocolError(f"the keys in {folder} do not match {path.name}")
     except (OSError, ProtocolError) as error:
         raise DeploymentError(f"{folder} is damaged ({error}); {remedy}") from error
     return Enrolment(

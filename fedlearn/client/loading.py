@@ -33,7 +33,7 @@ def name_of(trainer: "str | Callable[[], LocalTrainer]") -> str:
     name = getattr(trainer, "__qualname__", "")
     if module is None or getattr(module, name, None) is not trainer:
         raise DeploymentError(
-            f"{trainer!r} cannot be made in the training process; pass a class or a function "
+            f"{trainer!r} cannot be created in the training process; pass a class or a function "
             'without arguments at the top level of a module, or its name "module:Class"'
         )
     if module.__name__ != "__main__":
@@ -43,7 +43,7 @@ def name_of(trainer: "str | Callable[[], LocalTrainer]") -> str:
     file: str | None = getattr(module, "__file__", None)
     if file is None:
         raise DeploymentError(
-            f"{name} was typed into an interactive session, where the training process cannot "
+            f"{name} was defined in an interactive session, where the training process cannot "
             'find it; put it into a file and pass "path/file.py:' + name + '"'
         )
     return f"{Path(file).resolve()}:{name}"
@@ -132,14 +132,14 @@ def make_trainer(name: str) -> "LocalTrainer":
     if not callable(factory):
         raise DeploymentError(f"{place} has no class or function {attribute}; check its spelling")
     trainer: LocalTrainer = factory()
-    made = f"{name} makes a {type(trainer).__name__}"
+    made = f"{name} returns a {type(trainer).__name__}"
     for method in ("train", "evaluate"):
         if not callable(getattr(trainer, method, None)):
             raise DeploymentError(f"{made} without a method {method}; it must be a LocalTrainer")
     if not isinstance(getattr(trainer, "honours", None), Collection):
         raise DeploymentError(
-            f"{made} that does not say which settings it honours; add such as `honours = "
-            '("epochs", "batch_size", "learning_rate")`, those that its train acts on'
+            f"{made} without `honours`, the settings that its train uses; add them, such as "
+            '`honours = ("epochs", "batch_size", "learning_rate")`'
         )
     return trainer
 
@@ -167,7 +167,7 @@ def _file(place: str) -> Path:
 def _no_module(place: str) -> DeploymentError:
     return DeploymentError(
         f"there is no module {place}; check its spelling, and that it is installed or "
-        "where this program finds its own modules"
+        "on this program's import path"
     )
 
 

@@ -38,65 +38,70 @@ class SecureAggregationPolicy:
     required: Annotated[
         bool,
         doc(
-            "Whether an update that the coordinator could read is refused, and every evaluation "
-            "that it could: enough of them give the data away. In a sum, both will do."
+            "Whether to refuse each update and each evaluation that the coordinator could read by "
+            "itself; in a secure sum, both are allowed. Evaluations count because enough of them "
+            "reveal the data."
         ),
     ] = False
     stays_required: Annotated[
         bool,
         doc(
-            "Whether it is required from the first masked update on that this client has sent to "
-            "a coordinator, in all of that coordinator's runs."
+            "Whether secure aggregation becomes required once this client has sent a masked update"
+            " to a coordinator, in all of that coordinator's runs."
         ),
     ] = True
     adversary: Annotated[
         AdversaryName,
         doc(
-            'Whom a session must at least hold against: "active" is a coordinator that lies, '
-            '"honest-but-curious" one that keeps to the protocol and keeps what it is sent.'
+            'The weakest adversary that a session must withstand: "active" is a coordinator that '
+            'deviates from the protocol, "honest-but-curious" one that follows it and records what'
+            " it receives."
         ),
     ] = "active"
     allow_sparse: Annotated[
         bool,
         doc(
-            "Whether sharing masks with some of the cohort will do, or with all of it. With some,"
-            " privacy fails with at most 2^-40."
+            "Whether a session may share masks with only some clients of the cohort. Privacy then "
+            "fails with probability at most 2^-40."
         ),
     ] = True
     corruption: Annotated[
         BelowOne,
         doc(
-            "Largest fraction of the clients asked that this client believes in one hand with the"
-            " coordinator, [0, 1): it bounds threshold, quorum and neighbours from below."
+            "Largest fraction of the asked clients that this client assumes to collude with the "
+            "coordinator, [0, 1). It sets lower bounds on threshold, quorum and neighbours."
         ),
     ] = 0.1
     min_cohort: Annotated[
         SumSize,
         doc(
-            "Fewest clients in a sum that contains this client's update, >= 2: what accomplices "
-            "of the coordinator know of it, they take off."
+            "Fewest clients in a sum that contains this client's update, >= 2. Clients that "
+            "collude with the coordinator can subtract their own updates from the sum."
         ),
     ] = USUAL_MIN_COHORT
     max_cohort: Annotated[
-        SumSize, doc("Most clients asked: this client's own work and traffic grow with them, >= 2.")
+        SumSize,
+        doc(
+            "Most clients asked in a session, >= 2: this client's work and traffic grow with them."
+        ),
     ] = 10_000
     max_clip: Annotated[
-        Positive, doc("Largest L2 norm of its update that a coordinator may ask for, > 0.")
+        Positive, doc("Largest L2 norm that a coordinator may clip this client's update to, > 0.")
     ] = 1000.0
     max_upload_bytes: Annotated[Count, doc("Largest masked update in bytes, >= 1.")] = 1 << 34
     max_releases_per_round: Annotated[
         Count,
         doc(
-            "In how many attempts of one round it helps to unmask, >= 1; all are over the same "
-            "clients."
+            "Most attempts at one round in which this client helps to unmask a sum, >= 1; all of "
+            "them are over the same clients."
         ),
     ] = 2
     max_draw_factor: Annotated[
         AtLeastOne,
         doc(
-            "Where this client holds a roster, who takes part was drawn from it: so many clients "
-            "for each that is asked, at the most, >= 1. A large number, such as 1e9, allows "
-            "anybody in the roster."
+            "If this client has a roster, the cohort must be drawn from it, with at most this many"
+            " candidates for each client asked, >= 1. A large number, such as 1e9, allows any "
+            "client in the roster."
         ),
     ] = 2.0
 
@@ -108,9 +113,9 @@ class SecureAggregationPolicy:
         left = max(self.min_cohort - 2, 1)
         return (
             f"policy.secure_aggregation.min_cohort is {self.min_cohort}, below {USUAL_MIN_COHORT}: "
-            f"two accomplices of the coordinator in a sum of {self.min_cohort} take off their own "
-            f"part and are left with one of {left}; raise it, unless you know everybody in the "
-            "cohort"
+            f"two clients that collude with the coordinator can subtract their own updates from a "
+            f"sum of {self.min_cohort}, which leaves a sum of {left}; raise it, unless you trust "
+            "all clients of the cohort"
         )
 
     def __post_init__(self) -> None:
@@ -141,28 +146,32 @@ class PrivacyPolicy:
     mode: Annotated[
         PrivacyMode,
         doc(
-            '"any", also none; "distributed": whatever it sends has noise of its own and is seen '
-            'in a sum alone; or "local": it is updates whose noise is enough without any sum. '
-            "Whatever else the coordinator could read is then refused, evaluations too."
+            '"any" demands no noise; "distributed": everything it sends has noise of its own and '
+            'is seen only in a sum; "local": it sends only updates that have enough noise without '
+            "a sum. The last two refuse everything else that the coordinator could read, including"
+            " evaluations."
         ),
     ] = "any"
     min_noise_share: Annotated[
         NotNegative,
         doc(
-            "Smallest standard deviation of its own noise by the largest norm of its update, >= "
-            "0; only where a mode is demanded."
+            "Smallest standard deviation of the client's own noise, relative to the largest norm "
+            "of its update, >= 0; only if mode demands noise."
         ),
     ] = 0.0
     max_epsilon_per_day: Annotated[
         Positive | None,
         doc(
-            "Largest ε, against a coordinator that knows the rest, of what it takes part in "
-            "within 24 hours, > 0; not set: any. It is found from what the client itself carries "
-            "out alone (signed terms with its own secure_aggregation.corruption, or the noise of "
-            "its update), and adjacency by replacement; only where a mode is demanded."
+            "Largest ε that this client spends within 24 hours, > 0; not set: no limit. It holds "
+            "against a coordinator that knows all other data, with adjacency by replacement, and "
+            "is computed from what the client verifies itself: signed terms with its own "
+            "secure_aggregation.corruption, or the noise of its update. Only if mode demands "
+            "noise."
         ),
     ] = None
-    target_delta: Annotated[float, Gt(0), Lt(1), doc("δ of that, in (0, 1).")] = 1e-6
+    target_delta: Annotated[
+        float, Gt(0), Lt(1), doc("δ for which that ε is computed, in (0, 1).")
+    ] = 1e-6
 
     def __post_init__(self) -> None:
         wrong = out_of_range(self)
@@ -195,13 +204,13 @@ class ExtraPolicy:
     Example:
         >>> strict = ExtraPolicy(numbers=("temperature",), texts=(), truths=())
         >>> strict.objection("temperature", 0.5), strict.objection("temperature", "hot")
-        (None, 'texts of no name')
+        (None, 'no texts')
     """
 
     numbers: Annotated[tuple[str, ...], doc("Names of settings that may be numbers.")] = ("*",)
-    texts: Annotated[tuple[str, ...], doc("Names of those that may be texts.")] = ("*",)
-    truths: Annotated[tuple[str, ...], doc("Names of those that may be truth values.")] = ("*",)
-    max_settings: Annotated[Whole, doc("Most of them in one training, >= 0; 0: none at all.")] = 64
+    texts: Annotated[tuple[str, ...], doc("Names of settings that may be texts.")] = ("*",)
+    truths: Annotated[tuple[str, ...], doc("Names of settings that may be truth values.")] = ("*",)
+    max_settings: Annotated[Whole, doc("Most such settings in one training, >= 0; 0: none.")] = 64
     max_characters: Annotated[Whole, doc("Most characters of a text, >= 0.")] = 10_000
 
     def __post_init__(self) -> None:
@@ -220,7 +229,7 @@ class ExtraPolicy:
             case _:
                 return "texts, numbers and truth values"
         if not any(fnmatchcase(name, each) for each in names):
-            return f"{kind} of {'the names ' + ', '.join(names) if names else 'no name'}"
+            return f"{kind} with the names {', '.join(names)}" if names else f"no {kind}"
         if isinstance(value, str) and len(value) > self.max_characters:
             return f"texts of at most {self.max_characters} characters"
         return None
@@ -251,24 +260,24 @@ class Policy:
     train_ahead: Annotated[
         bool,
         doc(
-            "Whether to fetch the coordinator's next model while the last one is trained, and to "
-            "begin on it before it is asked for: in asynchronous rounds no time is lost then."
+            "Whether to prefetch the coordinator's next model during training, and to start on it "
+            "before a task arrives. This saves time in asynchronous rounds."
         ),
     ] = True
     evaluate: Annotated[
         bool,
         doc(
-            "Whether to tell how a model does on this client's data; in a sum alone where secure "
-            "aggregation is required, never where privacy is."
+            "Whether to report a model's metrics on this client's data: only in a sum if secure "
+            "aggregation is required, and never if mode demands noise."
         ),
     ] = True
     secure_aggregation: Annotated[
-        SecureAggregationPolicy, doc("Whether it is required, and what is demanded of it.")
+        SecureAggregationPolicy, doc("What the client demands of secure aggregation.")
     ] = SecureAggregationPolicy()
-    privacy: Annotated[PrivacyPolicy, doc("What is demanded of differential privacy.")] = (
+    privacy: Annotated[PrivacyPolicy, doc("What the client demands of differential privacy.")] = (
         PrivacyPolicy()
     )
-    extra: Annotated[ExtraPolicy, doc("Which free-form settings the trainer may be told.")] = (
+    extra: Annotated[ExtraPolicy, doc("Which free-form settings are passed on to the trainer.")] = (
         ExtraPolicy()
     )
 

@@ -154,7 +154,7 @@ class TrainingProcess:
                         event = _EVENT.validate_json(line)
                     except ValueError as error:  # for example, fedlearn was updated meanwhile
                         _log.warning(
-                            "the training process said no event (%s)", type(error).__name__
+                            "the training process sent an invalid event (%s)", type(error).__name__
                         )
                     else:
                         yield event
@@ -238,7 +238,7 @@ def find_interpreter() -> str:
     is_python = ("python" in name or "pypy" in name) and not getattr(sys, "frozen", False)
     if not named or (named == sys.executable and not is_python):
         raise DeploymentError(
-            f"sys.executable is {sys.executable!r}, which is the application and no Python, so a "
+            f"sys.executable is {sys.executable!r}, which is the application and not Python, so a "
             "training process cannot be started with it; name an interpreter that has the "
             "application's packages: multiprocessing.set_executable(path)"
         )

@@ -138,7 +138,7 @@ class Runtime:
             DeploymentError: The folder cannot be used, or consent or enrolment is missing.
             EnrolmentRefused: The coordinator rejects the invitation.
         """
-        with self._home.locked():
+        with self._home.lock():
             if not self._home.has_consent():
                 raise DeploymentError(
                     f"{self._home.folder} has no consent to take part; give it (Agent.give_consent)"
@@ -256,16 +256,16 @@ class Runtime:
         self._worker.require_allowed(task)
 
     async def _work_on(self, task: OpenTask, control: WorkControl) -> None:
-        """Work on one task; always posts :class:`Answer` or :class:`WorkEnded` at the end."""
-        event: conversation.Event = conversation.WorkEnded()
+        """Work on one task, and always post its end."""
+        event: conversation.Event = conversation.WorkAbandoned()
         try:
             event = await self._worker.answer(task, control)
         finally:
-            is_whole = isinstance(event, conversation.Answer)
+            is_whole = isinstance(event, conversation.WorkFinished)
             self._prefetcher.times.end(self._clock.now_s(), is_whole=is_whole)
             self._events.put_nowait(event)
 
-    async def _hold(self, answered: conversation.Answer) -> None:
+    async def _hold(self, answered: conversation.WorkFinished) -> None:
         task, content = answered.task, peek(answered.reply)
         if isinstance(content, TrainReply) and content.round_num != task.key.round_num:
             numbers = {"round_num": task.key.round_num, "based_on": content.round_num}

@@ -33,7 +33,7 @@ def require_run_id(run_id: str) -> None:
     """
     if not _RUN_ID.fullmatch(run_id):
         raise ProtocolError(
-            f"the run id {run_id[:80]!r} is not of 1 to 64 letters, digits, - and _; is this a "
+            f"the run id {run_id[:80]!r} is not 1 to 64 letters, digits, - and _; is this a "
             "fedlearn coordinator?"
         )
 

@@ -13,7 +13,7 @@ import structlog
 
 from fedlearn.client.connecting import Connector
 from fedlearn.client.control import WorkControl
-from fedlearn.client.conversation import Answer, Event, WorkEnded
+from fedlearn.client.conversation import Event, WorkAbandoned, WorkFinished
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.expansion import MaskExpander
 from fedlearn.client.home import Home
@@ -104,7 +104,7 @@ class Worker:
         self.thread.shutdown(wait=False)
 
     async def answer(self, task: OpenTask, control: WorkControl) -> Event:
-        """Work on one task; every expected error ends in :class:`Answer` or :class:`WorkEnded`."""
+        """Work on one task; every expected error becomes an event."""
         try:
             return await self._answer_within_policy(task, control)
         except PolicyViolation as violation:
@@ -129,7 +129,7 @@ class Worker:
             self._report_failure(task.key, words)
             return build_failure(task, words)
         if not await self._fetch(task, control) or control.is_cancelled:
-            return WorkEnded()
+            return WorkAbandoned()
         loop = asyncio.get_running_loop()
         request = await loop.run_in_executor(self.thread, self._judge_in_full)
         is_evaluation = isinstance(request, EvaluateRequest | SecureEvaluateRequest)
@@ -167,9 +167,9 @@ class Worker:
             may_resume = code < 0 and num_crashes == 1 and bool(self.home.checkpoint())
             if not may_resume:
                 how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
-                return f"the training process ended in this task ({how})"
+                return f"the training process ended during this task ({how})"
         if num_crashes >= _MAX_CRASHES:
-            return f"the client's process crashed {_MAX_CRASHES} times in this task"
+            return f"the client's process crashed {_MAX_CRASHES} times during this task"
         return ""
 
     def require_allowed(self, task: OpenTask) -> None:
@@ -216,7 +216,7 @@ class Worker:
                 return False
         if message.data:
             if compute_digest(message.data) != message.digest:
-                raise ProtocolError("the request's bytes are not those that were announced")
+                raise ProtocolError("the request's bytes do not match the announced digest")
             write_private(self.home.request, message.data)
             return True
         wanted = _Download(message.digest, message.num_bytes, self.home.request)
@@ -274,16 +274,16 @@ class Worker:
                 control=control,
             )
         except Cancelled:
-            return WorkEnded()
+            return WorkAbandoned()
         finally:
             self.home.end_work()
         most = task.message.max_reply_bytes
         if 0 < most < len(reply):
-            words = f"a reply of {len(reply)} bytes, at most {most} are taken"
+            words = f"the reply has {len(reply)} bytes, but the coordinator accepts at most {most}"
             session.on_failure(words)
             return build_failure(task, words)
         is_failure = isinstance(peek(reply), Failure)
-        return Answer(task, reply, None if state == before else state, is_failure)
+        return WorkFinished(task, reply, None if state == before else state, is_failure)
 
     def _load_constants(self, task: OpenTask) -> bytes | mmap:
         """Return the model's constants that were sent separately, verified on download."""
@@ -326,6 +326,6 @@ class Worker:
         self.on_event(AgentEvent.of(EventKind.FAILED, key=key, message=words))
 
 
-def build_failure(task: OpenTask, reason: str, *, state: bytes | None = None) -> Answer:
-    """Build the event that answers a task with a failure; ``state`` as in :class:`Answer`."""
-    return Answer(task, encode(Failure(reason)), state, is_failure=True)
+def build_failure(task: OpenTask, reason: str, *, state: bytes | None = None) -> WorkFinished:
+    """Build the event that answers a task with a failure; ``state`` as in :class:`WorkFinished`."""
+    return WorkFinished(task, encode(Failure(reason)), state, is_failure=True)

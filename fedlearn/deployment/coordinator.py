@@ -127,7 +127,7 @@ def coordinate(
     if config.flower.is_foreign:
         raise ConfigError(
             f'flower.client_apps is "{config.flower.client_apps}", but this coordinator serves '
-            "fedlearn's clients over gRPC; leave it out, or run the app by `flwr run`"
+            "fedlearn's clients over gRPC; leave it out, or run the app with `flwr run`"
         )
     components = assembly.build_deployment(config, data_dir=places.addresses.data_dir)
     if insecure:
@@ -149,7 +149,7 @@ def _require_loopback(config: Config) -> None:
         if address is not None and host_of(address) not in _LOOPBACK:
             raise ConfigError(
                 f"coordinator.{name} is {address!r}, but --insecure serves this machine only; "
-                "take 127.0.0.1, or leave --insecure out"
+                "use 127.0.0.1, or leave --insecure out"
             )
 
 

@@ -47,7 +47,7 @@ def extend(
     if record.status is RunStatus.DONE and num_finished < record.num_rounds:
         raise ConfigError(
             f"{name} stopped early, after {num_finished} of {record.num_rounds} rounds, and would "
-            "stop again at once; begin another run, with another target or more patience "
+            "stop again at once; start another run, with another target or more patience "
             "(early_stopping)"
         )
     _require_affordable(stored, record, num_rounds, num_finished, data_dir=data_dir, clock=clock)
@@ -72,7 +72,7 @@ def _require_affordable(
     if PYTHON_OBJECTS in record.config:
         raise ConfigError(
             f"{record.name} has a privacy budget (epsilon {budget:g}) and was started from Python, "
-            "so only Python has the data that it is for; begin another run there"
+            "so its data are only in that Python program; start another run there"
         )
     components = build_components(config, data_dir=data_dir)
     _, charging, _ = start_accounting(components, stored, num_finished=num_finished, clock=clock)

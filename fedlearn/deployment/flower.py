@@ -112,7 +112,7 @@ def run(
         # the next `flwr run`. The lock shows at once that the process is gone.
         with stored.held():
             if stored.record.status is RunStatus.DONE:
-                progress.start(stored.record, stored.path, ("it was done before",))
+                progress.start(stored.record, stored.path, ("this run is already done",))
                 progress.end(summarize(stored.record, stored.rounds()))
             else:
                 leader = Leader(
@@ -141,9 +141,9 @@ def _require_no_eligibility(config: Config) -> None:
     given = [name for name, value in section if value != type(section).model_fields[name].default]
     if given:
         raise ConfigError(
-            f"coordinator.eligibility.{given[0]} is given, but the nodes of a Flower federation "
-            "have no tags and do not say what they are; leave it out, and let only those nodes in "
-            "that shall take part"
+            f"coordinator.eligibility.{given[0]} is set, but the nodes of a Flower federation "
+            "have no tags and do not describe themselves; leave it out, and admit only the nodes "
+            "that should take part"
         )
 
 
@@ -256,9 +256,9 @@ class _RunServer:
     def _describe_run(self, name: str) -> list[str]:
         notes = [f"Flower run {self.federation.run_id}"]
         if not self.leader.components.config.name:
-            notes.append(f'if it is stopped, `flwr run` with overrides="name={name}" goes on')
+            notes.append(f'if it is stopped, `flwr run` with overrides="name={name}" resumes it')
         if isinstance(self.channel, StockChannel):
-            notes.append("the nodes' own ClientApps train, each known by its node's id")
+            notes.append("the nodes' own ClientApps train; a client's id is its node's id")
         if self.identity is not None:
             pin = f'coordinator-key="{self.identity.public_key.hex()}"'
             notes.append(f"nodes may pin this coordinator: --node-config '{pin}'")

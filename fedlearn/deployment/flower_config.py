@@ -27,7 +27,7 @@ def load_configuration(run_config: Settings, folder: Path) -> Config:
     if not isinstance(name, str) or not isinstance(overrides, str):
         raise ConfigError(
             f"config is {name!r} and overrides is {overrides!r} in the run's configuration; "
-            "both are texts: a TOML file in the app's folder, and a.b=value;c=value"
+            "both must be strings: a TOML file in the app's folder, and a.b=value;c=value"
         )
     texts = [text for text in overrides.split(";") if text.strip()]
     if num_rounds := read_whole_number(run_config, "num-rounds"):
@@ -43,7 +43,7 @@ def read_whole_number(run_config: Settings, name: str) -> int:
     """
     value = run_config.get(name, 0)
     if type(value) is not int or value < 0:
-        raise ConfigError(f"{name} is {value!r} in the run's configuration; it is a number >= 0")
+        raise ConfigError(f"{name} is {value!r} in the run's configuration; give a number >= 0")
     return value
 
 

@@ -37,7 +37,7 @@ def node_policy(node: Node) -> Policy:
     required = node.node_config.get("require-secure-aggregation", False)
     if not isinstance(required, bool):
         raise ConfigError(
-            f"require-secure-aggregation is {required!r} in this node's configuration; it is "
+            f"require-secure-aggregation is {required!r} in this node's configuration; give "
             "true or false"
         )
     config = load_client(None if path is None else Path(str(path)))
@@ -46,11 +46,11 @@ def node_policy(node: Node) -> Policy:
     if config.to_conditions() != Conditions():
         raise ConfigError(
             f"{path}: [conditions] is set, but on Flower the SuperNode decides when to train; "
-            "leave it out, and stop the SuperNode where the device is needed"
+            "leave it out, and stop the SuperNode when the device is needed"
         )
     if config.training.num_workers > 1:
         raise ConfigError(
             f"{path}: training.num_workers is {config.training.num_workers}, but on Flower each "
-            "message is answered in a process that ends with it; leave it out"
+            "message is answered in a new process, which then ends; leave it out"
         )
     return policy

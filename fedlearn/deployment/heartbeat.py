@@ -67,8 +67,8 @@ class Heartbeat:
             if not self._stopped.is_set():  # the thread died of an unexpected error
                 self.interruption.give(
                     StoreError(
-                        f"nothing renews the lease of run {self.lease.name!r} any more: its "
-                        "thread has died, and stderr says of what; start the coordinator again"
+                        f"the lease of run {self.lease.name!r} is no longer renewed, because the "
+                        "heartbeat thread has died; see stderr, and start the coordinator again"
                     )
                 )
 
@@ -94,5 +94,5 @@ class Heartbeat:
                 self.paused.clear()
             case "abort":
                 self.interruption.give(
-                    Aborted("aborted by the operator; `fedlearn resume` takes that back")
+                    Aborted("aborted by the operator; `fedlearn resume` undoes that")
                 )

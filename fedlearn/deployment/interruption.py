@@ -64,7 +64,7 @@ def stop_signals(interruption: Interruption) -> Iterator[None]:
         while number := notes.get():
             name = signal.Signals(number).name
             interruption.give(
-                Parked(f"{name}: the round is parked; start the coordinator again to go on")
+                Parked(f"{name}: the round is parked; start the coordinator again to resume it")
             )
 
     watcher = threading.Thread(target=watch, name="signals", daemon=True)

@@ -22,8 +22,8 @@ def find_client_home(client: str, *, environ: Mapping[str, str]) -> Home:
         if (folder / "identity").is_dir():
             return Home(folder)
     raise DeploymentError(
-        f"neither {folders[0]} nor {folders[1]} is the folder of a client that has joined; name "
-        "the one that `fedlearn join --home` was given"
+        f"neither {folders[0]} nor {folders[1]} is the folder of a client that has joined; give "
+        "the folder that was passed to `fedlearn join --home`"
     )
 
 
@@ -45,6 +45,6 @@ def forget_pin(home: Home, client_id: ClientId) -> None:
     Raises:
         DeploymentError: No key of that client is pinned, or the process of this client is running.
     """
-    with home.locked():
+    with home.lock():
         enrolment, pins = load_known_keys(home)
         home.keys.pin_file(enrolment).write(pins.forget(client_id))

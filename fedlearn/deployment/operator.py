@@ -60,7 +60,7 @@ class Operator:
         """
         check_name(name)  # before the file is touched, since its path may contain the name
         if path.exists():
-            raise DeploymentError(f"{path} is there already; name another file with --output")
+            raise DeploymentError(f"{path} exists already; name another file with --output")
         section = self.places.config.coordinator
         gateways = section.public_addresses or (section.address,)
         listening = () if section.enrolment_address is None else (section.enrolment_address,)
@@ -69,7 +69,7 @@ class Operator:
             _require_reachable(address)
         for tag in tags:
             if not re.fullmatch(TAG_PATTERN, tag):
-                raise DeploymentError(f"{tag!r} is no tag; write key=value, such as country=ch")
+                raise DeploymentError(f"{tag!r} is not a tag; write key=value, such as country=ch")
         valid_s = section.invitation_valid_h * _HOUR_S
         authority, certificate_pem, tls_key_pem = None, b"", b""
         if not insecure:
@@ -217,9 +217,9 @@ class Explanation:
             return [f"{found.name} is done: {_describe_round(status)}"]
         if not self.is_alive:
             failed = f"; it failed: {self.run.error}" if self.run.status is RunStatus.FAILED else ""
-            said = "none ever said anything"
+            said = "none has reported a status"
             if status:
-                said = f"it last said: {_describe_round(status)}, {_describe_phase(status)}"
+                said = f"its last status: {_describe_round(status)}, {_describe_phase(status)}"
             start = "start one: `fedlearn coordinator`"
             return [f"{found.name} has no coordinator{failed}", said, start]
         lines = [f"{found.name}: {_describe_round(status)}, {_describe_phase(status)}"]
@@ -253,7 +253,7 @@ class Explanation:
     @staticmethod
     def _describe_failing(how: _Status) -> str:
         name = how["name"] or f"client {how['client_id']}"
-        aside = "; it is set aside until it connects anew" if how["is_set_aside"] else ""
+        aside = "; it is set aside until it reconnects" if how["is_set_aside"] else ""
         reason = printable(how["reason"]) or "no reason given"
         return f"  {name}: has failed {how['in_a_row']} times in a row ({reason}){aside}"
 
@@ -337,20 +337,20 @@ def _describe_wait(status: _Status, *, control: Control) -> list[str]:
     num_refused = len(status.get("other_version", ()))
     if phase is Phase.WAITING:
         lines.append(
-            f"it needs {status['needed']} clients that may be asked: {status.get('connected', 0)} "
+            f"it needs {status['needed']} eligible clients: {status.get('connected', 0)} "
             f"are connected, {status.get('eligible', 0)} of them eligible"
             + (f", {num_set_aside} set aside" if num_set_aside else "")
-            + (f", {num_refused} refused, of another version" if num_refused else "")
+            + (f", {num_refused} refused because of their version" if num_refused else "")
         )
     if phase is Phase.PAUSED:
-        lines.append("`fedlearn resume` lets it go on")
+        lines.append("`fedlearn resume` continues it")
     elif control == "pause":
         lines.append("it pauses when this round is finished")
     if phase is Phase.ROUND:
-        closes = f"{status['wanted']} reports close it, {status['min_reports']} make a round"
+        closes = f"it closes after {status['wanted']} reports and needs {status['min_reports']}"
         if (remaining_s := _get_exchange(status).get("remaining_s")) is not None:
             closes += f", its deadline is in {max(0, math.ceil(remaining_s))} s"
         lines.append(closes)
         if (most := status.get("in_flight_limit")) is not None:
-            lines.append(f"up to {most} clients are in flight: fewer where replies wait here")
+            lines.append(f"up to {most} clients are in flight; fewer while replies wait here")
     return lines

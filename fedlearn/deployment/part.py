@@ -38,7 +38,7 @@ def make_part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
     num_parts = data.population.num_clients
     if client_id >= num_parts:
         raise DataError(
-            f"client {client_id} of {num_parts}: there are more clients than parts; raise "
+            f"there is no part {client_id}: the data have {num_parts} parts, from 0; raise "
             "data.partition.num_clients"
         )
     client_ids = np.asarray([client_id])

@@ -24,8 +24,8 @@ def require_coordinator_system() -> None:
     """
     if sys.platform not in ("linux", "darwin"):
         raise DeploymentError(
-            f"a coordinator runs on Linux and macOS, and this is {sys.platform}; start it there, "
-            "or on Windows in WSL 2 or a container (clients and simulations run here)"
+            f"a coordinator runs only on Linux and macOS, but this is {sys.platform}; start it "
+            "there, or on Windows in WSL 2 or a container (clients and simulations run here)"
         )
 
 

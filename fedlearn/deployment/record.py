@@ -63,8 +63,8 @@ def _require_same(config: Config, record: RunRecord) -> None:
         )
         more = f"; and {len(changed) - 5} more" if changed[5:] else ""
         raise ConfigError(
-            f"run {record.name!r} was begun with another configuration: {changes}{more}; put back "
-            "what was there, or give the new run a name of its own (key `name`)"
+            f"run {record.name!r} was started with another configuration: {changes}{more}; restore "
+            "the old values, or give the new run its own name (key `name`)"
         )
 
 

@@ -12,20 +12,21 @@ from fedlearn.core.files import disk_errors
 from fedlearn.errors import DeploymentError
 
 _HEADING = """\
-A deployment: `fedlearn coordinator` serves it to real clients, `fedlearn simulate` simulates it. \
-All keys that a coordinator heeds are here with their values; one that you delete has its default \
-again, and `fedlearn check` prints what is in force, also of what simulations alone heed (devices, \
-most of engine) and runs on Flower (flower). \
-It works as it is, on this machine: the coordinator holds the digits' test images, and each client \
-brings images of its own, 64 pixels each in [0, 1]. Its trainer must build the network of [model]: \
-as it is, nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)). \
-With data.source = "none" the coordinator holds no data, the clients evaluate, and model.factory \
+A deployment: `fedlearn coordinator` serves it to real clients, and `fedlearn simulate` simulates \
+it. The file has all keys that a coordinator uses, with their values. A key that you delete has \
+its default. `fedlearn check` prints all values, including those that only simulations use \
+(devices, most of engine) and those for runs on Flower (flower). \
+The file works unchanged on this machine: the coordinator has the digits' test images, and each \
+client brings its own images, 64 pixels each in [0, 1]. Its trainer must build the network of \
+[model]: nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)). \
+With data.source = "none" the coordinator has no data, the clients evaluate, and model.factory \
 names the file that the clients train with."""
 
 _CLIENT_HEADING = """\
-A client: `fedlearn join FILE --task MODULE:CLASS --config client.toml` takes part under it. What \
-it refuses, it refuses whatever the coordinator asks, and says so in its log and to the \
-coordinator. All keys are here with their defaults; delete what you do not change."""
+A client: use it with `fedlearn join FILE --task MODULE:CLASS --config client.toml`. The client \
+refuses what this file forbids, no matter what the coordinator asks, and reports each refusal in \
+its log and to the coordinator. The file has all keys with their defaults; delete those that you \
+do not change."""
 
 #: Keys that only a simulation or a run on Flower uses.
 OF_OTHERS: Final = frozenset(
@@ -61,7 +62,7 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
         DeploymentError: The file exists already, or cannot be written.
     """
     if path.exists():
-        raise DeploymentError(f"{path} is there already; name another file, or move it away")
+        raise DeploymentError(f"{path} exists already; name another file, or move it away")
     if of_client:
         text = render_template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
     else:

@@ -12,11 +12,11 @@ def explain_newest_protocol(components: Deployment) -> str:
     """
     local = components.algorithm.local
     if components.secure is not None:
-        return "it aggregates securely"
+        return "it uses secure aggregation"
     if components.algorithm.transforms:
-        return "it changes updates before they leave their clients"
+        return "it transforms updates on the clients"
     if any(spec.is_kept for spec in local.memory.values()):
-        return "its clients keep something from round to round"
+        return "its clients keep state between rounds"
     if local.work.drop_last:
         return "client.drop_last is on"
     return ""

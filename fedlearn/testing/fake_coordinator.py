@@ -276,10 +276,10 @@ class FakeCoordinator(LocalGateway):
 
     def _require_cohort(self) -> tuple[Channel, Sequence[ClientId]]:
         if self._channel is None:
-            raise DeploymentError("this coordinator is away; ask once it is back")
+            raise DeploymentError("this coordinator is stopped; ask after its outage")
         cohort = self._channel.available()
         if not cohort:
-            raise DeploymentError("no client is connected; call `wait_for` before asking")
+            raise DeploymentError("no client is connected; call `wait_for` first")
         return self._channel, cohort
 
     def _list_names(self) -> dict[ClientId, str]:

@@ -142,8 +142,8 @@ class LocalGateway:
         def check() -> None:
             if self.clock.now_s() > ends_s:
                 raise DeploymentError(
-                    f"{len(channel.available())} of {num} clients came within {timeout_s:g} s; "
-                    "look into their logs, or raise timeout_s"
+                    f"only {len(channel.available())} of {num} clients connected within "
+                    f"{timeout_s:g} s; check their logs, or raise timeout_s"
                 )
 
         channel.wait_for(num, check)

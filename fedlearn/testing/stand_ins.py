@@ -78,7 +78,7 @@ def run_stand_in(invitation: Path, *, home: Path, trainer: LocalTrainer) -> Iter
         is_connected.wait()
         if ended.done():
             ended.result()
-            raise DeploymentError(f"the stand-in of {invitation} has ended; look into its log")
+            raise DeploymentError(f"the stand-in of {invitation} has stopped; check its log")
         try:
             yield
         finally:

@@ -228,7 +228,7 @@ def test_three_tables_make_one_linear_model(tmp_path: Path) -> None:
 def test_a_table_of_other_columns_is_refused_by_its_client(tmp_path: Path) -> None:
     """The client's user sees the message; the coordinator is sent only the error's type."""
     linear = app("linear_model", [{"FEDLEARN_DATA": str(tables(tmp_path, num_columns=7)[0])}])
-    with pytest.raises(DataError, match="the model is of 30 columns, this client's table has 7"):
+    with pytest.raises(DataError, match="the model has 30 columns, but this client's table has 7"):
         linear.trainers[0].evaluate(_weights("linear_model"), control=UNATTENDED)
 
 
@@ -278,7 +278,7 @@ def _weights(name: str) -> Mapping[str, torch.Tensor]:
         ("linear_model", {}, "FEDLEARN_DATA is not set"),
         ("linear_model", {"FEDLEARN_DATA": "no.csv"}, "no.csv has no table with a label"),
         ("next_character", {}, "FEDLEARN_DATA is not set"),
-        ("next_character", {"FEDLEARN_DATA": "no.npz"}, "no.npz is not the file of roles"),
+        ("next_character", {"FEDLEARN_DATA": "no.npz"}, "no.npz is not the Shakespeare file"),
         ("next_character", {"FEDLEARN_DATA": "no.txt"}, "no.txt cannot be read"),
     ],
 )

@@ -255,7 +255,9 @@ def test_commands_work_and_a_coordinator_says_where_it_runs(system: str, tmp_pat
     if system == "win32":
         for refused in last:
             assert refused["code"] != 0
-            assert "a coordinator runs on Linux and macOS, and this is win32" in refused["said"]
+            assert (
+                "a coordinator runs only on Linux and macOS, but this is win32" in refused["said"]
+            )
     else:
         assert last[0]["code"] == 0
         assert "invitation" in last[0]["said"]

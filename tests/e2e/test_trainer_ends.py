@@ -37,12 +37,12 @@ class Ending:
 #: The reason that the coordinator records, by how a client's trainer ends; the first one trains.
 REASONS = {
     "": "",
-    "os._exit(1)": "the training process ended in this task (exit code 1)",
-    "os._exit(0)": "the training process ended in this task (exit code 0)",
-    "os._exit(3)": "the training process ended in this task (exit code 3)",
-    "os.kill(os.getpid(), signal.SIGKILL)": "the training process ended in this task "
+    "os._exit(1)": "the training process ended during this task (exit code 1)",
+    "os._exit(0)": "the training process ended during this task (exit code 0)",
+    "os._exit(3)": "the training process ended during this task (exit code 3)",
+    "os.kill(os.getpid(), signal.SIGKILL)": "the training process ended during this task "
     "(killed by signal 9)",
-    "ctypes.string_at(0)": "the training process ended in this task (killed by signal 11)",
+    "ctypes.string_at(0)": "the training process ended during this task (killed by signal 11)",
     "sys.exit(1)": "SystemExit",
 }
 

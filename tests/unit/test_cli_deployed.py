@@ -40,14 +40,14 @@ def test_init_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
     """And says what to type next."""
     assert "fedlearn coordinator coordinator.toml" in typed(capsys, "init")
     assert Path("coordinator.toml").read_text().startswith("# A deployment")
-    assert "there already" in typed(capsys, "init", code=2)
+    assert "exists already" in typed(capsys, "init", code=2)
 
 
 def test_init_writes_a_clients_file_too(capsys: pytest.CaptureFixture[str]) -> None:
     """It loads to the defaults, and says what to type next."""
     assert "--config client.toml" in typed(capsys, "init", "--client")
     assert load_client(Path("client.toml")) == ClientConfig()
-    assert "there already" in typed(capsys, "init", "--client", code=2)
+    assert "exists already" in typed(capsys, "init", "--client", code=2)
     typed(capsys, "init", "--client", "mine.toml")
     assert Path("mine.toml").read_text().startswith("# A client")
 
@@ -287,7 +287,7 @@ def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[s
     assert fingerprint(b"k" * 32) in other
     rows = [json.loads(line) for line in typed(capsys, "pins", "home", "--json").splitlines()]
     assert [each["client_id"] for each in rows] == [0, 4]
-    with home.locked():
+    with home.lock():
         assert "in use" in typed(capsys, "pins", "home", "--forget", "4", code=2)
     assert "is forgotten" in typed(capsys, "pins", "home", "--forget", "4")
     assert "no key of client 4" in typed(capsys, "pins", "home", "--forget", "4", code=2)
@@ -298,7 +298,7 @@ def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixt
     home = joined_home(capsys)
     enrolment = home.keys.enrolment()
     assert enrolment is not None
-    with home.locked():
+    with home.lock():
         assert "will be replaced" in typed(capsys, "rotate", "home")
     assert home.keys.wants_rotation(enrolment)
     assert "has joined" in typed(capsys, "rotate", "clinic-z", code=2)

@@ -163,7 +163,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         ),
         ('[conditions]\nbetween = ["22:00"]', "give two times of day"),
         ('[conditions]\nbetween = ["22:00", "24:00"]', "give two times of day"),
-        ('[conditions]\nbetween = ["22:00", "22:00"]', "which is never"),
+        ('[conditions]\nbetween = ["22:00", "22:00"]', "is an empty period"),
         ("[policy", "not valid TOML"),
     ],
 )

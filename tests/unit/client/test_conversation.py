@@ -9,7 +9,6 @@ import pytest
 from fedlearn.client.conversation import (
     Action,
     Adopt,
-    Answer,
     Begin,
     Cancel,
     ConditionsChecked,
@@ -29,7 +28,8 @@ from fedlearn.client.conversation import (
     StopRequested,
     TaskOffered,
     TaskWithdrawn,
-    WorkEnded,
+    WorkAbandoned,
+    WorkFinished,
     step,
 )
 from fedlearn.client.tasks import HeldReply, OpenTask
@@ -73,8 +73,8 @@ def held(round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = mat
     )
 
 
-def answered(round_num: int = 0) -> Answer:
-    return Answer(task(round_num), b"reply", None)
+def answered(round_num: int = 0) -> WorkFinished:
+    return WorkFinished(task(round_num), b"reply", None)
 
 
 def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation, list[Action]]:
@@ -86,9 +86,9 @@ def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation
     return here, done
 
 
-def answered_for(begun: OpenTask, *, asked: OpenTask) -> tuple[Answer, Answer]:
+def answered_for(begun: OpenTask, *, asked: OpenTask) -> tuple[WorkFinished, WorkFinished]:
     """Return the result of work on a prefetched model: as reported, and as held for the task."""
-    return Answer(begun, b"ahead", None), Answer(asked, b"ahead", None)
+    return WorkFinished(begun, b"ahead", None), WorkFinished(asked, b"ahead", None)
 
 
 FINE = ConditionsChecked((), 0.0)
@@ -150,7 +150,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             answered(),
             TaskOffered(task(2)),
             ModelFetched(ahead(1)),
-            WorkEnded(),
+            WorkAbandoned(),
         ),
         [*STARTED, Hold(answered()), Begin(task(2)), Disconnect()],
     ),
@@ -161,7 +161,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "work ahead that is too old is called off for the question": (
         (
             *(*WORKING, ModelFetched(ahead(1, last=3)), answered()),
-            *(TaskOffered(task(4)), WorkEnded()),
+            *(TaskOffered(task(4)), WorkAbandoned()),
         ),
         [
             *(*STARTED, Hold(answered()), Begin(ahead(1, last=3))),
@@ -169,7 +169,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         ],
     ),
     "work ahead is called off for an evaluation": (
-        (*OVERLAPPED, TaskOffered(evaluation(1)), WorkEnded()),
+        (*OVERLAPPED, TaskOffered(evaluation(1)), WorkAbandoned()),
         [
             *(*BEGUN, Cancel(key(1), "the coordinator has moved on")),
             *(Erase(), Begin(evaluation(1))),
@@ -178,25 +178,25 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "what is done ahead outlasts an evaluation": (
         (
             *(*OVERLAPPED, DONE, TaskOffered(evaluation(1))),
-            *(Answer(evaluation(1), b"loss", None), TaskOffered(task(2))),
+            *(WorkFinished(evaluation(1), b"loss", None), TaskOffered(task(2))),
         ),
         [
             *(*BEGUN, Begin(evaluation(1))),
-            *(Hold(Answer(evaluation(1), b"loss", None)), Hold(HELD_FOR_2)),
+            *(Hold(WorkFinished(evaluation(1), b"loss", None)), Hold(HELD_FOR_2)),
         ],
     ),
     "it is of no use where that changed the client's state": (
         (
             *(*OVERLAPPED, DONE, TaskOffered(evaluation(1))),
-            *(Answer(evaluation(1), b"loss", b"state"), TaskOffered(task(2))),
+            *(WorkFinished(evaluation(1), b"loss", b"state"), TaskOffered(task(2))),
         ),
         [
             *(*BEGUN, Begin(evaluation(1))),
-            *(Hold(Answer(evaluation(1), b"loss", b"state")), Begin(task(2))),
+            *(Hold(WorkFinished(evaluation(1), b"loss", b"state")), Begin(task(2))),
         ],
     ),
     "conditions call work ahead off, and forget what was told": (
-        (*OVERLAPPED, ModelAnnounced(ahead(2)), BROKEN, WorkEnded(), FINE, HELLO),
+        (*OVERLAPPED, ModelAnnounced(ahead(2)), BROKEN, WorkAbandoned(), FINE, HELLO),
         [*BEGUN, Cancel(key(1), "conditions"), Deliver(held())],
     ),
     "work ahead that failed before anybody asked is forgotten": (
@@ -211,13 +211,13 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         (*OVERLAPPED, SessionEnded(), SessionStarted("run"), TaskOffered(task(2)), DONE),
         [*BEGUN, Deliver(held()), Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
-    "work ahead that ends in nothing costs no session": ((*OVERLAPPED, WorkEnded()), BEGUN),
+    "work ahead that ends in nothing costs no session": ((*OVERLAPPED, WorkAbandoned()), BEGUN),
     "a question that took it over and ends in nothing is offered anew": (
-        (*OVERLAPPED, TaskOffered(task(2)), WorkEnded()),
+        (*OVERLAPPED, TaskOffered(task(2)), WorkAbandoned()),
         [*BEGUN, Adopt(task(2)), Disconnect()],
     ),
     "work ahead is withdrawn": (
-        (*OVERLAPPED, TaskWithdrawn(key(1), "over"), WorkEnded()),
+        (*OVERLAPPED, TaskWithdrawn(key(1), "over"), WorkAbandoned()),
         [*BEGUN, Cancel(key(1), "over"), Erase()],
     ),
     "what is done ahead is withdrawn": (
@@ -229,7 +229,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             *OVERLAPPED,
             ModelAnnounced(ahead(3)),
             TaskWithdrawn(no_question(3), "limited"),
-            WorkEnded(),
+            WorkAbandoned(),
         ),
         [*BEGUN, Cancel(key(1), "limited"), Erase()],
     ),
@@ -291,7 +291,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         ],
     ),
     "a task that is offered again while its last batch runs goes on if that was the end": (
-        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkEnded()),
+        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkAbandoned()),
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a reply waits for the next session": (
@@ -299,7 +299,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         SENT,
     ),
     "a withdrawn task is called off and erased": (
-        (*WORKING, TaskWithdrawn(key(), "closed"), WorkEnded()),
+        (*WORKING, TaskWithdrawn(key(), "closed"), WorkAbandoned()),
         [*STARTED, Cancel(key(), "closed"), Erase()],
     ),
     "a task that was finished before it heard is dropped": (
@@ -315,7 +315,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         STARTED,
     ),
     "another task waits until the batch is over": (
-        (*WORKING, TaskOffered(task(1)), WorkEnded()),
+        (*WORKING, TaskOffered(task(1)), WorkAbandoned()),
         [
             *STARTED,
             Cancel(key(), "the coordinator has moved on"),
@@ -324,11 +324,11 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         ],
     ),
     "a task that waited may be withdrawn before it begins": (
-        (*WORKING, TaskOffered(task(1)), TaskWithdrawn(key(1), "closed"), WorkEnded()),
+        (*WORKING, TaskOffered(task(1)), TaskWithdrawn(key(1), "closed"), WorkAbandoned()),
         [*STARTED, Cancel(key(), "the coordinator has moved on"), Erase()],
     ),
     "a broken condition calls the task off, keeps its checkpoint and leaves": (
-        (*WORKING, BROKEN, WorkEnded()),
+        (*WORKING, BROKEN, WorkAbandoned()),
         [*STARTED, Cancel(key(), "conditions"), Disconnect()],
     ),
     "a task that was finished when the condition broke is kept": (
@@ -336,11 +336,11 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Hold(answered())],
     ),
     "the task goes on when the condition holds again and it is still open": (
-        (*WORKING, BROKEN, SessionEnded(), WorkEnded(), FINE, HELLO, TaskOffered(task())),
+        (*WORKING, BROKEN, SessionEnded(), WorkAbandoned(), FINE, HELLO, TaskOffered(task())),
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that is offered again before the batch is over begins after it": (
-        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkEnded()),
+        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkAbandoned()),
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that comes while a condition is broken is left": (
@@ -353,15 +353,15 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Disconnect()],
     ),
     "work whose download broke leaves and is offered again": (
-        (*WORKING, WorkEnded()),
+        (*WORKING, WorkAbandoned()),
         [*STARTED, Disconnect()],
     ),
     "work whose download broke with the session is offered again by the next": (
-        (*WORKING, SessionEnded(), WorkEnded(), HELLO, TaskOffered(task())),
+        (*WORKING, SessionEnded(), WorkAbandoned(), HELLO, TaskOffered(task())),
         [*STARTED, Begin(task())],
     ),
     "stopping calls the task off and keeps it": (
-        (*WORKING, StopRequested(), WorkEnded()),
+        (*WORKING, StopRequested(), WorkAbandoned()),
         [*STARTED, Cancel(key(), "stopped")],
     ),
     "stopping keeps a reply that was just finished": (
@@ -378,7 +378,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Drop(held(), "its run is over")],
     ),
     "work for a run that is over is called off": (
-        (*WORKING, SessionEnded(), SessionStarted("another"), WorkEnded()),
+        (*WORKING, SessionEnded(), SessionStarted("another"), WorkAbandoned()),
         [*STARTED, Cancel(key(), "its run is over"), Erase()],
     ),
     "work long past its deadline is given up": (
@@ -387,7 +387,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             TaskOffered(task(expires_unix_s=9.0)),
             FINE,
             ConditionsChecked((), 10.0),
-            WorkEnded(),
+            WorkAbandoned(),
         ),
         [
             Begin(task(expires_unix_s=9.0)),
@@ -440,5 +440,5 @@ def test_a_process_ends_when_its_work_has() -> None:
     assert play(StopRequested())[0].is_done
     busy, _ = play(*WORKING, StopRequested())
     assert not busy.is_done
-    assert play(WorkEnded(), here=busy)[0].is_done
-    assert not play(*WORKING, WorkEnded())[0].is_done
+    assert play(WorkAbandoned(), here=busy)[0].is_done
+    assert not play(*WORKING, WorkAbandoned())[0].is_done

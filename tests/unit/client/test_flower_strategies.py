@@ -104,7 +104,7 @@ REQUIRED = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
 @pytest.mark.parametrize(
     ("reply", "named"),
     [
-        (lambda: reply_of(local=None), "does not say how it trains.*client_app"),
+        (lambda: reply_of(local=None), "does not define how to train.*client_app"),
         (lambda: reply_of(policy=REQUIRED), "secure_aggregation.required"),
         (lambda: reply_of(kind="evaluate", policy=REQUIRED), "secure_aggregation.required"),
         (lambda: reply_of(policy=Policy(max_epochs=2), local_epochs=3), "max_epochs"),
@@ -140,4 +140,4 @@ def test_a_limit_a_day_that_nobody_counts_on_flower_is_refused(policy: Policy) -
     """Control: policies without such limits, in the tests above."""
     reply = reply_of(policy=policy)
     assert reply.has_error()
-    assert "does not remember the day" in (reply.error.reason or "")
+    assert "does not count per day" in (reply.error.reason or "")

@@ -96,7 +96,7 @@ def test_who_agrees_again_waits_for_the_process_that_was_told_to_end(
     """That process could still write data. Until it ends, consent cannot be given again."""
     monkeypatch.setattr(folder_module, "_REVOKED_S", 0.0)
     home.set_consent(granted=True)
-    with home.locked():
+    with home.lock():
         home.set_consent(granted=True)
         home.set_consent(granted=False)
         with pytest.raises(DeploymentError, match="in use by another"):
@@ -119,9 +119,9 @@ def test_the_folder_is_private(home: Home) -> None:
 
 def test_one_process_works_in_a_folder(home: Home) -> None:
     """Another process may once the first has left."""
-    with home.locked(), pytest.raises(DeploymentError, match="in use by another"), home.locked():
+    with home.lock(), pytest.raises(DeploymentError, match="in use by another"), home.lock():
         pass
-    with home.locked():
+    with home.lock():
         pass
 
 
@@ -129,7 +129,7 @@ def test_one_process_works_in_a_folder(home: Home) -> None:
 def test_a_forked_child_that_lives_on_does_not_keep_the_folder(home: Home) -> None:
     """Like a trainer's worker. Control: the child does not release its parent's lock."""
     (told, tells), (waited, ends) = os.pipe(), os.pipe()
-    with home.locked():
+    with home.lock():
         assert home.is_in_use()
         child = os.fork()
         if child == 0:
@@ -141,7 +141,7 @@ def test_a_forked_child_that_lives_on_does_not_keep_the_folder(home: Home) -> No
         assert home.is_in_use()
     try:
         assert not home.is_in_use()
-        with home.locked():
+        with home.lock():
             pass
     finally:
         os.close(ends)
@@ -155,17 +155,17 @@ def test_a_process_that_is_ending_is_waited_for(home: Home) -> None:
     is_held, ends = threading.Event(), threading.Event()
 
     def predecessor() -> None:
-        with home.locked():
+        with home.lock():
             is_held.set()
             ends.wait()
 
     thread = threading.Thread(target=predecessor)
     thread.start()
     is_held.wait()
-    with pytest.raises(DeploymentError), home.locked(timeout_s=0.1):
+    with pytest.raises(DeploymentError), home.lock(timeout_s=0.1):
         pass
     threading.Timer(0.2, ends.set).start()
-    with home.locked(timeout_s=60.0):
+    with home.lock(timeout_s=60.0):
         pass
     thread.join()
 
@@ -368,7 +368,9 @@ def test_a_damaged_count_is_told_and_counts_as_none(home: Home, name: str, conte
         assert counts[name](1000.0) == 0
     [log] = logs
     assert log["event"] == "damaged_file"
-    assert re.match(rf"{home.folder / name} does not hold .*: the client works as", log["reason"])
+    assert re.match(
+        rf"{home.folder / name} does not hold .*: the client continues without", log["reason"]
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b'{"key"', b"[]"])
@@ -405,10 +407,10 @@ def test_counts_that_cannot_be_read_are_not_taken_for_none(home: Home) -> None:
 @pytest.mark.parametrize("note", ["", "{", '{"pid": 1}', '{"pid": "x", "parent": 1, "mark": "m"}'])
 def test_a_damaged_note_in_a_lock_keeps_nobody_from_the_folder(home: Home, note: str) -> None:
     """The note only identifies the previous process."""
-    with home.locked():
+    with home.lock():
         pass
     (home.folder / "lock").write_text(f"\n{note}\n")
-    with home.locked():
+    with home.lock():
         assert home.is_in_use()
 
 

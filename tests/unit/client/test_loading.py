@@ -107,7 +107,7 @@ def test_a_trainer_in_a_script_is_found_by_its_file(main: ModuleType) -> None:
         ("{file}:Missing", "no class or function Missing"),
         ("{file}:value", "no class or function value"),
         ("{file}:Half", "without a method evaluate"),
-        ("{file}:Silent", "which settings it honours; add such as `honours = "),
+        ("{file}:Silent", "without `honours`, .*; add them, such as `honours = "),
         ("nowhere.py:Trainer", "no file nowhere.py"),
     ],
 )

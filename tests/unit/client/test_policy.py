@@ -63,14 +63,14 @@ def test_the_days_number_of_trainings_is_kept() -> None:
     ("policy", "name", "value", "limit"),
     [
         (ExtraPolicy(), "anything", "at all", None),
-        (ExtraPolicy(numbers=()), "rate", 0.5, "numbers of no name"),
-        (ExtraPolicy(numbers=()), "rate", 5, "numbers of no name"),
+        (ExtraPolicy(numbers=()), "rate", 0.5, "no numbers"),
+        (ExtraPolicy(numbers=()), "rate", 5, "no numbers"),
         (ExtraPolicy(numbers=()), "dry", True, None),
-        (ExtraPolicy(truths=()), "dry", True, "truth values of no name"),
+        (ExtraPolicy(truths=()), "dry", True, "no truth values"),
         (ExtraPolicy(numbers=("loss.*", "rate")), "loss.weight", 1, None),
-        (ExtraPolicy(numbers=("loss.*", "rate")), "rat", 1, "numbers of the names loss.*, rate"),
+        (ExtraPolicy(numbers=("loss.*", "rate")), "rat", 1, "numbers with the names loss.*, rate"),
         (ExtraPolicy(texts=("way",)), "way", "up", None),
-        (ExtraPolicy(texts=("way",)), "Way", "up", "texts of the names way"),
+        (ExtraPolicy(texts=("way",)), "Way", "up", "texts with the names way"),
         (ExtraPolicy(max_characters=3), "way", "down", "texts of at most 3 characters"),
         (ExtraPolicy(), "way", None, "texts, numbers and truth values"),
     ],
@@ -103,7 +103,7 @@ def test_as_many_free_form_settings_as_allowed_are_taken() -> None:
         ExtraPolicy(max_settings=-1)
 
 
-@pytest.mark.parametrize(("min_cohort", "left"), [(3, "one of 1"), (2, "one of 1"), (4, None)])
+@pytest.mark.parametrize(("min_cohort", "left"), [(3, "a sum of 1"), (2, "a sum of 1"), (4, None)])
 def test_a_cohort_in_which_two_accomplices_read_the_rest_is_warned_of(
     min_cohort: int, left: str | None
 ) -> None:

@@ -947,7 +947,7 @@ RULES = [
     Rule(
         "secure_aggregation.required",
         "an update that the coordinator could read",
-        "secure aggregation alone",
+        "only secure aggregation",
         secure(required=True),
         TRAINING,
         secure(required=False),
@@ -955,7 +955,7 @@ RULES = [
     Rule(
         "secure_aggregation.required",
         "an evaluation that the coordinator could read",
-        "secure aggregation alone",
+        "only secure aggregation",
         secure(required=True),
         EVALUATION,
         secure(required=False),
@@ -979,7 +979,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "an update that the coordinator could read",
-        "a sum with noise of each client alone",
+        "only a sum to which each client adds noise",
         noised(),
         TRAINING,
         Policy(),
@@ -987,7 +987,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "an evaluation that the coordinator could read",
-        "a sum with noise of each client alone",
+        "only a sum to which each client adds noise",
         noised(),
         EVALUATION,
         Policy(),
@@ -1019,7 +1019,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "an update without noise",
-        "an update with noise enough by itself alone",
+        "only an update with enough noise of its own",
         local(),
         TRAINING,
         Policy(),
@@ -1027,7 +1027,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "an evaluation that the coordinator could read",
-        "an update with noise enough by itself alone",
+        "only an update with enough noise of its own",
         local(),
         EVALUATION,
         Policy(),
@@ -1035,7 +1035,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "a sum to which each client adds a share of the noise, or none",
-        "an update with noise enough by itself alone",
+        "only an update with enough noise of its own",
         local(),
         advert(noise_multiplier=3.0),
         noised(),

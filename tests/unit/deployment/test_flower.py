@@ -172,7 +172,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_last_round(tmp_path: Path) -> N
     )
     with pytest.raises(ConfigError, match="ours is a deployed run"):
         resume("ours", site, from_previous=False)
-    with pytest.raises(ConfigError, match="begun with another configuration: seed: 0 then"):
+    with pytest.raises(ConfigError, match="started with another configuration: seed: 0 then"):
         run_of(federation(3, **settings | {"overrides": "name=ours;seed=1"}), tmp_path, Heard())
     heard = Heard()
     run_of(federation(3, **settings), tmp_path, heard)
@@ -180,7 +180,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_last_round(tmp_path: Path) -> N
     assert statuses(tmp_path) == [RunStatus.DONE]
     again = Heard()
     run_of(federation(3, **settings), tmp_path, again)
-    assert (again.rounds, again.notes) == ([], ["it was done before"])
+    assert (again.rounds, again.notes) == ([], ["this run is already done"])
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_apps_that_know_nothing_of_fedlearn_train_as_any_other(tmp_path: Path) -
     first, last = heard.rounds[0], heard.rounds[-1]
     assert last.metrics["clients/eval_acc_by_examples"] > 0.8
     assert last.train_metrics["train_loss"] < first.train_metrics["train_loss"]
-    assert "the nodes' own ClientApps train, each known by its node's id" in heard.notes
+    assert "the nodes' own ClientApps train; a client's id is its node's id" in heard.notes
 
 
 def test_means_by_examples_are_those_of_flowers_own_strategies(tmp_path: Path) -> None:

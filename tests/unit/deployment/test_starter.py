@@ -91,7 +91,7 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
     """The file may contain a user's work."""
     file = tmp_path / "coordinator.toml"
     file.write_text("seed = 3\n")
-    with pytest.raises(DeploymentError, match=r"there already; name another"):
+    with pytest.raises(DeploymentError, match=r"exists already; name another"):
         write_starter(file)
     assert file.read_text() == "seed = 3\n"
 

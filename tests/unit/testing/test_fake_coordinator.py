@@ -177,7 +177,7 @@ def test_a_client_that_is_not_eligible_is_not_asked() -> None:
 
     async def waits(coordinator: FakeCoordinator) -> None:
         async with joined(coordinator.invite("clinic-a")):
-            with pytest.raises(DeploymentError, match="0 of 1 clients came within"):
+            with pytest.raises(DeploymentError, match="0 of 1 clients connected within"):
                 await asyncio.to_thread(coordinator.wait_for, 1, timeout_s=0.5)
 
     too_many = Requirements(min_examples=NUM_EXAMPLES + 1)
@@ -223,7 +223,7 @@ def test_a_coordinator_that_goes_away_comes_back_where_it_was(
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection(*address.split(":"))
             assert fake_coordinator.list_clients() == []
-            with pytest.raises(DeploymentError, match="this coordinator is away"):
+            with pytest.raises(DeploymentError, match="this coordinator is stopped"):
                 fake_coordinator.train(network(), SETTINGS)
         assert fake_coordinator.address == address
         async with joined(fake_coordinator.invite("clinic-a")) as (session, _, again):

@@ -58,7 +58,7 @@ def test_whoever_does_not_come_is_told_of(tmp_path: Path) -> None:
     """With how many there are. The control is above: there one is waited for and comes."""
     with LocalGateway(tmp_path) as local:
         credentials(local)
-        with pytest.raises(DeploymentError, match="0 of 1 clients came within"):
+        with pytest.raises(DeploymentError, match="0 of 1 clients connected within"):
             local.wait_for(1, timeout_s=0.1)
 
 
