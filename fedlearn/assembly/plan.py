@@ -110,7 +110,7 @@ def build_release(
     noise = SharedNoise(plan.noise, cluster)
     try:
         if not components.config.privacy.is_distributed:
-            return plan.release(components.algorithm, params.layout, noise)
+            return plan.build_release(components.algorithm, params.layout, noise)
         secure = components.secure
         assert secure is not None  # building it would have failed
         secure.lanes(params.layout)  # raises

@@ -12,7 +12,7 @@ from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
-from fedlearn.privacy.banded_matrix import optimal
+from fedlearn.privacy.banded_matrix import find_optimal
 from fedlearn.privacy.plan import (
     BandedPlan,
     CentralPlan,
@@ -44,7 +44,7 @@ def add_privacy(components: ComponentsT, num_users: int) -> ComponentsT:
         )
     try:
         plan = _build_privacy_plan(components, num_users)
-        policy, _ = plan.policy(policy), plan.strategy(components.algorithm)
+        policy, _ = plan.adapt_policy(policy), plan.wrap_strategy(components.algorithm)
     except ValueError as error:
         raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
     section = _calibrate(components.config, plan)  # takes seconds, so the cheap checks come first
@@ -56,7 +56,7 @@ def add_privacy(components: ComponentsT, num_users: int) -> ComponentsT:
         privacy=plan,
         policy=policy,
         sampler=plan.sampler,
-        algorithm=plan.strategy(components.algorithm),
+        algorithm=plan.wrap_strategy(components.algorithm),
     )
     _ = made.secure  # raises if the secure sum has no room for the noise
     return made
@@ -90,7 +90,7 @@ def _build_privacy_plan(components: Components, num_users: int) -> PrivacyPlan:
         return LocalPlan(**common)
     if section.bands is not None:
         assert isinstance(cohorts, CyclicCohorts)  # the configuration makes sure of this, too
-        matrix = optimal(bands=section.bands, num_rounds=components.config.num_rounds)
+        matrix = find_optimal(bands=section.bands, num_rounds=components.config.num_rounds)
         mean_size = round(num_users / cohorts.num_groups)
         return BandedPlan(**common | {"num_wanted": mean_size}, matrix=matrix)
     if section.mode == "example":
@@ -150,11 +150,11 @@ def _calibrate(config: Config, plan: PrivacyPlan) -> PrivacySection:
     section = config.privacy
     if section.noise_multiplier is not None:
         return section
-    from fedlearn.privacy.accounting import calibrated  # noqa: PLC0415 (takes a second)
+    from fedlearn.privacy.accounting import calibrate  # noqa: PLC0415 (takes a second)
 
     assert section.epsilon is not None  # the configuration makes sure that one of them is given
     assert section.target_delta is not None
-    multiplier = calibrated(
+    multiplier = calibrate(
         plan.accounted,
         epsilon=section.epsilon,
         target_delta=section.target_delta,

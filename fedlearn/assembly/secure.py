@@ -9,7 +9,7 @@ from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 from fedlearn.identity.rosters import IdentityRoster
-from fedlearn.privacy.plan import ExampleNoised
+from fedlearn.privacy.plan import ExampleNoiseStrategy
 from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.plan import SecurePlan
 
@@ -75,7 +75,7 @@ def _varies_by_client(strategy: Strategy) -> bool:
     tells = type(strategy).locals_for
     if isinstance(strategy, StrategyWrapper) and tells in (
         StrategyWrapper.locals_for,
-        ExampleNoised.locals_for,
+        ExampleNoiseStrategy.locals_for,
     ):
         return _varies_by_client(strategy.inner)
     return tells is not Strategy.locals_for

@@ -92,7 +92,7 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
     yield "time", summary.times()
     yield from describe_metrics(summary)
     if (spent := run.privacy) is not None:
-        yield "privacy", spent.text()
+        yield "privacy", spent.format()
     yield from _describe_participation(summary)
     yield from _describe_missed(run)
     for each in [one for one in run.history if one.staleness][-_MISSED_ROUNDS:]:

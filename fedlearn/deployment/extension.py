@@ -77,7 +77,7 @@ def _require_affordable(
     components = build_components(config, data_dir=data_dir)
     _, charging, _ = start_accounting(components, stored, num_finished=num_finished, clock=clock)
     due = num_rounds - num_finished
-    if charging is not None and (affordable := charging.foresee(due)) < due:
+    if charging is not None and (affordable := charging.count_affordable(due)) < due:
         raise ConfigError(
             f"{num_rounds} rounds of {record.name} would exceed its privacy budget, epsilon "
             f"{budget:g}: it covers {affordable} more after the {num_finished} that are "

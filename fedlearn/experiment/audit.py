@@ -35,14 +35,14 @@ from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_
 from fedlearn.privacy.audit import (
     SEEN,
     Canaries,
+    CanaryStrategy,
     OwnNumbers,
-    Planted,
-    SeenSingly,
-    Watched,
+    ReleaseRecorder,
+    SingleUpdateStrategy,
     lower_bound,
     power,
 )
-from fedlearn.privacy.banded_matrix import optimal
+from fedlearn.privacy.banded_matrix import find_optimal
 from fedlearn.privacy.plan import PrivacyPlan
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import ClientRows, Population, UnreadRows, unread_rows
@@ -222,7 +222,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     assert plan is not None
     assert delta is not None  # the configuration makes sure of both
     num_pairs = _num_pairs(real, plan, num_canaries)
-    canaries = Canaries.drawn(
+    canaries = Canaries.draw(
         num_pairs=num_pairs, opposite=plan.event.cohorts.adjacency is Adjacency.REPLACE
     )
     delta = min(delta, _SHARE / (2 * num_pairs))
@@ -242,11 +242,11 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
             audited,
             data_dir=data_dir,
             of_clients=partial(CanaryPopulation, num_clients=num_clients),
-            of_algorithm=lambda inner: Watched(Planted(inner, canaries), weights_Tm),
+            of_algorithm=lambda inner: ReleaseRecorder(CanaryStrategy(inner, canaries), weights_Tm),
         )
     if plan.is_local:
         kept = OwnNumbers(canaries, per_client)
-        components = replace(components, algorithm=SeenSingly(components.algorithm, kept))
+        components = replace(components, algorithm=SingleUpdateStrategy(components.algorithm, kept))
     assert components.privacy is not None
     scores = canaries.scores(_run_attack(components, site))
     num_correct = canaries.num_correct(scores)
@@ -310,7 +310,7 @@ def _weights(audited: Config, plan: PrivacyPlan, canaries: Canaries) -> NDArray[
     if plan.bands is None:
         return np.ones((num_rounds, count))
     num_groups, everyone = plan.num_groups, [ClientId(each) for each in range(count)]
-    matrix = optimal(bands=plan.bands, num_rounds=num_rounds)
+    matrix = find_optimal(bands=plan.bands, num_rounds=num_rounds)
     column_T = np.zeros(num_rounds)
     column_T[: len(matrix.diagonals)] = matrix.diagonals
     matrix_TT = toeplitz(column_T, np.zeros(num_rounds))
@@ -342,7 +342,7 @@ def _with_canary_examples(
         make_model=partial(nn.Linear, population.size, 1, bias=False),
         objective=CustomLoss(_output),
         data=FederatedData(population=population, test=nothing),
-        algorithm=Watched(build_algorithm(audited), weights_Tm),
+        algorithm=ReleaseRecorder(build_algorithm(audited), weights_Tm),
         make_trainer=audited.client.make_trainer(),
         extra=audited.client.extra,
     )

@@ -125,7 +125,7 @@ def load_earlier_charges(components: Components, database: Database) -> dict[Eve
     section = components.config.privacy
     if section.other_data_because is not None:
         return {}
-    return StoredLedger(database, population=section.population, run="").spent()
+    return StoredLedger(database, population=section.population, run="").load_spent()
 
 
 class PrivacyAccounting(NamedTuple):
@@ -165,7 +165,7 @@ def start_accounting(
     if section.epsilon is not None:
         budget = Budget(epsilon=section.epsilon, target_delta=delta)
     ledger = ledger_of(stored, section)
-    kinds = {event.cohorts.adjacency.value for event in [*ledger.spent(), plan.event]}
+    kinds = {event.cohorts.adjacency.value for event in [*ledger.load_spent(), plan.event]}
     if len(kinds) > 1:
         raise ConfigError(
             f"cohort.sampling, privacy.mode: earlier runs on the clients {ledger.population!r} "
@@ -175,7 +175,7 @@ def start_accounting(
         )
     charging = Charging(
         ledger,
-        plan.event.charged_by(stored.name),
+        plan.event.for_run(stored.name),
         clip_norm=plan.clip_norm,
         budget=budget,
         epsilon_of=partial(epsilon_of_release, target_delta=delta),
@@ -188,7 +188,7 @@ def start_accounting(
             "the coordinator trains on what is released and on examples of its own: "
             "post-processing, which costs no ε; nothing hides the examples that it has itself"
         )
-    affordable = charging.foresee(due) if due > 0 else due
+    affordable = charging.count_affordable(due) if due > 0 else due
     if affordable < due:
         notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds to come")
     num_lost = sum(ledger.spent_by_run().values()) - num_finished

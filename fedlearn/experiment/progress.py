@@ -419,7 +419,7 @@ def _describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
         yield "error", printable(run.error)
     yield from describe_metrics(summary) if summary.best else [("best", "nothing was evaluated")]
     if summary.privacy is not None:
-        yield "privacy", summary.privacy.text()
+        yield "privacy", summary.privacy.format()
     yield from _describe_problems(summary)
     yield "path", printable(str(path))
     yield from next_steps(summary, path, "show", "plot")

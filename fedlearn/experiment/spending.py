@@ -37,7 +37,7 @@ def load_spending(stored: StoredRun) -> Spending | None:
 
     ledger, delta = ledger_of(stored, section), section.target_delta
     assert delta is not None  # the configuration makes sure
-    spent = ledger.spent()
+    spent = ledger.load_spent()
     adjacencies: set[Adjacency] = {event.cohorts.adjacency for event in spent}
     return Spending(
         epsilon=epsilon_of_release(spent, target_delta=delta),

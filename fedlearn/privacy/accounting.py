@@ -35,8 +35,8 @@ from scipy.stats import binom
 
 from fedlearn.algorithms.cohorts import FixedCohorts, PoissonCohorts
 from fedlearn.privacy.events import Cohorts, Event, ExampleCohorts, Spent
-from fedlearn.privacy.gaussian import gaussian_epsilon, mixed_epsilon
-from fedlearn.privacy.replaced_user import WorstRounds, either_side_delta, losses_up_to
+from fedlearn.privacy.gaussian import gaussian_epsilon, mixture_epsilon
+from fedlearn.privacy.replaced_user import WorstRounds, build_loss_grid, either_side_delta
 
 #: Grid spacing of privacy losses. Losses are rounded up, so rounding can only raise a figure.
 _FINE, _ROUGH = 1e-4, 4e-3
@@ -114,7 +114,7 @@ def epsilon_against_coordinator(spent: Spent, *, target_delta: float) -> float:
     return gaussian_epsilon(_distance(spent), target_delta)
 
 
-def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rounds: int) -> float:
+def calibrate(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rounds: int) -> float:
     """Return the smallest noise multiplier that keeps ``num_rounds`` releases within a budget.
 
     Args:
@@ -131,7 +131,7 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
 
     Example:
         >>> cohorts = PoissonCohorts(population=1000, expected=1000, largest=1000)
-        >>> round(calibrated(cohorts, epsilon=4.378, target_delta=1e-5, num_rounds=4), 2)
+        >>> round(calibrate(cohorts, epsilon=4.378, target_delta=1e-5, num_rounds=4), 2)
         2.0
     """
     _require_delta(target_delta)
@@ -143,8 +143,9 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
         chance = 1.0 - (1.0 - cohorts.rate) ** num_rounds
         if target_delta >= chance:
             raise ValueError(
-                f"target_delta is {target_delta:g}, and that a user is asked at all is no more "
-                f"probable ({chance:.2g}), so that no noise would do; give a smaller one"
+                f"target_delta is {target_delta:g}, which is not below the probability "
+                f"({chance:.2g}) that a user is asked at all, so no noise would be needed; give a "
+                "smaller one"
             )
 
     coarse = max(_FINE, _COARSE_SHARE * epsilon)
@@ -153,7 +154,7 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
         return _epsilon({Event(cohorts, multiplier): num_rounds}, target_delta, interval) <= epsilon
 
     # Sampling never raises ε, so the noise that is enough without it is enough.
-    enough = _unsampled(cohorts, epsilon, target_delta, num_rounds)
+    enough = _calibrate_without_sampling(cohorts, epsilon, target_delta, num_rounds)
     too_little = enough / 2.0
     while is_within(too_little, coarse):
         enough, too_little = too_little, too_little / 2.0
@@ -169,7 +170,9 @@ def calibrated(cohorts: Cohorts, *, epsilon: float, target_delta: float, num_rou
     return enough
 
 
-def _unsampled(cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds: int) -> float:
+def _calibrate_without_sampling(
+    cohorts: Cohorts, epsilon: float, target_delta: float, num_rounds: int
+) -> float:
     """Return the multiplier that is enough for users that are sampled in every round."""
     low, high = 0.0, 1.0
     while gaussian_epsilon(high, target_delta) < epsilon:
@@ -195,12 +198,12 @@ def _epsilon(spent: Spent, target_delta: float, interval: float | None = None) -
     if all(event.cohorts.rate == 1.0 for event in spent):
         return unsampled
     if all(isinstance(event.cohorts, ExampleCohorts) for event in spent):
-        return mixed_epsilon(*_squares(spent), target_delta)
-    return min(unsampled, _sampled_epsilon(tuple(spent.items()), target_delta, interval))
+        return mixture_epsilon(*_mix_distances(spent), target_delta)
+    return min(unsampled, _compute_sampled_epsilon(tuple(spent.items()), target_delta, interval))
 
 
 @lru_cache(maxsize=1024)  # a run needs the same figure when it is built, logged and reported
-def _sampled_epsilon(
+def _compute_sampled_epsilon(
     spent: tuple[tuple[Event, int], ...], target_delta: float, interval: float | None
 ) -> float:
     """Return ε against an adversary that does not see the cohorts."""
@@ -209,16 +212,16 @@ def _sampled_epsilon(
         return math.inf  # too slow to compute; the caller has the bound without sampling
     if interval is None:
         # A coarser grid for large losses makes ε no less precise relatively, and saves seconds.
-        parts = _losses_of(spent, max(_ROUGH, most / _LOSSES))
-        rough = _composed_epsilon(parts.values(), target_delta)
+        parts = _compose_losses(spent, max(_ROUGH, most / _LOSSES))
+        rough = _compose_epsilon(parts.values(), target_delta)
         num_rounds = sum(count for event, count in spent if _is_fixed(event))
         enough = max(_FINE, _EXACT_SHARE * rough, 2.0 * num_rounds * rough / _STEPS)
         # Powers of two: few distinct spacings, so that the cache of losses is hit.
         interval = _FINE * 2.0 ** math.floor(math.log2(enough / _FINE))
-    return _amplified_epsilon(spent, target_delta, min(interval, _WIDEST))
+    return _compute_amplified_epsilon(spent, target_delta, min(interval, _WIDEST))
 
 
-def _squares(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _mix_distances(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return sums of squared distances of the releases with an example, and their probabilities."""
     squares: NDArray[np.float64] = np.zeros(1)
     chances: NDArray[np.float64] = np.ones(1)
@@ -235,43 +238,43 @@ def _squares(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return squares, chances
 
 
-def _amplified_epsilon(
+def _compute_amplified_epsilon(
     spent: tuple[tuple[Event, int], ...], target_delta: float, interval: float
 ) -> float:
     """Return ε by the distribution of the privacy loss."""
-    parts = _losses_of(spent, interval)
-    epsilon = _composed_epsilon(parts.values(), target_delta)
+    parts = _compose_losses(spent, interval)
+    epsilon = _compose_epsilon(parts.values(), target_delta)
     fixed = [each for each in spent if _is_fixed(each[0])]
     if not fixed:
         return epsilon
     # The event with the largest total distance gets the tight analysis. All others get the loss
     # that is the worst on both sides, so that the bound holds for any order of the rounds.
     event, count = max(fixed, key=lambda each: each[0].squared_distance(each[1]))
-    beyond = _composed_epsilon([parts[event]], target_delta * _BEYOND)
+    beyond = _compose_epsilon([parts[event]], target_delta * _BEYOND)
     if not count * beyond <= _STEPS * interval:
         return epsilon
     num = 1 << max(_LEAST_BITS, math.ceil(math.log2(beyond / interval + 1.0)))
     rounds = _worst_rounds(event, interval, num)
     places = np.arange(-num, num + 1)
-    parts[event] = _with_deltas(places, rounds.deltas(count), interval)
-    return min(epsilon, _MARGIN * _composed_epsilon(parts.values(), target_delta))
+    parts[event] = _build_from_deltas(places, rounds.deltas(count), interval)
+    return min(epsilon, _MARGIN * _compose_epsilon(parts.values(), target_delta))
 
 
 def _is_fixed(event: Event) -> bool:
     return isinstance(event.cohorts, FixedCohorts)
 
 
-def _losses_of(
+def _compose_losses(
     spent: tuple[tuple[Event, int], ...], interval: float
 ) -> dict[Event, pld.PrivacyLossDistribution]:
     """Return by event the privacy loss distribution of all its releases."""
     return {
-        event: _loss(event, interval).self_compose(event.cohorts.participations(count))
+        event: _build_loss(event, interval).self_compose(event.cohorts.participations(count))
         for event, count in spent
     }
 
 
-def _composed_epsilon(parts: Iterable[pld.PrivacyLossDistribution], target_delta: float) -> float:
+def _compose_epsilon(parts: Iterable[pld.PrivacyLossDistribution], target_delta: float) -> float:
     total = reduce(pld.PrivacyLossDistribution.compose, parts)
     return max(0.0, float(total.get_epsilon_for_delta(target_delta)))
 
@@ -282,7 +285,7 @@ def _worst_rounds(event: Event, interval: float, num: int) -> WorstRounds:
     return WorstRounds(rate=rate, distance=distance, interval=interval, num=num)
 
 
-def _with_deltas(
+def _build_from_deltas(
     losses: NDArray[np.int64], deltas: NDArray[np.float64], interval: float
 ) -> pld.PrivacyLossDistribution:
     """Return the distribution of losses that has these δ(ε) at multiples of the spacing."""
@@ -297,7 +300,7 @@ def _distance(spent: Spent) -> float:
 
 
 @lru_cache(maxsize=64)
-def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
+def _build_loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
     """Return the privacy loss distribution of one release."""
     cohorts = event.cohorts
     if cohorts.rate == 1.0:
@@ -305,10 +308,10 @@ def _loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
             1.0 / event.distance, value_discretization_interval=interval
         )
     if isinstance(cohorts, FixedCohorts):
-        losses = losses_up_to(event.distance, interval)
+        losses = build_loss_grid(event.distance, interval)
         at = np.asarray(losses * interval, np.float64)
         deltas = either_side_delta(at, rate=cohorts.rate, distance=event.distance)
-        return _with_deltas(losses, deltas, interval)
+        return _build_from_deltas(losses, deltas, interval)
     assert isinstance(cohorts, PoissonCohorts)  # no other kind keeps its cohorts secret
     return pld.from_truncated_subsampled_gaussian_mechanism(
         dataset_size=cohorts.population,
@@ -327,7 +330,7 @@ def _require_delta(target_delta: float) -> None:
 def _require_one_adjacency(spent: Spent) -> None:
     if len({event.cohorts.adjacency for event in spent}) > 1:
         raise ValueError(
-            "releases by Poisson sampling (a user is there or not), by cohorts of a fixed size (a "
-            "user's data are others') and with noise by example (of a user one example) have no "
-            "common guarantee; keep to one of them"
+            "releases with Poisson sampling (a user added or removed), with cohorts of a fixed "
+            "size (a user replaced) and with noise per example (one example of a user) have no "
+            "common guarantee; use only one of them"
         )

@@ -56,18 +56,18 @@ class AdaptiveClip(Ranged):
     quantile: Annotated[float, Gt(0.0), Lt(1.0)]
     learning_rate: Positive = 0.2  # as in the paper
 
-    def following(self, clip_norm: float, *, share: float) -> float:
+    def next_norm(self, clip_norm: float, *, share: float) -> float:
         """Return the next clip norm, given the share of updates that were below ``clip_norm``.
 
         Example:
-            >>> AdaptiveClip(quantile=0.5).following(1.0, share=1.0) < 1.0
+            >>> AdaptiveClip(quantile=0.5).next_norm(1.0, share=1.0) < 1.0
             True
         """
         moved = clip_norm * math.exp(-self.learning_rate * (share - self.quantile))
         return min(max(moved, _LEAST), _LARGEST)
 
 
-def divided(noise_multiplier: float, *, expected: float) -> tuple[float, float]:
+def split_multiplier(noise_multiplier: float, *, expected: float) -> tuple[float, float]:
     r"""Split a release's noise multiplier into one for the updates and one for the count.
 
     By theorem 1, :math:`z^{-2} = z_\Delta^{-2} + (2\sigma_b)^{-2}`. The standard deviation of the
@@ -79,7 +79,7 @@ def divided(noise_multiplier: float, *, expected: float) -> tuple[float, float]:
         expected: Expected number of clients in a round.
 
     Example:
-        >>> z_updates, z_count = divided(1.0, expected=100)
+        >>> z_updates, z_count = split_multiplier(1.0, expected=100)
         >>> round(z_updates, 3), round(z_count, 3)
         (1.005, 10.0)
     """
@@ -89,7 +89,7 @@ def divided(noise_multiplier: float, *, expected: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class AdaptivelyBounded(BoundedUpdates):
+class AdaptivelyBoundedUpdates(BoundedUpdates):
     """A strategy that clips each client's contribution to an adaptive norm.
 
     Attributes:
@@ -105,7 +105,7 @@ class AdaptivelyBounded(BoundedUpdates):
     @property
     def needs_same_round(self) -> str:
         """Why stale updates do not fit: clients compare with the clip norm of their own round."""
-        return "clients tell whether they were below the clip norm of the round that asked them"
+        return "clients report whether they were below the clip norm of the round that asked them"
 
     @property
     def clip_norm(self) -> float:
@@ -138,7 +138,7 @@ class AdaptivelyBounded(BoundedUpdates):
         lanes = {name: lane for name, lane in aggregate.lanes.items() if name != BELOW.name}
         stepped = super().step(params, replace(aggregate, lanes=lanes), state)
         share = float(aggregate.lanes[BELOW.name]) + 0.5  # bits are sent as 1/2 or -1/2
-        following = self.adaptive.following(self.clip_norm, share=share)
+        following = self.adaptive.next_norm(self.clip_norm, share=share)
         moved = torch.tensor(following, dtype=torch.float64)
         return Stepped(
             stepped.params,

@@ -113,7 +113,7 @@ class Canaries:
     opposite: bool
 
     @classmethod
-    def drawn(cls, *, num_pairs: int, opposite: bool) -> "Canaries":
+    def draw(cls, *, num_pairs: int, opposite: bool) -> "Canaries":
         """Draw ``num_pairs`` pairs with secret coins and directions."""
         *coins, seed = SecretStream.fresh().words(np.uint64, num_pairs + 1).tolist()
         firsts = np.array([coin % 2 == 1 for coin in coins])
@@ -201,7 +201,7 @@ class OwnNumbers:
 
 
 @dataclass(frozen=True)
-class Planted(StrategyWrapper):
+class CanaryStrategy(StrategyWrapper):
     """A strategy whose clients are canaries.
 
     Attributes:
@@ -218,24 +218,24 @@ class Planted(StrategyWrapper):
 
 
 @dataclass(frozen=True)
-class SeenSingly(StrategyWrapper):
+class SingleUpdateStrategy(StrategyWrapper):
     """A strategy in which the attacker sees single updates, with the noise that clients add.
 
     Attributes:
         inner: The wrapped strategy.
-        kept: The selection of coordinates that each update keeps.
+        selection: The selection of coordinates that each update keeps.
     """
 
-    kept: OwnNumbers
+    selection: OwnNumbers
 
     @property
     def transforms(self) -> Sequence[Transform]:
         """The inner strategy's transforms, then the selection of coordinates."""
-        return (*self.inner.transforms, self.kept)
+        return (*self.inner.transforms, self.selection)
 
 
 @dataclass(frozen=True)
-class Watched(StrategyWrapper):
+class ReleaseRecorder(StrategyWrapper):
     """A strategy that adds up its releases, for the attacker to score.
 
     Attributes:

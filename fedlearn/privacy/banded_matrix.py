@@ -81,7 +81,7 @@ class BandedMatrix:
         return math.sqrt(squared / num_rounds)
 
 
-def optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
+def find_optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
     r"""Find the matrix with the least noise in the prefix sums of a run, up to rounding.
 
     It minimises :math:`\lVert c \rVert^2 \, \lVert A C^{-1} \rVert_F^2`, by L-BFGS from the
@@ -92,9 +92,10 @@ def optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
         num_rounds: Releases, n >= 1.
 
     Example:
-        >>> optimal(bands=1, num_rounds=100)
+        >>> find_optimal(bands=1, num_rounds=100)
         BandedMatrix(diagonals=(1,))
-        >>> [round(optimal(bands=each, num_rounds=100).error(100), 1) for each in (1, 2, 4, 100)]
+        >>> best = (find_optimal(bands=each, num_rounds=100) for each in (1, 2, 4, 100))
+        >>> [round(each.error(100), 1) for each in best]
         [7.1, 5.2, 3.9, 2.3]
     """
     if bands < 1 or num_rounds < 1:
@@ -135,17 +136,17 @@ def _objective(
     :math:`\lambda = C^{-T} (w \circ d)`, the derivative of :math:`\sum_t w_t d_t^2` by c_j is
     :math:`-2 \sum_t \lambda_t d_{t-j}`.
     """
-    column_n = _solved(diagonals_b, np.ones(num_rounds), is_transposed=False)
+    column_n = _solve(diagonals_b, np.ones(num_rounds), is_transposed=False)
     weighted_n = np.arange(num_rounds, 0, -1) * column_n
     squares, norm = float(weighted_n @ column_n), float(diagonals_b @ diagonals_b)
-    adjoint_n = _solved(diagonals_b, weighted_n, is_transposed=True)
+    adjoint_n = _solve(diagonals_b, weighted_n, is_transposed=True)
     slope_b = -2.0 * np.array(
         [adjoint_n[j:] @ column_n[: num_rounds - j] for j in range(len(diagonals_b))]
     )
     return norm * squares, 2.0 * diagonals_b * squares + norm * slope_b
 
 
-def _solved(
+def _solve(
     diagonals_b: NDArray[np.float64], right_n: NDArray[np.float64], *, is_transposed: bool
 ) -> NDArray[np.float64]:
     """Return the solution of C x = right, or of its transpose: shape [n]."""

@@ -82,7 +82,7 @@ class CyclicCohortSampler:
         if len(available) > self.cohorts.population:
             raise ConfigError(
                 f"privacy.num_users is {self.cohorts.population}, but {len(available)} clients are "
-                "there; revoke some, or begin another run"
+                "available; revoke some, or start another run"
             )
         num_groups, turn = self.cohorts.num_groups, round_num + self.num_lost
         return whose_turn(available, num_groups=num_groups, turn=turn, seed=seed)
@@ -130,8 +130,8 @@ class BandedUpdates(BoundedUpdates):
             if reach > EXACT / 2.0 or self.summed.sigma(name) * matrix.norm > MAX_SIGMA:
                 raise ValueError(
                     f"sums of {largest} clients over {len(matrix.diagonals)} rounds with "
-                    f"{self.summed.multipliers[name]:g} times the noise of their bound are beyond "
-                    "exact integers; lower privacy.bands or the noise, or ask fewer"
+                    f"{self.summed.multipliers[name]:g} times the noise of their bound exceed "
+                    "exact integers; lower privacy.bands or the noise, or ask fewer clients"
                 )
 
 
@@ -183,11 +183,11 @@ class BandedMean:
         num_lost = turn - int(state[_TURN])
         if num_lost < 0:
             raise StoreError(
-                f"the privacy ledger has {turn} charges of this run, whose model is of "
-                f"{int(state[_TURN])} turns: it was taken back, or is another one; put it back"
+                f"the privacy ledger has {turn} charges of this run, but its model has had "
+                f"{int(state[_TURN])} turns: the ledger was rolled back or replaced; restore it"
             )
-        sums = _later(state[_SUMS], num_lost)
-        estimates = _later(state[_ESTIMATES], num_lost)
+        sums = _skip_turns(state[_SUMS], num_lost)
+        estimates = _skip_turns(state[_ESTIMATES], num_lost)
         summed, norm = strategy.summed, math.hypot(first, *others)
         lanes = summed.lanes(strategy.lanes, layout)
         exact = torch.cat([aggregate.lanes[name] for name in lanes])
@@ -212,14 +212,14 @@ class BandedMean:
         }
         after = {
             _TURN: torch.tensor(turn + 1),
-            _SUMS: _followed(sums, exact),
-            _ESTIMATES: _followed(estimates, row),
+            _SUMS: _append_turn(sums, exact),
+            _ESTIMATES: _append_turn(estimates, row),
         }
         released = Aggregate(lanes=means, num_clients=max(1, round(self.expected)))
         return released, {**state, **after}
 
 
-def _later(past: Tensor, num_turns: int) -> Tensor:
+def _skip_turns(past: Tensor, num_turns: int) -> Tensor:
     """Advance the noise history by ``num_turns`` empty turns (most recent first)."""
     if num_turns == 0:
         return past
@@ -228,6 +228,6 @@ def _later(past: Tensor, num_turns: int) -> Tensor:
     return later
 
 
-def _followed(past: Tensor, last: Tensor) -> Tensor:
+def _append_turn(past: Tensor, last: Tensor) -> Tensor:
     """Add one turn to the noise history, and drop the oldest."""
     return torch.cat([last[None], past[:-1]]) if len(past) else past

@@ -103,12 +103,12 @@ class BoundedLane(Ranged):
         for begin in range(0, len(rows), _TOGETHER):
             group = rows[begin : begin + _TOGETHER]
             scales_B = (1.0 / (self.step * (norms(group) / self.bound).clamp(min=1.0))).float()
-            for part, values in _parts(group):
+            for part, values in _split_columns(group):
                 levels = torch.mul(values, scales_B[:, None]).round_()
                 total[part].add_(levels.sum(dim=0))  # not a matrix product, which might round
 
 
-def _parts(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
+def _split_columns(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
     """Yield the rows in slices of columns: the slice, and float32 values of shape [B, span]."""
     size = rows[0].numel()
     for begin in range(0, size, _SPAN):
@@ -185,8 +185,8 @@ class BoundedSum(Ranged):
             if self.sigma(lane.name) > MAX_SIGMA or self.largest * _LEVELS > EXACT / 2.0:
                 raise ValueError(
                     f"a sum of {self.largest} clients with {self.multipliers[lane.name]:g} times "
-                    "the noise of their bound is beyond exact integers; ask fewer, or lower the "
-                    "noise"
+                    "the noise of their bound exceeds exact integers; ask fewer clients or "
+                    "lower the noise"
                 )
         return {lane.name: BoundedLane(self.bounds[lane.name], lane.size(layout)) for lane in lanes}
 
@@ -228,13 +228,13 @@ def require_equal_mean(strategy: Strategy) -> None:
     aggregation = strategy.aggregation
     if type(aggregation) is not WeightedMean:  # a subclass may combine updates differently
         raise ValueError(
-            f"the aggregation {type(aggregation).__name__} is not WeightedMean itself, so that the "
-            "noise would not hide what one client does to it; take an algorithm that averages"
+            f"the aggregation {type(aggregation).__name__} is not WeightedMean itself, so the "
+            "noise would not hide one client's effect on it; use an algorithm that averages"
         )
     if aggregation.by_examples:
         raise ValueError(
-            "clients are weighted by their examples, whose number would then be told, and multiply "
-            "what one client can do; set weight_by_examples to false"
+            "clients are weighted by their numbers of examples, which would be revealed and would "
+            "multiply one client's effect; set weight_by_examples to false"
         )
 
 

@@ -76,14 +76,14 @@ class Event(Ranged):
         """Return the largest squared distance that one user moves ``count`` releases by."""
         return self.cohorts.participations(count) * self.distance**2
 
-    def charged_by(self, run: str) -> "Event":
+    def for_run(self, run: str) -> "Event":
         """Return the event as charged by a run: where users take turns, each run has its own event.
 
         Turns start over with each run, so a user may be in the first round of each.
 
         Example:
             >>> event = Event(CyclicCohorts(population=60, expected=15, largest=15), 1.0)
-            >>> event.charged_by("a") == event.charged_by("b")
+            >>> event.for_run("a") == event.for_run("b")
             False
         """
         return replace(self, run=run) if isinstance(self.cohorts, CyclicCohorts) else self

@@ -48,7 +48,7 @@ def gaussian_epsilon(distance: float, target_delta: float) -> float:
     return high
 
 
-def mixed_epsilon(
+def mixture_epsilon(
     squares: NDArray[np.float64], chances: NDArray[np.float64], target_delta: float
 ) -> float:
     """Return ε of a Gaussian whose mean moves by a random distance that the adversary sees.
@@ -59,7 +59,7 @@ def mixed_epsilon(
         target_delta: δ, in (0, 1).
 
     Example:
-        >>> round(mixed_epsilon(np.array([0.0, 1.0]), np.array([0.9, 0.1]), 1e-6), 3)
+        >>> round(mixture_epsilon(np.array([0.0, 1.0]), np.array([0.9, 0.1]), 1e-6), 3)
         4.377
     """
     is_moved = squares > 0.0

@@ -48,7 +48,7 @@ class Charge:
 class Ledger(Protocol):
     """Durable record of one population's charges."""
 
-    def spent(self) -> dict[Event, int]:
+    def load_spent(self) -> dict[Event, int]:
         """Return the number of charges by event, over all runs.
 
         Raises:
@@ -111,13 +111,13 @@ class Charging:
     ) -> None:
         self._ledger, self._event, self._clip_norm = ledger, event, clip_norm
         self._budget, self._epsilon_of, self._clock = budget, epsilon_of, clock
-        self._known = ledger.spent()
+        self._known = ledger.load_spent()
         self._num_covered = 0  # further rounds known to be affordable
-        self._num_ahead = 0  # rounds charged but not begun
+        self._num_prepaid = 0  # rounds charged but not begun
         self._together, self._charged_s = 1, -math.inf
         self._next_look_s = clock.now_s() + _FIRST_LOOK_S
 
-    def foresee(self, num_rounds: int) -> int:
+    def count_affordable(self, num_rounds: int) -> int:
         """Return the number of rounds, up to ``num_rounds``, that the budget is enough for."""
         enough, too_many = 0, num_rounds + 1
         if self._is_enough_for(num_rounds):
@@ -138,12 +138,12 @@ class Charging:
             BudgetExhausted: The charge would exceed the budget; nothing was written.
             StoreError: The charge could not be written.
         """
-        while self._num_ahead == 0:
+        while self._num_prepaid == 0:
             if self._num_covered == 0:
                 if self._budget is not None and not self._is_enough_for(1):
-                    raise self._exhausted(self._budget)
+                    raise self._build_error(self._budget)
                 self._num_covered = 1
-            count = min(self._num_covered, self._worthwhile())
+            count = min(self._num_covered, self._choose_count())
             charge = Charge(
                 event=self._event,
                 count=count,
@@ -152,11 +152,14 @@ class Charging:
                 attempt=attempt,
             )
             if self._ledger.charge(charge, known=self._known):
-                self._known = self._after(count)
-                self._num_ahead, self._num_covered = count, self._num_covered - count
+                self._known = self._add_rounds(count)
+                self._num_prepaid, self._num_covered = count, self._num_covered - count
             else:
-                self._known, self._num_covered = self._ledger.spent(), 0  # another run has spent
-        self._num_ahead -= 1
+                self._known, self._num_covered = (
+                    self._ledger.load_spent(),
+                    0,
+                )  # another run has spent
+        self._num_prepaid -= 1
 
     def report_spending(self) -> Mapping[str, float]:
         """Return the ε spent so far as the metric ``epsilon``, or nothing if it is too soon.
@@ -166,18 +169,18 @@ class Charging:
         begin_s = self._clock.now_s()
         if begin_s < self._next_look_s:
             return {}
-        epsilon = self._epsilon_of(self._after(-self._num_ahead))
+        epsilon = self._epsilon_of(self._add_rounds(-self._num_prepaid))
         now_s = self._clock.now_s()
         self._next_look_s = now_s + (now_s - begin_s) / _LOOKING
         return {"epsilon": epsilon}
 
     def close(self) -> None:
         """Take back the rounds that were charged but never began."""
-        if self._num_ahead:
-            self._ledger.reduce(self._num_ahead)
-            self._num_ahead = 0
+        if self._num_prepaid:
+            self._ledger.reduce(self._num_prepaid)
+            self._num_prepaid = 0
 
-    def _worthwhile(self) -> int:
+    def _choose_count(self) -> int:
         """Return the number of rounds to charge together, given how long the last ones took."""
         now_s = self._clock.now_s()
         lasted_s, self._charged_s = now_s - self._charged_s, now_s
@@ -188,16 +191,16 @@ class Charging:
     def _is_enough_for(self, num_rounds: int) -> bool:
         if self._budget is None:
             return True
-        return self._epsilon_of(self._after(num_rounds)) <= self._budget.epsilon
+        return self._epsilon_of(self._add_rounds(num_rounds)) <= self._budget.epsilon
 
-    def _after(self, num_rounds: int) -> dict[Event, int]:
+    def _add_rounds(self, num_rounds: int) -> dict[Event, int]:
         return {**self._known, self._event: self._known.get(self._event, 0) + num_rounds}
 
-    def _exhausted(self, budget: Budget) -> BudgetExhausted:
+    def _build_error(self, budget: Budget) -> BudgetExhausted:
         return BudgetExhausted(
             epsilon=budget.epsilon,
             target_delta=budget.target_delta,
             spent=self._epsilon_of(self._known),
-            next_epsilon=self._epsilon_of(self._after(1)),
+            next_epsilon=self._epsilon_of(self._add_rounds(1)),
             num_charged=sum(self._known.values()),
         )

@@ -23,7 +23,11 @@ from fedlearn.algorithms.transforms import BELOW, NoisedUpdates, Transform
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Count, Positive, Ranged, Whole
-from fedlearn.privacy.adaptive_clipping import AdaptiveClip, AdaptivelyBounded, divided
+from fedlearn.privacy.adaptive_clipping import (
+    AdaptiveClip,
+    AdaptivelyBoundedUpdates,
+    split_multiplier,
+)
 from fedlearn.privacy.banded_matrix import BandedMatrix
 from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
 from fedlearn.privacy.bounded_sum import (
@@ -132,7 +136,7 @@ class PrivacyPlan(Ranged, ABC):
         return DrawnNoise(self.streams)
 
     @abstractmethod
-    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+    def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Adapt the straggler policy to the guarantee.
 
         Raises:
@@ -140,7 +144,7 @@ class PrivacyPlan(Ranged, ABC):
         """
 
     @abstractmethod
-    def strategy(self, inner: Strategy) -> Strategy:
+    def wrap_strategy(self, inner: Strategy) -> Strategy:
         """Return the strategy with each client's contribution bounded, and with equal weights.
 
         Raises:
@@ -148,13 +152,13 @@ class PrivacyPlan(Ranged, ABC):
                 something about the data.
         """
 
-    def release(
+    def build_release(
         self,
         strategy: Strategy,  # noqa: ARG002 - for plans whose coordinator adds noise
         layout: Layout,  # noqa: ARG002 - likewise
         noise: Noise,  # noqa: ARG002 - likewise
     ) -> NoisyMean | BandedMean | None:
-        """Build the mechanism that adds noise to the sums of :meth:`strategy`.
+        """Build the mechanism that adds noise to the sums of :meth:`wrap_strategy`.
 
         Returns:
             ``None`` if clients have already added the noise.
@@ -179,7 +183,7 @@ class CentralPlan(PrivacyPlan):
 
     adaptive: AdaptiveClip | None = None
 
-    mode_text = "central: the coordinator adds the noise to the sum of what it sees"
+    mode_text = "central: the coordinator sees the updates and adds the noise to their sum"
 
     @property
     def clip_text(self) -> str:
@@ -194,7 +198,7 @@ class CentralPlan(PrivacyPlan):
         """The quantile that an adaptive clip norm follows; ``None``: it is fixed."""
         return None if self.adaptive is None else self.adaptive.quantile
 
-    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+    def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return the policy with which one user's report does not affect another's.
 
         There is no minimum number of reports: discarding a round for having few would reveal who
@@ -213,37 +217,37 @@ class CentralPlan(PrivacyPlan):
             )
         return replace(policy, num_wanted=self.cohorts.largest, min_reports=0)
 
-    def strategy(self, inner: Strategy) -> Strategy:
+    def wrap_strategy(self, inner: Strategy) -> Strategy:
         """Wrap the strategy so that its sum clips each client's contribution.
 
         Raises:
-            ValueError: See :meth:`PrivacyPlan.strategy`.
+            ValueError: See :meth:`PrivacyPlan.wrap_strategy`.
         """
-        summed = self._summed(inner)
+        summed = self._build_sum(inner)
         if self.adaptive is None:
             return BoundedUpdates(inner, summed)
-        return AdaptivelyBounded(inner, summed, self.adaptive)
+        return AdaptivelyBoundedUpdates(inner, summed, self.adaptive)
 
-    def release(self, strategy: Strategy, layout: Layout, noise: Noise) -> NoisyMean:
-        """Build the mechanism that adds noise to the sums of :meth:`strategy`.
+    def build_release(self, strategy: Strategy, layout: Layout, noise: Noise) -> NoisyMean:
+        """Build the mechanism that adds noise to the sums of :meth:`wrap_strategy`.
 
         Raises:
             ValueError: The sums for models of ``layout`` are too large to be exact.
         """
-        assert isinstance(strategy, BoundedUpdates)  # what :meth:`strategy` returned
+        assert isinstance(strategy, BoundedUpdates)  # what :meth:`wrap_strategy` returned
         strategy.summed.lanes(strategy.lanes, layout)
         return NoisyMean(expected=self.num_wanted, noise=noise)
 
-    def _summed(self, inner: Strategy) -> BoundedSum:
+    def _build_sum(self, inner: Strategy) -> BoundedSum:
         if self.adaptive is None:
-            return _bounded(self, inner)
+            return _build_bounded_sum(self, inner)
         # Adding or removing a user moves the sum by at most the bound; replacing one, by twice
         # that, for which Event.distance has a factor of 2.
-        multiplier, count = divided(self.noise_multiplier, expected=self.num_wanted)
-        summed = _bounded(replace(self, noise_multiplier=multiplier), inner)
+        multiplier, count = split_multiplier(self.noise_multiplier, expected=self.num_wanted)
+        summed = _build_bounded_sum(replace(self, noise_multiplier=multiplier), inner)
         return replace(
             summed,
-            bounds={**summed.bounds, BELOW.name: _bound(BELOW)},
+            bounds={**summed.bounds, BELOW.name: _require_bound(BELOW)},
             multipliers={BELOW.name: count, **summed.multipliers},
         )
 
@@ -278,10 +282,10 @@ class BandedPlan(PrivacyPlan):
         bands, cohorts = self.bands, self.cohorts
         if bands > cohorts.num_groups:
             raise ValueError(
-                f"noise is correlated over {bands} rounds (privacy.bands), but of "
-                f"{cohorts.population} users in cohorts of {cohorts.expected} each takes part once "
-                f"in {cohorts.num_groups}; lower privacy.bands to {cohorts.num_groups}, or "
-                f"cohort.num_wanted to {cohorts.population // bands}"
+                f"noise is correlated over {bands} rounds (privacy.bands), but with "
+                f"{cohorts.population} users in cohorts of {cohorts.expected} a user takes part "
+                f"once in {cohorts.num_groups} rounds; lower privacy.bands to "
+                f"{cohorts.num_groups}, or cohort.num_wanted to {cohorts.population // bands}"
             )
 
     @property
@@ -318,7 +322,7 @@ class BandedPlan(PrivacyPlan):
         """The sampler that draws the group whose turn it is."""
         return CyclicCohortSampler(self.cohorts, self.num_lost)
 
-    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+    def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return the policy that samples whole groups, and needs no minimum number of reports.
 
         Raises:
@@ -331,21 +335,21 @@ class BandedPlan(PrivacyPlan):
             )
         return replace(policy, num_wanted=self.cohorts.largest, min_reports=0)
 
-    def strategy(self, inner: Strategy) -> Strategy:
+    def wrap_strategy(self, inner: Strategy) -> Strategy:
         """Wrap the strategy so that its sum clips each client's contribution.
 
         Raises:
-            ValueError: See :meth:`PrivacyPlan.strategy`.
+            ValueError: See :meth:`PrivacyPlan.wrap_strategy`.
         """
-        return BandedUpdates(inner, _bounded(self, inner), self.matrix)
+        return BandedUpdates(inner, _build_bounded_sum(self, inner), self.matrix)
 
-    def release(self, strategy: Strategy, layout: Layout, noise: Noise) -> BandedMean:
-        """Build the mechanism that adds noise to the sums of :meth:`strategy`.
+    def build_release(self, strategy: Strategy, layout: Layout, noise: Noise) -> BandedMean:
+        """Build the mechanism that adds noise to the sums of :meth:`wrap_strategy`.
 
         Raises:
             ValueError: The sums for models of ``layout`` are too large to be exact.
         """
-        assert isinstance(strategy, BandedUpdates)  # what :meth:`strategy` returned
+        assert isinstance(strategy, BandedUpdates)  # what :meth:`wrap_strategy` returned
         strategy.require_exact(layout)
         return BandedMean(expected=self.num_wanted, noise=noise, num_lost=self.num_lost)
 
@@ -367,22 +371,22 @@ class DistributedPlan(PrivacyPlan):
 
     least: Count
 
-    mode_text = "distributed: each client adds a share of the noise, and the sum alone is seen"
+    mode_text = "distributed: each client adds a share of the noise, and only the sum is seen"
 
-    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+    def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return the policy that requires the fewest reports that may be released."""
         return replace(policy, min_reports=self.least)
 
-    def strategy(self, inner: Strategy) -> Strategy:
+    def wrap_strategy(self, inner: Strategy) -> Strategy:
         """Return the strategy unchanged, since clients bound their own contributions.
 
         Raises:
-            ValueError: See :meth:`PrivacyPlan.strategy`.
+            ValueError: See :meth:`PrivacyPlan.wrap_strategy`.
         """
         require_equal_mean(inner)
         for lane in inner.lanes:
             if lane is not DELTA:
-                _bound(lane)
+                _require_bound(lane)
         return inner
 
 
@@ -395,32 +399,32 @@ class LocalPlan(PrivacyPlan):
         <https://doi.org/10.1109/FOCS.2013.53>`_.
     """
 
-    mode_text = "local: each client adds noise enough for itself"
+    mode_text = "local: each client adds enough noise to protect its own update"
     noise_text = "in each update"
     is_local = True
 
-    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+    def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return the policy unchanged."""
         return policy
 
-    def strategy(self, inner: Strategy) -> Strategy:
+    def wrap_strategy(self, inner: Strategy) -> Strategy:
         """Wrap the strategy so that clients add noise; any aggregation may follow.
 
         Raises:
             ValueError: Clients would send something without noise.
         """
-        _require_untold_examples(inner)
+        _require_equal_weights(inner)
         if further := [lane.name for lane in inner.lanes if lane is not DELTA]:
             raise ValueError(
-                f"its lane {further[0]!r} has no noise; take an algorithm whose clients send "
+                f"its lane {further[0]!r} has no noise; use an algorithm whose clients send "
                 'updates alone, or the mode "central" or "distributed"'
             )
         noised = NoisedUpdates(clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
-        return LocallyNoised(inner, noised)
+        return LocalNoiseStrategy(inner, noised)
 
 
 @dataclass(frozen=True)
-class LocallyNoised(StrategyWrapper):
+class LocalNoiseStrategy(StrategyWrapper):
     """A strategy whose clients clip their updates and add noise to them.
 
     Attributes:
@@ -484,23 +488,23 @@ class ExampleLevelPlan(PrivacyPlan):
         """Words for the clip norm of gradients."""
         return f"{self.clip_norm:g}, the gradient of each example"
 
-    def policy(self, policy: StragglerPolicy) -> StragglerPolicy:
+    def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return the policy unchanged."""
         return policy
 
-    def strategy(self, inner: Strategy) -> Strategy:
+    def wrap_strategy(self, inner: Strategy) -> Strategy:
         """Wrap the strategy so that clients train with noise; any aggregation may follow.
 
         Raises:
             ValueError: Clients would send something without noise, or train by a rule of which that
                 is not known.
         """
-        _require_untold_examples(inner)
-        made = ExampleNoised(inner, self)
+        _require_equal_weights(inner)
+        made = ExampleNoiseStrategy(inner, self)
         _ = made.local  # raises
         return made
 
-    def rule(self, local: LocalUpdate) -> NoisedGradients:
+    def add_noise(self, local: LocalUpdate) -> NoisedGradients:
         """Return a local update with noise in its gradients.
 
         Raises:
@@ -509,14 +513,14 @@ class ExampleLevelPlan(PrivacyPlan):
         """
         if local.work.epochs > self.epochs:
             raise ValueError(
-                f"a client is to take {local.work.epochs} epochs, but {self.epochs} are accounted "
-                "for; let none take more than the algorithm's own local update"
+                f"a client would train for {local.work.epochs} epochs, but {self.epochs} are "
+                "accounted for; give no client more than the algorithm's own local update has"
             )
-        for piece in pieces_of(local):
-            if isinstance(piece, OwnTraining) or type(piece) not in UPDATES.values():
+        for component in pieces_of(local):
+            if isinstance(component, OwnTraining) or type(component) not in UPDATES.values():
                 raise ValueError(
-                    f"the local update {type(piece).__name__} may do with the examples what it "
-                    "likes, without clip and noise; take one of fedlearn's own, such as LocalSgd"
+                    f"the local update {type(component).__name__} may use the examples "
+                    "without clip and noise; use one of fedlearn's own, such as LocalSgd"
                 )
         return NoisedGradients(
             inner=local,
@@ -526,7 +530,7 @@ class ExampleLevelPlan(PrivacyPlan):
 
 
 @dataclass(frozen=True)
-class ExampleNoised(StrategyWrapper):
+class ExampleNoiseStrategy(StrategyWrapper):
     """A strategy whose clients add noise to each step of their training.
 
     Attributes:
@@ -545,40 +549,42 @@ class ExampleNoised(StrategyWrapper):
         """The inner strategy's local update, with noise.
 
         Raises:
-            ValueError: See :meth:`ExampleLevelPlan.rule`.
+            ValueError: See :meth:`ExampleLevelPlan.add_noise`.
         """
-        return self.plan.rule(self.inner.local)
+        return self.plan.add_noise(self.inner.local)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return each client's local update, with noise; equal ones stay one shared object."""
         updates = self.inner.locals_for(client_ids)
-        rules = {id(update): self.plan.rule(update) for update in updates}
+        rules = {id(update): self.plan.add_noise(update) for update in updates}
         return [rules[id(update)] for update in updates]
 
 
-def _require_untold_examples(inner: Strategy) -> None:
+def _require_equal_weights(inner: Strategy) -> None:
     """Raise ValueError if the aggregation needs the number of a client's examples."""
     if getattr(inner.aggregation, "by_examples", False):
         raise ValueError(
-            "clients are weighted by their examples, whose number has no noise and is not told; "
-            "set weight_by_examples to false"
+            "clients are weighted by their numbers of examples, which have no noise and are not "
+            "sent; set weight_by_examples to false"
         )
 
 
-def _bounded(plan: PrivacyPlan, inner: Strategy) -> BoundedSum:
+def _build_bounded_sum(plan: PrivacyPlan, inner: Strategy) -> BoundedSum:
     """Build the sum that bounds each lane of a client; raises ValueError if one has no bound."""
-    bounds = {lane.name: plan.clip_norm if lane is DELTA else _bound(lane) for lane in inner.lanes}
+    bounds = {
+        lane.name: plan.clip_norm if lane is DELTA else _require_bound(lane) for lane in inner.lanes
+    }
     # In units of its bound, each of the k lanes has norm 1, so together they have norm √k.
     multiplier = plan.noise_multiplier * math.sqrt(len(bounds))
     multipliers = dict.fromkeys(bounds, multiplier)
     return BoundedSum(bounds=bounds, multipliers=multipliers, largest=plan.cohorts.largest)
 
 
-def _bound(lane: LaneSpec) -> float:
+def _require_bound(lane: LaneSpec) -> float:
     """Return the largest norm of one client's values; raises ValueError if nothing limits it."""
     if lane.bound is None:
         raise ValueError(
-            f"its lane {lane.name!r} has no bound, so that nothing limits what one client "
+            f"its lane {lane.name!r} has no bound, so nothing limits what one client "
             f"adds to it; give {lane.name}_bound"
         )
     return lane.bound

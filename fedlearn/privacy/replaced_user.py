@@ -116,7 +116,7 @@ def either_side_delta(
     return np.maximum(first, second)
 
 
-def losses_up_to(distance: float, interval: float) -> NDArray[np.int64]:
+def build_loss_grid(distance: float, interval: float) -> NDArray[np.int64]:
     """Return the grid of privacy losses of one round, in multiples of ``interval``.
 
     Without sampling the loss is that of a Gaussian, and sampling only lowers it.
@@ -140,7 +140,7 @@ class WorstRounds:
     def __init__(self, *, rate: float, distance: float, interval: float, num: int) -> None:
         self.epsilons = np.arange(-num, num + 1) * interval
         # A larger loss leads from any ε of the grid to outside the grid: count it as infinite.
-        losses = losses_up_to(distance, interval)
+        losses = build_loss_grid(distance, interval)
         losses = losses[np.abs(losses) <= 2 * num]
         self._reach = int(losses[-1])
         size = len(self.epsilons) + 2 * self._reach
@@ -164,13 +164,13 @@ class WorstRounds:
             place = count // _STRIDE
             self._count, self._deltas = place * _STRIDE, self._kept[place]
         while self._count < count:
-            self._deltas = self._with_one_more()
+            self._deltas = self._add_round()
             self._count += 1
             if self._count == len(self._kept) * _STRIDE:
                 self._kept.append(self._deltas)
         return self._deltas
 
-    def _with_one_more(self) -> NDArray[np.float64]:
+    def _add_round(self) -> NDArray[np.float64]:
         deltas, reach = self._deltas, self._reach
         below = np.maximum(deltas[0], self._base + self._factor * deltas[-1])
         padded = np.concatenate([below, deltas, np.full(reach, deltas[-1])])

@@ -143,6 +143,7 @@ class FixedCohortSampler:
 def _require_counted(available: Sequence[ClientId], population: int) -> None:
     if len(available) > population:
         raise ConfigError(
-            f"privacy.num_users is {population}, but {len(available)} clients are there; ε "
-            "rests on the number of those that may enrol: revoke some, or begin another run"
+            f"privacy.num_users is {population}, but {len(available)} clients are "
+            "available; ε depends on the number of users that may enrol: revoke some, or start "
+            "another run"
         )

@@ -37,12 +37,12 @@ class Spending:
         """Words for what the guarantee hides."""
         return _HIDDEN[self.adjacency]
 
-    def text(self) -> str:
+    def format(self) -> str:
         """Format the spending as a sentence."""
         others = self.num_charged - self.num_own
         more = f" and {others} of other runs" if others else ""
         return (
-            f"ε {self.epsilon:.3g} of the models released, {self.epsilon_with_cohorts:.3g} for who "
-            f"saw the cohorts, at δ {self.target_delta:g}, {self.hidden}; "
+            f"ε {self.epsilon:.3g} for the released models, {self.epsilon_with_cohorts:.3g} for "
+            f"an observer of the cohorts, at δ {self.target_delta:g}, {self.hidden}; "
             f"{self.num_own} rounds charged{more}"
         )

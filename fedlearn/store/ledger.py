@@ -31,7 +31,7 @@ class StoredLedger:
         self.database, self.population, self.run = database, population, run
         self._last = -1
 
-    def spent(self) -> dict[Event, int]:
+    def load_spent(self) -> dict[Event, int]:
         """Return how often each event was charged, over all runs."""
         return self._counted(of_run=False)
 
@@ -93,7 +93,7 @@ class StoredLedger:
             for sampling, users, expected, largest, noise, run, count in session.execute(
                 query.group_by(*what)
             ):
-                event = Event(_cohorts(sampling, users, expected, largest), noise).charged_by(run)
+                event = Event(_cohorts(sampling, users, expected, largest), noise).for_run(run)
                 counted[event] = counted.get(event, 0) + int(count)
         return counted
 

@@ -12,7 +12,7 @@ import torch
 import fedlearn as fl
 from fedlearn.cli.app import main
 from fedlearn.errors import BudgetExhausted, ConfigError
-from fedlearn.privacy.banded_matrix import BandedMatrix, optimal
+from fedlearn.privacy.banded_matrix import BandedMatrix, find_optimal
 from fedlearn.privacy.gaussian import gaussian_epsilon
 from tests.e2e.noise import has_scale, moved
 from tests.e2e.test_privacy import LEARNS, PRIVACY, STILL, Told, history, make_model, run
@@ -71,7 +71,7 @@ def test_the_noise_of_a_model_is_that_of_the_last_prefix_sum(engine: dict[str, o
     Controls: scales of 2/3 and 3/2, and independent noise, are told apart.
     """
     noise = moved(banded(num_rounds=6, engine=engine), make_model)
-    matrix, scale = optimal(bands=4, num_rounds=6), 1.5 * 0.6 / 15
+    matrix, scale = find_optimal(bands=4, num_rounds=6), 1.5 * 0.6 / 15
     column = (torch.linalg.inv(torch.from_numpy(explicit(matrix.diagonals, 6)))).sum(dim=0)
     sigma = float(column.norm()) * matrix.norm * scale
     assert has_scale(noise, sigma)
@@ -224,7 +224,7 @@ def test_what_a_run_will_cost_rises_by_turns(capsys: pytest.CaptureFixture[str])
     assert main(["budget", "own.toml", "--output", "budget.png"]) == 0
     text = capsys.readouterr().out
     assert "40 users in 4 groups, which are asked in turn" in text
-    rounds = optimal(bands=4, num_rounds=10).error(10) ** 2
+    rounds = find_optimal(bands=4, num_rounds=10).error(10) ** 2
     independent = BandedMatrix((1,)).error(10) ** 2
     assert f"that of {rounds:.4g} rounds, without bands that of {independent:.4g}" in text
     assert Path("budget.png").read_bytes().startswith(b"\x89PNG")
@@ -233,7 +233,11 @@ def test_what_a_run_will_cost_rises_by_turns(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("privacy", "settings", "message"),
     [
-        ({"bands": 5}, {"num_rounds": 8}, r"over 5 rounds.*once in 4; lower privacy.bands to 4"),
+        (
+            {"bands": 5},
+            {"num_rounds": 8},
+            r"over 5 rounds.*once in 4 rounds; lower privacy.bands to 4",
+        ),
         ({}, {"cohort": {"num_wanted": 31}}, "not two groups can be made that large"),
         ({}, {"cohort": {"sampling": "poisson"}}, 'is "poisson", but privacy.bands is 4'),
         ({}, {"cohort": {"sampling": "uniform"}}, 'is "uniform", but privacy.bands is 4'),
@@ -244,9 +248,9 @@ def test_what_a_run_will_cost_rises_by_turns(capsys: pytest.CaptureFixture[str])
         ({"mode": "local"}, {}, 'bands: is 4, but privacy.mode is "local"'),
         ({"mode": "local", "bands": None}, {"cohort": TURNS}, 'leave it at "uniform"'),
         ({}, {"stragglers": {"over_selection": 1.5}}, "a group is asked as a whole"),
-        ({}, {"algorithm": fl.FedAvg(STILL.local)}, "weighted by their examples"),
+        ({}, {"algorithm": fl.FedAvg(STILL.local)}, "weighted by their numbers of examples"),
         ({}, {"algorithm": fl.FedMedian(STILL.local)}, "CoordinateMedian is not WeightedMean"),
-        ({"noise_multiplier": 2000.0}, {}, "beyond exact integers; lower privacy.bands"),
+        ({"noise_multiplier": 2000.0}, {}, "exceed exact integers; lower privacy.bands"),
     ],
 )
 def test_what_would_make_the_guarantee_false_is_refused(

@@ -69,7 +69,7 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
     assert math.isnan(done.history[0].train_loss)  # clients do not send it
     with done.stored.database as database:
         stored = database.run(done.name)
-        spent = ledger_of(stored, section_of(stored.record)).spent()
+        spent = ledger_of(stored, section_of(stored.record)).load_spent()
     (event,) = spent
     assert event.cohorts == FixedCohorts(POPULATION, COHORT)
     assert event.noise_multiplier == PRIVACY["noise_multiplier"]
@@ -127,7 +127,7 @@ def test_each_update_has_noise_enough_by_itself(engine: dict[str, object]) -> No
         assert [each.num_examples for each in record.participations] == [1] * COHORT
     with done.stored.database as database:
         stored = database.run(done.name)
-        spent = ledger_of(stored, section_of(stored.record)).spent()
+        spent = ledger_of(stored, section_of(stored.record)).load_spent()
     (event,) = spent
     assert event.cohorts == FixedCohorts(POPULATION, POPULATION)
 
@@ -208,7 +208,7 @@ def test_a_deployment_promises_no_more_than_it_can_keep(
         ),
         ({"secure_aggregation": {"modulus_bits": 16}}, "use a wider modulus"),
         ({**LOCALLY, "secure_aggregation": {"mode": "complete"}}, "clients add the noise"),
-        ({**LOCALLY, "algorithm": "weighted"}, "whose number has no noise and is not told"),
+        ({**LOCALLY, "algorithm": "weighted"}, "which have no noise and are not sent"),
         ({**LOCALLY, "algorithm": "scaffold"}, "lane 'control' has no noise"),
         (
             {**LOCALLY, "cohort": {"num_wanted": COHORT, "sampling": "poisson"}},
@@ -216,7 +216,7 @@ def test_a_deployment_promises_no_more_than_it_can_keep(
         ),
         ({"privacy": {"mode": "local", "reproducible": True}}, "whose clients draw secret noise"),
         ({"privacy": {"mode": "local", "clip_quantile": 0.5}}, "clients agree to one clip norm"),
-        ({"algorithm": "weighted"}, "weighted by their examples"),
+        ({"algorithm": "weighted"}, "weighted by their numbers of examples"),
         (
             {"cohort": {"num_wanted": COHORT, "sampling": "poisson"}},
             "whose cohorts have no least size",

@@ -71,7 +71,7 @@ def test_the_noise_that_arrives_is_what_was_promised(engine: dict[str, object]) 
         assert [each.num_examples for each in record.participations] == [1] * COHORT
     with done.stored.database as database:
         stored = database.run(done.name)
-        spent = ledger_of(stored, section_of(stored.record)).spent()
+        spent = ledger_of(stored, section_of(stored.record)).load_spent()
     (event,) = spent
     assert event.cohorts == ExampleCohorts(POPULATION, COHORT)
     assert event.noise_multiplier == MULTIPLIER
@@ -152,7 +152,7 @@ def test_a_deployment_counts_each_client_as_asked_unless_coins_decide() -> None:
     ("settings", "reason"),
     [
         ({"model": with_batch_norm}, r"layer 1 \(BatchNorm1d\) computes with all .* GroupNorm"),
-        ({"algorithm": fl.FedAvg(PLAIN.local)}, "whose number has no noise and is not told"),
+        ({"algorithm": fl.FedAvg(PLAIN.local)}, "which have no noise and are not sent"),
         (
             {"objective": fl.CustomLoss(lambda outputs, _: outputs.mean(), per_example=False)},
             "couples",

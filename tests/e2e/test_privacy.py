@@ -144,7 +144,7 @@ def test_a_run_of_a_moment_tells_its_epsilon_at_the_end(
     assert spent.num_charged == 2
     assert 0.0 < spent.epsilon < spent.epsilon_with_cohorts
     assert main(["show", "short"]) == 0
-    assert f"ε {spent.epsilon:.3g} of the models released" in capsys.readouterr().out
+    assert f"ε {spent.epsilon:.3g} for the released models" in capsys.readouterr().out
     assert main(["show", "short", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["privacy"]["epsilon"] == spent.epsilon
 
@@ -178,7 +178,7 @@ def test_a_model_learns_behind_the_noise() -> None:
     page = found.report().read_text()
     assert f"{spent.epsilon:.3g}" in page
     assert f"{spent.epsilon_with_cohorts:.3g} for who saw the cohorts" in page
-    assert spent.text() in run_page(found, width=None)
+    assert spent.format() in run_page(found, width=None)
     assert json.loads(run_object(found))["privacy"]["epsilon"] == spent.epsilon
 
 
@@ -395,7 +395,7 @@ def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened(
             assert process.wait() is None
             num_told += sum(each["event"] == "round" for each in json_lines(process.out()))
         charged = sum(
-            ledger_of(stored("killed"), section_of(stored("killed").record)).spent().values()
+            ledger_of(stored("killed"), section_of(stored("killed").record)).load_spent().values()
         )
         assert charged >= num_told
     assert charged < num_told + 2000
@@ -424,7 +424,7 @@ def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"algorithm": fl.FedAvg(STILL.local)}, "weighted by their examples"),
+        ({"algorithm": fl.FedAvg(STILL.local)}, "weighted by their numbers of examples"),
         ({"algorithm": fl.FedMedian(STILL.local)}, "CoordinateMedian is not WeightedMean itself"),
         (
             {"algorithm": replace(STILL, aggregation=Trimmed(by_examples=False))},
@@ -458,7 +458,7 @@ def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
         ({"privacy": {"mode": "off"}}, "without effect"),
         ({"privacy": {"clip_learning_rate": 0.5}}, "it is always 0.2 now"),
         ({"privacy": {"clip_quantile": 1.0}}, r"clip_quantile.*< 1"),
-        ({"privacy": {"noise_multiplier": 1e9}}, "beyond exact integers"),
+        ({"privacy": {"noise_multiplier": 1e9}}, "exceeds exact integers"),
     ],
 )
 def test_what_would_make_the_guarantee_false_is_refused(

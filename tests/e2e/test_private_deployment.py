@@ -142,7 +142,7 @@ def test_a_budget_holds_however_often_its_coordinator_is_killed(site: Site) -> N
         rounds, spent = len(run.rounds()), load_spending(run)
         assert run.record.status is RunStatus.FAILED
         assert "privacy budget" in run.record.error
-        charged = sum(ledger_of(run, section_of(run.record)).spent().values())
+        charged = sum(ledger_of(run, section_of(run.record)).load_spent().values())
     assert spent is not None
     assert spent.num_charged == charged
     assert 4 < rounds <= charged < 1000
@@ -171,7 +171,7 @@ def test_clients_add_the_noise_themselves(site: Site) -> None:
     with site.database() as database:
         run = database.run("federation")
         after, ledger = run.weights(best=False), ledger_of(run, section_of(run.record))
-        spent = ledger.spent()
+        spent = ledger.load_spent()
     assert spent == {Event(FixedCohorts(10, 10), 1.0): 2}
     torch.manual_seed(Seed(site.config.seed).derive("model").value)
     components = build_deployment(site.config, data_dir=Path("nowhere"))

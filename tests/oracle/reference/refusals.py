@@ -194,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.privacy == "example" and c.objective == "weighted",
     ),
     Rule(
-        "may do with the examples what it likes",
+        "may use the examples without clip and noise",
         f"{PRIVACY}: fedlearn's own local updates",
         lambda c: c.privacy == "example" and c.own in ("update", "trainer", "strategy"),
     ),

@@ -22,7 +22,7 @@ from scipy.stats import norm
 
 from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts
 from fedlearn.privacy.accounting import (
-    calibrated,
+    calibrate,
     epsilon_against_coordinator,
     epsilon_of_release,
 )
@@ -187,20 +187,20 @@ def test_users_that_take_turns_are_in_one_round_of_so_many(num_rounds: int, turn
 
 def test_the_turns_of_two_runs_are_rounded_up_apart() -> None:
     """A user may be in the first round of each; rounds of one run add up before."""
-    apart = {TURNS.charged_by("a"): 5, TURNS.charged_by("b"): 3}
+    apart = {TURNS.for_run("a"): 5, TURNS.for_run("b"): 3}
     expected = gaussian_epsilon(math.sqrt(2 + 1) / 2.0, DELTA)
     for figure in (epsilon_of_release, epsilon_against_coordinator):
         assert figure(apart, target_delta=DELTA) == pytest.approx(expected, rel=1e-9)
-    together = {TURNS.charged_by("a"): 5 + 3}
+    together = {TURNS.for_run("a"): 5 + 3}
     assert epsilon_of_release(together, target_delta=DELTA) < expected
-    assert FIXED_EVENT.charged_by("a") == FIXED_EVENT
+    assert FIXED_EVENT.for_run("a") == FIXED_EVENT
 
 
 @pytest.mark.slow
 def test_turns_add_up_with_sampled_rounds_and_not_with_replaced_users() -> None:
     """Of users that are there or not; by the losses, and at most as if all were asked."""
     sampled = Event(PoissonCohorts(population=60, expected=15, largest=60), 2.0)
-    both = {TURNS.charged_by("a"): 8, sampled: 4}
+    both = {TURNS.for_run("a"): 8, sampled: 4}
     found = epsilon_of_release(both, target_delta=DELTA)
     turns_alone = epsilon_of_release({TURNS: 8}, target_delta=DELTA)
     assert turns_alone < found < gaussian_epsilon(math.sqrt(2 + 4) / 2.0, DELTA)
@@ -214,7 +214,7 @@ def test_turns_add_up_with_sampled_rounds_and_not_with_replaced_users() -> None:
 @pytest.mark.parametrize("num_rounds", [1, 4, 5, 17])
 def test_noise_is_found_for_users_that_take_turns(num_rounds: int) -> None:
     """It is enough, and a hundredth less is not."""
-    found = calibrated(TURNS.cohorts, epsilon=3.0, target_delta=DELTA, num_rounds=num_rounds)
+    found = calibrate(TURNS.cohorts, epsilon=3.0, target_delta=DELTA, num_rounds=num_rounds)
     turns = -(-num_rounds // 4)
     assert gaussian_epsilon(math.sqrt(turns) / found, DELTA) <= 3.0
     assert gaussian_epsilon(math.sqrt(turns) / (0.99 * found), DELTA) > 3.0
@@ -245,7 +245,7 @@ def test_a_calibrated_multiplier_is_enough_and_no_more(
     cohorts: PoissonCohorts | FixedCohorts, epsilon: float
 ) -> None:
     """The budget holds with it, and is exceeded with one that is a hundredth smaller."""
-    multiplier = calibrated(cohorts, epsilon=epsilon, target_delta=1e-4, num_rounds=20)
+    multiplier = calibrate(cohorts, epsilon=epsilon, target_delta=1e-4, num_rounds=20)
     found = [
         epsilon_of_release({Event(cohorts, factor * multiplier): 20}, target_delta=1e-4)
         for factor in (1.0, 0.99)
@@ -273,11 +273,11 @@ def test_more_noise_or_fewer_rounds_cost_less() -> None:
         (lambda: epsilon_of_release({}, target_delta=0.0), "target_delta is 0"),
         (lambda: epsilon_against_coordinator({}, target_delta=1.0), "target_delta is 1"),
         (
-            lambda: calibrated(FIXED, epsilon=0.0, target_delta=DELTA, num_rounds=1),
+            lambda: calibrate(FIXED, epsilon=0.0, target_delta=DELTA, num_rounds=1),
             "epsilon is 0",
         ),
         (
-            lambda: calibrated(FIXED, epsilon=1.0, target_delta=DELTA, num_rounds=0),
+            lambda: calibrate(FIXED, epsilon=1.0, target_delta=DELTA, num_rounds=0),
             "num_rounds is 0",
         ),
     ],
@@ -301,7 +301,7 @@ def test_next_to_no_noise_costs_what_it_costs_without_sampling(
 
 def test_a_budget_of_millions_is_calibrated_for() -> None:
     """With losses that are told apart by less than e can be raised to."""
-    found = calibrated(POISSON, epsilon=1e6, target_delta=DELTA, num_rounds=100)
+    found = calibrate(POISSON, epsilon=1e6, target_delta=DELTA, num_rounds=100)
     assert epsilon_of_release({Event(POISSON, found): 100}, target_delta=DELTA) <= 1e6
 
 

@@ -18,7 +18,11 @@ from fedlearn.algorithms.transforms import BELOW, ToldBelow, norms
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.privacy.adaptive_clipping import AdaptiveClip, AdaptivelyBounded, divided
+from fedlearn.privacy.adaptive_clipping import (
+    AdaptiveClip,
+    AdaptivelyBoundedUpdates,
+    split_multiplier,
+)
 from fedlearn.privacy.bounded_sum import BoundedSum
 from fedlearn.privacy.plan import CentralPlan
 from fedlearn.privacy.secret import ReproducibleStreams
@@ -34,9 +38,9 @@ MODEL = Params.of(nn.Linear(20, 4))
 class Backwards(AdaptiveClip):
     """The sign as a released framework has it."""
 
-    def following(self, clip_norm: float, *, share: float) -> float:
+    def next_norm(self, clip_norm: float, *, share: float) -> float:
         """Move away from the quantile."""
-        return super().following(clip_norm, share=2.0 * self.quantile - share)
+        return super().next_norm(clip_norm, share=2.0 * self.quantile - share)
 
 
 def updates(round_num: int) -> Tensor:
@@ -58,8 +62,8 @@ def settled(adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds
         streams=ReproducibleStreams(Seed(1)),
         adaptive=adaptive,
     )
-    strategy = plan.strategy(inner)
-    release = plan.release(strategy, MODEL.layout, plan.noise)
+    strategy = plan.wrap_strategy(inner)
+    release = plan.build_release(strategy, MODEL.layout, plan.noise)
     params, state = MODEL, strategy.init(MODEL)
     for round_num in range(num_rounds):
         now = strategy.at(state)
@@ -86,7 +90,7 @@ def settled(adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds
         params, state, metrics = _stepped(now, params, aggregate, state)
         assert metrics["clip_norm"] == summed.bounds[DELTA.name]
     now = strategy.at(state)
-    assert isinstance(now, AdaptivelyBounded)
+    assert isinstance(now, AdaptivelyBoundedUpdates)
     return now.clip_norm
 
 
@@ -123,7 +127,7 @@ def test_the_wrong_sign_would_be_noticed() -> None:
 @given(noise_multiplier=st.floats(1e-3, 1e3), expected=st.integers(1, 100_000))
 def test_both_together_cost_what_one_release_does(noise_multiplier: float, expected: int) -> None:
     """And the count at most a twentieth of it."""
-    of_updates, of_count = divided(noise_multiplier, expected=expected)
+    of_updates, of_count = split_multiplier(noise_multiplier, expected=expected)
     assert of_updates**-2 + of_count**-2 == pytest.approx(noise_multiplier**-2, rel=1e-9)
     assert of_count**-2 <= noise_multiplier**-2 / 20 * (1 + 1e-9)
     assert of_count >= expected / 10 * (1 - 1e-9)  # the noise of the paper, or more
@@ -149,7 +153,7 @@ def test_norms_are_right_to_one_part_in_many_thousands(size: int, scale: float) 
 
 def test_the_inner_strategy_sees_nothing_of_the_norm() -> None:
     """Neither in its state nor among the lanes: it may walk through either."""
-    bounded = AdaptivelyBounded(
+    bounded = AdaptivelyBoundedUpdates(
         ADAM,
         BoundedSum(bounds={"delta": 1.0, BELOW.name: 0.5}, multipliers={}, largest=3),
         AdaptiveClip(quantile=0.5),

@@ -86,7 +86,7 @@ def test_canaries_that_are_in_contribute_all_they_may(opposite: bool) -> None:  
 
 def test_directions_share_no_coordinate_and_cover_all() -> None:
     """So noise that is missing anywhere is missed, and the canaries are independent."""
-    canaries = Canaries.drawn(num_pairs=20, opposite=False)
+    canaries = Canaries.draw(num_pairs=20, opposite=False)
     everybody = Canaries(is_in=np.ones(40, bool), seed=canaries.seed, opposite=False)
     rows = everybody.contributions(range(40), LAYOUT.size)
     directions = rows / rows.norm(dim=1, keepdim=True)
@@ -96,7 +96,7 @@ def test_directions_share_no_coordinate_and_cover_all() -> None:
 
 def test_coins_and_directions_are_nobodys() -> None:
     """Each audit draws its own; of each pair one is in, about half of the first."""
-    first, second = (Canaries.drawn(num_pairs=400, opposite=False) for _ in range(2))
+    first, second = (Canaries.draw(num_pairs=400, opposite=False) for _ in range(2))
     assert first.seed != second.seed
     assert (first.is_in != second.is_in).any()
     assert (first.is_in.reshape(-1, 2).sum(1) == 1).all()
@@ -105,7 +105,7 @@ def test_coins_and_directions_are_nobodys() -> None:
 
 def test_of_a_single_update_the_numbers_of_its_own_canaries_are_kept() -> None:
     """The sum over clients is what an attacker sees of each canary in the update of its client."""
-    canaries = Canaries.drawn(num_pairs=10, opposite=False)
+    canaries = Canaries.draw(num_pairs=10, opposite=False)
     rows = torch.from_numpy(Seed(4).numpy().standard_normal((4, LAYOUT.size))).float()
     ids = [ClientId(each) for each in (2, 0, 1, 3)]
     before = Updates(ids, torch.ones(4), {"delta": rows}, [0] * 4)

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy.linalg import toeplitz
 
-from fedlearn.privacy.banded_matrix import BandedMatrix, optimal
+from fedlearn.privacy.banded_matrix import BandedMatrix, find_optimal
 
 
 def explicit(diagonals: Sequence[float], num_rounds: int) -> NDArray[np.float64]:
@@ -41,20 +41,20 @@ def test_no_two_or_three_diagonals_have_less_error(num_rounds: int) -> None:
     """Of all in steps of a 64th."""
     steps = np.arange(-16, 80) / 64.0
     two = min(error_by_matrices((1.0, second), num_rounds) for second in steps)
-    assert optimal(bands=2, num_rounds=num_rounds).error(num_rounds) <= two * (1.0 + 1e-6)
-    assert optimal(bands=2, num_rounds=num_rounds).error(num_rounds) >= two * (1.0 - 1e-3)
+    assert find_optimal(bands=2, num_rounds=num_rounds).error(num_rounds) <= two * (1.0 + 1e-6)
+    assert find_optimal(bands=2, num_rounds=num_rounds).error(num_rounds) >= two * (1.0 - 1e-3)
     three = min(
         error_by_matrices((1.0, second, third)[:num_rounds], num_rounds)
         for second in steps[16::2]
         for third in steps[::2]
     )
-    assert optimal(bands=3, num_rounds=num_rounds).error(num_rounds) <= three * (1.0 + 1e-6)
+    assert find_optimal(bands=3, num_rounds=num_rounds).error(num_rounds) <= three * (1.0 + 1e-6)
 
 
 @pytest.mark.parametrize(("bands", "num_rounds"), [(4, 50), (16, 200), (40, 40)])
 def test_no_diagonal_a_little_larger_or_smaller_has_less_error(bands: int, num_rounds: int) -> None:
     """Rounded as they are: to what is told apart, it is an optimum."""
-    matrix = optimal(bands=bands, num_rounds=num_rounds)
+    matrix = find_optimal(bands=bands, num_rounds=num_rounds)
     scale = 1024 // matrix.diagonals[0]
     best, diagonals = matrix.error(num_rounds), [scale * each for each in matrix.diagonals]
     for place, change in [(each, sign) for each in range(1, len(diagonals)) for sign in (-8, 8)]:
@@ -67,13 +67,15 @@ def test_with_all_diagonals_it_is_close_to_what_no_mechanism_can_beat(num_rounds
     """The nuclear norm of A, by its singular values 1 / (2 sin((2 j - 1) π / (4 n + 2)))."""
     angles = (2.0 * np.arange(1, num_rounds + 1) - 1.0) * math.pi / (4.0 * num_rounds + 2.0)
     least = float((0.5 / np.sin(angles)).sum()) / num_rounds
-    found = optimal(bands=num_rounds, num_rounds=num_rounds).error(num_rounds)
+    found = find_optimal(bands=num_rounds, num_rounds=num_rounds).error(num_rounds)
     assert least < found < 1.09 * least
 
 
 def test_more_bands_have_less_error() -> None:
     """Down from the root of (n + 1) / 2, which independent noise has."""
-    errors = [optimal(bands=bands, num_rounds=199).error(199) for bands in (1, 2, 4, 8, 16, 32)]
+    errors = [
+        find_optimal(bands=bands, num_rounds=199).error(199) for bands in (1, 2, 4, 8, 16, 32)
+    ]
     assert errors[0] == pytest.approx(10.0, rel=1e-12)
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < errors[0] / 3.0
@@ -81,9 +83,13 @@ def test_more_bands_have_less_error() -> None:
 
 def test_one_band_is_independent_noise() -> None:
     """And so is one round, or the first of more bands than there are rounds."""
-    assert optimal(bands=1, num_rounds=50) == optimal(bands=9, num_rounds=1) == BandedMatrix((1,))
-    assert len(optimal(bands=9, num_rounds=3).diagonals) == 3
-    assert optimal(bands=5, num_rounds=60) == optimal(bands=5, num_rounds=60)
+    assert (
+        find_optimal(bands=1, num_rounds=50)
+        == find_optimal(bands=9, num_rounds=1)
+        == BandedMatrix((1,))
+    )
+    assert len(find_optimal(bands=9, num_rounds=3).diagonals) == 3
+    assert find_optimal(bands=5, num_rounds=60) == find_optimal(bands=5, num_rounds=60)
 
 
 def test_norm_and_reach_are_those_of_a_column_and_of_a_row() -> None:
@@ -99,6 +105,6 @@ def test_what_cannot_be_inverted_is_refused() -> None:
         with pytest.raises(ValueError, match="the first is at least 1"):
             BandedMatrix(diagonals)
     with pytest.raises(ValueError, match=r"bands is 0, num_rounds 5"):
-        optimal(bands=0, num_rounds=5)
+        find_optimal(bands=0, num_rounds=5)
     with pytest.raises(ValueError, match=r"bands is 2, num_rounds 0"):
-        optimal(bands=2, num_rounds=0)
+        find_optimal(bands=2, num_rounds=0)

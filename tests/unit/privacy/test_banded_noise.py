@@ -23,7 +23,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, StoreError
-from fedlearn.privacy.banded_matrix import BandedMatrix, optimal
+from fedlearn.privacy.banded_matrix import BandedMatrix, find_optimal
 from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
 from fedlearn.privacy.bounded_sum import BoundedLane, BoundedSum, Noise, NoisyMean
 from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
@@ -117,7 +117,9 @@ def has_covariance(errors_TP: NDArray[np.float64], expected_TT: NDArray[np.float
     return bool((np.abs(found - expected_TT) < 5.0 * deviations).all())
 
 
-@pytest.mark.parametrize("diagonals", [(1,), (8, 5), optimal(bands=4, num_rounds=20).diagonals])
+@pytest.mark.parametrize(
+    "diagonals", [(1,), (8, 5), find_optimal(bands=4, num_rounds=20).diagonals]
+)
 def test_the_noise_that_arrives_has_the_covariance_of_the_inverse(
     diagonals: tuple[int, ...],
 ) -> None:
@@ -133,7 +135,7 @@ def test_the_noise_that_arrives_has_the_covariance_of_the_inverse(
 
 def test_a_sum_of_rounds_has_less_noise_than_they_have() -> None:
     """By what the matrix says of prefix sums."""
-    diagonals = optimal(bands=8, num_rounds=8).diagonals
+    diagonals = find_optimal(bands=8, num_rounds=8).diagonals
     prefixes = errors(diagonals, num_rounds=8).cumsum(axis=0)
     found = math.sqrt(float((prefixes**2).mean())) * math.hypot(*diagonals)
     assert found == pytest.approx(BandedMatrix(diagonals).error(8), rel=0.02)
@@ -284,7 +286,7 @@ def test_no_user_moves_all_that_was_seen_by_more_than_is_accounted_for(
     processes: list[Process], user: int, bands: int
 ) -> None:
     """Whatever was lost, be it seen or not: the root of ⌈charges / G⌉ columns."""
-    diagonals, told = optimal(bands=bands, num_rounds=40).diagonals, Told()
+    diagonals, told = find_optimal(bands=bands, num_rounds=40).diagonals, Told()
     rows = list(told.play(processes, diagonals=diagonals, user=user, forgetful=False))
     participations = CyclicCohorts(23, 4, 5).participations(told.num_charges)
     assert math.hypot(*rows) <= 1e6 * math.hypot(*diagonals) * math.sqrt(participations) + 1.0
@@ -294,7 +296,7 @@ def test_no_user_moves_all_that_was_seen_by_more_than_is_accounted_for(
 
 def test_a_run_that_forgot_what_it_lost_would_be_noticed() -> None:
     """Its users would be asked again too soon, and rows of one column be seen twice."""
-    diagonals = optimal(bands=5, num_rounds=40).diagonals
+    diagonals = find_optimal(bands=5, num_rounds=40).diagonals
     crashing = [Process(num_rounds=2, num_lost=2, num_ahead=0)] * 5
 
     def worst(*, forgetful: bool) -> float:
@@ -313,7 +315,7 @@ def test_a_run_that_forgot_what_it_lost_would_be_noticed() -> None:
 @pytest.mark.parametrize("bands", [1, 3, 5])
 def test_the_sensitivity_is_the_worst_of_all_patterns(bands: int) -> None:
     """Of users that may leave turns out, with parts that add up or cancel; closer is worse."""
-    num_rounds, diagonals = 15, optimal(bands=bands, num_rounds=15).diagonals
+    num_rounds, diagonals = 15, find_optimal(bands=bands, num_rounds=15).diagonals
     matrix = explicit(diagonals, num_rounds)
 
     def worst(separation: int) -> float:
@@ -386,7 +388,7 @@ def test_a_ledger_that_was_taken_back_is_refused() -> None:
     for each in range(3):
         rounds.release(given[0], round_num=each)
     rounds.num_lost = -1
-    with pytest.raises(StoreError, match=r"2 charges of this run, whose model is of 3 turns"):
+    with pytest.raises(StoreError, match=r"2 charges of this run, but its model has had 3 turns"):
         rounds.release(given[0], round_num=3)
 
 
@@ -411,5 +413,5 @@ def test_rows_beyond_exact_integers_are_refused(
     if fits:
         strategy.require_exact(layout)
     else:
-        with pytest.raises(ValueError, match=r"are beyond exact integers; lower privacy.bands"):
+        with pytest.raises(ValueError, match=r"exceed exact integers; lower privacy.bands"):
             strategy.require_exact(layout)

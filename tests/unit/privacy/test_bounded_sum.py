@@ -233,8 +233,8 @@ def test_as_many_clients_are_told_as_are_expected() -> None:
 @pytest.mark.parametrize(
     ("noise_multiplier", "largest", "bound", "size", "message"),
     [
-        (1e9, 10, 1.0, 5, "beyond exact integers"),
-        (1.0, 1 << 40, 1.0, 5, "beyond exact integers"),
+        (1e9, 10, 1.0, 5, "exceeds exact integers"),
+        (1.0, 1 << 40, 1.0, 5, "exceeds exact integers"),
         (1.0, 10, 1e-13, 5, "bound is 1e-13"),
     ],
 )

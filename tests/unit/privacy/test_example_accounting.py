@@ -17,7 +17,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.privacy.accounting import (
-    calibrated,
+    calibrate,
     epsilon_against_coordinator,
     epsilon_of_release,
 )
@@ -101,7 +101,7 @@ def test_users_and_examples_have_no_common_guarantee() -> None:
 
 def test_calibrated_noise_is_enough_and_no_more() -> None:
     """The budget holds with it, and is exceeded with one that is a hundredth smaller."""
-    multiplier = calibrated(COHORTS, epsilon=3.0, target_delta=DELTA, num_rounds=50)
+    multiplier = calibrate(COHORTS, epsilon=3.0, target_delta=DELTA, num_rounds=50)
     found = [
         epsilon_of_release({Event(COHORTS, factor * multiplier): 50}, target_delta=DELTA)
         for factor in (1.0, 0.99)
@@ -111,8 +111,10 @@ def test_calibrated_noise_is_enough_and_no_more() -> None:
 
 def test_a_delta_that_needs_no_noise_is_refused() -> None:
     """It would allow to tell all of whoever is asked at all."""
-    with pytest.raises(ValueError, match=r"target_delta is 0.06.*no more probable \(0.05\)"):
-        calibrated(COHORTS, epsilon=1.0, target_delta=0.06, num_rounds=1)
+    with pytest.raises(
+        ValueError, match=r"target_delta is 0.06.*not below the probability \(0.05\)"
+    ):
+        calibrate(COHORTS, epsilon=1.0, target_delta=0.06, num_rounds=1)
     with pytest.raises(ValueError, match="above the population 10"):
         ExampleCohorts(10, 11)
 
@@ -151,7 +153,7 @@ def test_four_epochs_are_four_gaussians(cohorts: UserCohorts) -> None:
 )
 def test_every_step_of_every_client_is_noised(inner: Strategy) -> None:
     """Outermost, whatever is made of it afterwards: rules, lanes, aggregations."""
-    strategy = plan().strategy(inner)
+    strategy = plan().wrap_strategy(inner)
     for local in (strategy.local, *strategy.locals_for([ClientId(0), ClientId(1)])):
         assert local == NoisedGradients(
             inner=inner.local, example_clip_norm=0.2, example_noise_multiplier=3.0
@@ -179,24 +181,24 @@ def lengthened(local: LocalUpdate) -> Strategy:
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [
-        (FedAvg(SGD), "weighted by their examples"),
-        (FedAvg(OwnTraining(epochs=1), weight_by_examples=False), "OwnTraining may do with the"),
-        (FedAvg(Rule(epochs=1, batch_size=2), weight_by_examples=False), "Rule may do with the"),
+        (FedAvg(SGD), "weighted by their numbers of examples"),
+        (FedAvg(OwnTraining(epochs=1), weight_by_examples=False), "OwnTraining may use the"),
+        (FedAvg(Rule(epochs=1, batch_size=2), weight_by_examples=False), "Rule may use the"),
     ],
 )
 def test_training_that_is_not_known_is_refused(inner: Strategy, reason: str) -> None:
     """And numbers that would be told; control: the strategies above."""
     with pytest.raises(ValueError, match=reason):
-        plan().strategy(inner)
+        plan().wrap_strategy(inner)
 
 
 def test_a_client_that_would_do_more_than_is_accounted_for_is_refused() -> None:
     """Control: one that does less is not."""
     longer = LocalSgd(epochs=5, batch_size=8, learning_rate=0.5)
     with pytest.raises(ValueError, match="5 epochs, but 4 are accounted for"):
-        plan().strategy(lengthened(longer)).locals_for([ClientId(0), ClientId(1)])
+        plan().wrap_strategy(lengthened(longer)).locals_for([ClientId(0), ClientId(1)])
     shorter = LocalSgd(epochs=1, batch_size=8, learning_rate=0.5)
-    strategy = plan().strategy(lengthened(shorter))
+    strategy = plan().wrap_strategy(lengthened(shorter))
     (local,) = strategy.locals_for([ClientId(1)])
     assert isinstance(local, NoisedGradients)
     assert local.inner == shorter

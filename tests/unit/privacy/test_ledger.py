@@ -23,7 +23,7 @@ class InMemory:
         self.charges: list[Charge] = []
         self.elsewhere: list[Event] = []
 
-    def spent(self) -> dict[Event, int]:
+    def load_spent(self) -> dict[Event, int]:
         return dict(self.counts)
 
     def charge(self, charge: Charge, *, known: Spent) -> bool:
@@ -78,7 +78,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(
     """Whatever was spent before, however many rounds are charged together."""
     clock, ledger = VirtualClock(), InMemory({EVENT: before})
     charges = charging(ledger, epsilon=epsilon, clock=clock)
-    assert charges.foresee(12) == affordable
+    assert charges.count_affordable(12) == affordable
     assert open_rounds(charges, clock, count=12, lasting_s=lasting_s) == affordable
     charges.close()
     assert ledger.counts[EVENT] == before + affordable
@@ -90,7 +90,7 @@ def test_users_that_take_turns_are_charged_to_the_end_of_a_turn(
     lasting_s: float, mine: int, others: int, affordable: int
 ) -> None:
     """Each 4 rounds cost 1, of 3; the rounds of another run are rounded up apart."""
-    own, other = (Event(CyclicCohorts(60, 15, 15), 1.0).charged_by(run) for run in ("a", "b"))
+    own, other = (Event(CyclicCohorts(60, 15, 15), 1.0).for_run(run) for run in ("a", "b"))
     clock, ledger = VirtualClock(), InMemory({own: mine, other: others})
     charges = Charging(
         ledger,
@@ -100,7 +100,7 @@ def test_users_that_take_turns_are_charged_to_the_end_of_a_turn(
         epsilon_of=lambda spent: sum(e.squared_distance(n) for e, n in spent.items()),
         clock=clock,
     )
-    assert charges.foresee(20) == affordable
+    assert charges.count_affordable(20) == affordable
     assert open_rounds(charges, clock, count=3, lasting_s=lasting_s) == 3
     charges.close()
     assert ledger.counts == {own: mine + 3, other: others}
@@ -113,7 +113,7 @@ def test_rounds_that_were_not_foreseen_are_charged_too() -> None:
     """Of an attempt that failed, say; and the budget holds for them."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=5.0, clock=clock)
-    assert charges.foresee(2) == 2
+    assert charges.count_affordable(2) == 2
     assert open_rounds(charges, clock, count=9, lasting_s=1.0) == 5
     assert ledger.counts == {EVENT: 5}
 
@@ -122,7 +122,7 @@ def test_what_another_run_spends_meanwhile_counts() -> None:
     """It was not foreseen either: the charge is looked at again."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=6.0, clock=clock)
-    assert charges.foresee(6) == 6
+    assert charges.count_affordable(6) == 6
     charges.charge(round_num=0, attempt=0)
     ledger.elsewhere = [OTHER, OTHER]  # 4 of the 6
     clock.sleep(10.0)
@@ -136,7 +136,7 @@ def test_short_rounds_are_charged_together_and_never_late() -> None:
     """At each moment the ledger has at least what was opened; at the end, that and no more."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=None, clock=clock)
-    charges.foresee(1000)
+    charges.count_affordable(1000)
     for round_num in range(777):
         charges.charge(round_num=round_num, attempt=0)
         assert ledger.counts[EVENT] > round_num
@@ -153,7 +153,7 @@ def test_long_rounds_are_charged_one_by_one() -> None:
     """So that a crash costs one; also when they become long."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=None, clock=clock)
-    charges.foresee(200)
+    charges.count_affordable(200)
     open_rounds(charges, clock, count=100, lasting_s=0.001)
     charges.close()
     for round_num in range(100, 110):

@@ -16,7 +16,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
-from fedlearn.privacy.banded_matrix import BandedMatrix, optimal
+from fedlearn.privacy.banded_matrix import BandedMatrix, find_optimal
 from fedlearn.privacy.banded_noise import BandedUpdates
 from fedlearn.privacy.bounded_sum import BoundedSum
 from fedlearn.privacy.plan import BandedPlan, CentralPlan
@@ -49,7 +49,7 @@ def test_a_whole_contribution_moves_the_sums_by_one_over_the_multiplier(
 ) -> None:
     """All lanes at their bounds at once, each in deviations of its noise, by Pythagoras."""
     made = plan(noise_multiplier=noise_multiplier, num_wanted=num_wanted, adaptive=adaptive)
-    strategy = made.strategy(inner)
+    strategy = made.wrap_strategy(inner)
     state = strategy.init(Params.of(nn.Linear(3, 2)))
     for each in (strategy, strategy.at(state)):
         summed = each.aggregation
@@ -62,14 +62,14 @@ def test_a_whole_contribution_moves_the_sums_by_one_over_the_multiplier(
 
 def test_two_lanes_are_one_contribution() -> None:
     """Each has the noise of its bound, by the norm of both: √2 as much."""
-    summed = plan().strategy(TWO_LANES).aggregation
+    summed = plan().wrap_strategy(TWO_LANES).aggregation
     assert isinstance(summed, BoundedSum)
     assert summed.bounds == {"delta": 0.2, "control": 3.0}
     assert summed.multipliers == pytest.approx(dict.fromkeys(summed.bounds, 0.8 * math.sqrt(2.0)))
 
 
 def test_a_strategy_without_a_norm_that_moves_is_the_same_in_all_rounds() -> None:
-    strategy = plan().strategy(PLAIN)
+    strategy = plan().wrap_strategy(PLAIN)
     assert strategy.at({}) is strategy
     assert [lane for lane in strategy.lanes if lane is not DELTA] == []
 
@@ -85,7 +85,7 @@ def banded(bands: int, *, noise_multiplier: float = 0.8) -> BandedPlan:
         noise_multiplier=noise_multiplier,
         num_wanted=25,
         streams=ReproducibleStreams(Seed(0)),
-        matrix=optimal(bands=bands, num_rounds=30),
+        matrix=find_optimal(bands=bands, num_rounds=30),
     )
 
 
@@ -97,7 +97,7 @@ def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
 ) -> None:
     """All lanes at their bounds, in all rows of a column, in deviations of their noise."""
     made = banded(bands, noise_multiplier=noise_multiplier)
-    strategy, drawn = made.strategy(inner), dict[str, float]()
+    strategy, drawn = made.wrap_strategy(inner), dict[str, float]()
     assert isinstance(strategy, BandedUpdates)
     params = Params.of(nn.Linear(3, 2))
     layout = params.layout
@@ -109,7 +109,7 @@ def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
 
     lanes = strategy.summed.lanes(strategy.lanes, layout)
     sums = {name: torch.zeros(lane.size, dtype=torch.float64) for name, lane in lanes.items()}
-    made.release(strategy, layout, Seen())(
+    made.build_release(strategy, layout, Seen())(
         Aggregate(lanes=sums, num_clients=0),
         strategy=strategy,
         layout=layout,
@@ -125,7 +125,9 @@ def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
 def test_noise_reaches_no_further_than_a_user_stays_away() -> None:
     """Of 4 groups, over 4 rounds at the most."""
     assert len(banded(4).matrix.diagonals) == 4
-    with pytest.raises(ValueError, match=r"over 5 rounds .*once in 4; lower privacy.bands to 4,"):
+    with pytest.raises(
+        ValueError, match=r"over 5 rounds .*once in 4 rounds; lower privacy.bands to 4,"
+    ):
         banded(5)
     with pytest.raises(ValueError, match=r"or cohort.num_wanted to 20"):
         banded(5)
@@ -141,18 +143,21 @@ def test_a_group_is_asked_as_a_whole_and_whoever_reports_counts() -> None:
         below_minimum=BelowMinimum.RETRY,
         max_retries=3,
     )
-    made = banded(2).policy(policy)
+    made = banded(2).adapt_policy(policy)
     assert (made.num_wanted, made.num_asked, made.min_reports) == (25, 25, 0)
     with pytest.raises(ValueError, match=r"over_selection is 1.2.*must not displace another"):
-        banded(2).policy(replace(policy, over_selection=1.2))
+        banded(2).adapt_policy(replace(policy, over_selection=1.2))
 
 
 def test_clip_norm_and_lanes_are_bounded_as_without_bands() -> None:
     """And what has no bound is refused."""
-    strategy, without = banded(3).strategy(TWO_LANES), plan().strategy(TWO_LANES).aggregation
+    strategy, without = (
+        banded(3).wrap_strategy(TWO_LANES),
+        plan().wrap_strategy(TWO_LANES).aggregation,
+    )
     assert isinstance(strategy, BandedUpdates)
     assert isinstance(without, BoundedSum)
     assert strategy.summed == replace(without, largest=25)
-    with pytest.raises(ValueError, match="weighted by their examples"):
-        banded(3).strategy(FedAvg(SGD))
+    with pytest.raises(ValueError, match="weighted by their numbers of examples"):
+        banded(3).wrap_strategy(FedAvg(SGD))
     assert BandedMatrix((1,)) == banded(1).matrix

@@ -96,7 +96,7 @@ def test_cohorts_of_a_fixed_size_are_uniform() -> None:
 def test_more_clients_than_were_counted_are_refused(sampler: CohortSampler) -> None:
     """ε was found for fewer; so many as were counted are the control."""
     cohorts(sampler, 12, num_asked=6)
-    with pytest.raises(ConfigError, match="num_users is 12, but 13 clients are there"):
+    with pytest.raises(ConfigError, match="num_users is 12, but 13 clients are available"):
         cohorts(sampler, 13, num_asked=6)
 
 

@@ -33,30 +33,30 @@ def test_charges_add_up_over_runs_by_population(database: Database) -> None:
     first = StoredLedger(database, population="wards", run="a")
     second = StoredLedger(database, population="wards", run="b")
     other = StoredLedger(database, population="banks", run="c")
-    assert first.spent() == {}
+    assert first.load_spent() == {}
     assert first.charge(charge(POISSON, count=3), known={})
     assert second.charge(charge(POISSON), known={POISSON: 3})
     assert second.charge(charge(FIXED, count=2), known={POISSON: 4})
     assert other.charge(charge(FIXED), known={})
     assert other.charge(charge(EXAMPLE, count=3), known={FIXED: 1})
-    assert first.spent() == second.spent() == {POISSON: 4, FIXED: 2}
+    assert first.load_spent() == second.load_spent() == {POISSON: 4, FIXED: 2}
     assert first.spent_by_run() == {POISSON: 3}
     assert second.spent_by_run() == {POISSON: 1, FIXED: 2}
-    assert other.spent() == {FIXED: 1, EXAMPLE: 3}
+    assert other.load_spent() == {FIXED: 1, EXAMPLE: 3}
 
 
 def test_turns_of_two_runs_stay_apart(database: Database) -> None:
     """Each run rounds its own turns up; charges of one run from several processes are added."""
     first = StoredLedger(database, population="wards", run="a")
     second = StoredLedger(database, population="wards", run="b")
-    of_first, of_second = TURNS.charged_by("a"), TURNS.charged_by("b")
+    of_first, of_second = TURNS.for_run("a"), TURNS.for_run("b")
     assert first.charge(charge(of_first, count=3), known={})
     assert second.charge(charge(of_second, count=2), known={of_first: 3})
     again = StoredLedger(database, population="wards", run="a")
-    assert again.charge(charge(of_first, count=4), known=again.spent())
-    assert first.charge(charge(POISSON), known=first.spent())
-    assert second.charge(charge(POISSON), known=second.spent())
-    assert first.spent() == second.spent() == {of_first: 7, of_second: 2, POISSON: 2}
+    assert again.charge(charge(of_first, count=4), known=again.load_spent())
+    assert first.charge(charge(POISSON), known=first.load_spent())
+    assert second.charge(charge(POISSON), known=second.load_spent())
+    assert first.load_spent() == second.load_spent() == {of_first: 7, of_second: 2, POISSON: 2}
     assert first.spent_by_run() == {of_first: 7, POISSON: 1}
 
 
@@ -66,8 +66,8 @@ def test_a_charge_on_an_old_state_is_not_written(database: Database) -> None:
     theirs = StoredLedger(database, population="wards", run="b")
     assert theirs.charge(charge(POISSON), known={})
     assert not mine.charge(charge(POISSON), known={})
-    assert mine.spent() == {POISSON: 1}
-    assert mine.charge(charge(POISSON), known=mine.spent())
+    assert mine.load_spent() == {POISSON: 1}
+    assert mine.charge(charge(POISSON), known=mine.load_spent())
 
 
 def test_what_never_began_is_taken_back_from_ones_own_charge(database: Database) -> None:
@@ -86,4 +86,4 @@ def test_a_charge_outlives_the_connection(database_url: str, tmp_path: Path) -> 
     with Database.open(database_url, runs_dir=tmp_path) as database:
         assert StoredLedger(database, population="wards", run="a").charge(charge(FIXED), known={})
     with Database.open(database_url, runs_dir=tmp_path) as database:
-        assert StoredLedger(database, population="wards", run="z").spent() == {FIXED: 1}
+        assert StoredLedger(database, population="wards", run="z").load_spent() == {FIXED: 1}
