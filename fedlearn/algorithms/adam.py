@@ -45,7 +45,7 @@ class LocalAdam(LocalWork):
     learning_rate: Annotated[Positive, doc("Local step size, > 0.")]
     beta_1: Annotated[BelowOne, doc("Decay of the mean gradient, [0, 1).")]
     beta_2: Annotated[BelowOne, doc("Decay of the squared gradient, [0, 1).")]
-    epsilon: Annotated[Positive, doc("Added to the root of the latter, > 0.")]
+    epsilon: Annotated[Positive, doc("Added to the root of the squared gradient's mean, > 0.")]
     weight_decay: Annotated[NotNegative, doc("Weight decay, >= 0.")] = 0.0  # the neutral element
     decoupled: Annotated[
         bool,

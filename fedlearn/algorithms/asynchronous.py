@@ -25,7 +25,7 @@ class Asynchrony(Staleness):
     """
 
     buffer_size: Annotated[
-        Count, doc("Updates that make a round, >= 1: the server steps when so many have come.")
+        Count, doc("Updates in a buffer, >= 1: the server steps when the buffer is full.")
     ]
     concurrency: Annotated[
         Count, doc("Clients that train at a time, 1 to (max_staleness + 1) x buffer_size.")

@@ -35,16 +35,18 @@ class LateUpdates(Staleness):
     deadline_quantile: Annotated[
         Annotated[float, Gt(0), Le(1)] | None,
         doc(
-            "Share of the clients, (0, 1], that the deadline waits for, by the durations of the "
-            "last rounds; not set: the deadline is fixed."
+            "Share of the clients that the deadline waits for, judged by the durations of the "
+            "last rounds, (0, 1]; not set: the deadline is fixed."
         ),
     ]
-    deadline_window: Annotated[Count, doc("Rounds whose durations are looked at, >= 1.")]
+    deadline_window: Annotated[
+        Count, doc("Number of past rounds whose durations set the deadline, >= 1.")
+    ]
     least_deadline_s: Annotated[
         NotNegative,
         doc(
-            "Shortest deadline that durations set, >= 0 seconds; the longest one, which is also "
-            "that of the first round, is the fixed one."
+            "Shortest adaptive deadline, in seconds, >= 0; the longest one, and that of the "
+            "first round, is stragglers.deadline_s."
         ),
     ]
 

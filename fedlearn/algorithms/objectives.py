@@ -87,11 +87,11 @@ class CrossEntropy(Ranged):
     """
 
     ignore_index: Annotated[
-        int, doc("Label of positions that count nowhere: neither in the loss nor in the accuracy.")
+        int, doc("Label of positions that are left out of the loss and the accuracy.")
     ] = IGNORED
     class_weights: Annotated[
         tuple[float, ...] | None,
-        doc("Weight of each class in the loss, >= 0; not set: all weigh the same."),
+        doc("Weight of each class in the loss, >= 0; not set: all have the same."),
     ] = None
     label_smoothing: Annotated[
         Probability, doc("Share of a label that is spread evenly over all classes, in [0, 1].")
@@ -189,7 +189,7 @@ class BinaryCrossEntropy:
     """Logistic loss, with accuracy at the threshold 1/2. One logit per example; labels 0 or 1."""
 
     ignore_index: Annotated[
-        int, doc("Label of examples that count nowhere: neither in the loss nor in the accuracy.")
+        int, doc("Label of examples that are left out of the loss and the accuracy.")
     ] = IGNORED
 
     per_example: ClassVar[bool] = True

@@ -26,8 +26,8 @@ class OwnTraining(LocalWork):
     epochs: Annotated[
         Count,
         doc(
-            "Passes over the local examples, as far as the trainer has them: simulated devices "
-            "take so long, and clients' policies bound it; >= 1."
+            "Passes over the local examples, for trainers that have them, >= 1: it sets how "
+            "long simulated devices take, and clients' policies may limit it."
         ),
     ] = 1
     batch_size: Annotated[Count | None, doc("Examples a step, for trainers that honour it.")] = None

@@ -45,12 +45,16 @@ class ScheduledRate(Ranged, Around):
     cosine_rounds: Annotated[
         Count | None,
         doc(
-            "Rounds in which the learning rate falls to zero along a cosine, >= 1; not set: it "
-            "does not."
+            "Rounds in which the learning rate falls to zero along a cosine, >= 1; not set: no "
+            "cosine decay."
         ),
     ] = None
     warmup_steps: Annotated[
-        Whole, doc("Local steps of each round in which the learning rate rises, >= 0.")
+        Whole,
+        doc(
+            "Warm-up: local steps at the start of each round in which the learning rate rises, >= "
+            "0."
+        ),
     ] = 0
 
     def __post_init__(self) -> None:

@@ -205,8 +205,8 @@ def Scaffold(
     control_bound: Annotated[
         Positive | None,
         doc(
-            "Largest L2 norm of a change of a client's control variate, > 0, which secure "
-            "aggregation needs; a longer one is scaled down to it; not set: there is none."
+            "Largest L2 norm of the change in a client's control variate, > 0; a longer change "
+            "is scaled down to it. Secure aggregation needs it; not set: no limit."
         ),
     ] = None,
 ) -> ScaffoldAveraging:
@@ -298,7 +298,7 @@ def FedAsync(
     local: Local,
     *,
     mixing: Annotated[
-        Positive, doc("What an update counts that is not stale, > 0, in the paper below 1.")
+        Positive, doc("Weight of an update that is not stale, > 0; below 1 in the paper.")
     ],
     concurrency: Count,
     max_staleness: Whole,

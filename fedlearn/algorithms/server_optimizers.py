@@ -108,7 +108,7 @@ class ServerAdaptive(Ranged):
         <https://arxiv.org/abs/2003.00295>`_, algorithm 2.
     """
 
-    second_moment: Annotated[SecondMoment, doc("Which of the three.")]
+    second_moment: Annotated[SecondMoment, doc("Which of the three optimizers.")]
     learning_rate: ServerRate
     beta_1: DeltaDecay
     beta_2: SquareDecay

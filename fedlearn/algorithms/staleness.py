@@ -56,13 +56,14 @@ class Staleness(Ranged):
         ),
     ]
     staleness_weight: Annotated[
-        StalenessWeight, doc("How staleness weighs: all alike, polynomially, or beyond a hinge.")
+        StalenessWeight,
+        doc("How weights fall with staleness: not at all, polynomially, or beyond a hinge."),
     ]
     staleness_exponent: Annotated[
-        NotNegative, doc("Of the polynomial weight, or the slope beyond the hinge, >= 0.")
+        NotNegative, doc("Exponent of the polynomial weight, or slope beyond the hinge, >= 0.")
     ]
     staleness_hinge: Annotated[
-        Whole, doc("Staleness up to which the hinge weighs all alike, >= 0.")
+        Whole, doc("Staleness up to which the hinge gives all updates the same weight, >= 0.")
     ]
 
     def __post_init__(self) -> None:

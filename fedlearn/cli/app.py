@@ -56,7 +56,7 @@ Environment: FEDLEARN_STORE_URL, FEDLEARN_RUNS_DIR, FEDLEARN_DATA_DIR.
 
 app = typer.Typer(
     name="fedlearn",
-    help="Federated learning on PyTorch: simulate, deploy, look at the runs, compare them.",
+    help="Federated learning on PyTorch: simulate, deploy, inspect and compare runs.",
     epilog=_EPILOG,
     add_completion=False,
     rich_markup_mode=None,  # plain help: the same everywhere, and rich is not imported for it
@@ -237,9 +237,13 @@ def audit(
     overrides: Overrides = None,
     canaries: Annotated[
         int,
-        typer.Option(metavar="N", help="Clients or examples to make up: the more, the sharper."),
+        typer.Option(
+            metavar="N", help="Number of made-up clients or examples: more give a sharper bound."
+        ),
     ] = 2000,
-    confidence: Annotated[float, typer.Option(metavar="P", help="Of the bound, below 1.")] = 0.95,
+    confidence: Annotated[
+        float, typer.Option(metavar="P", help="Confidence of the bound, below 1.")
+    ] = 0.95,
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
@@ -272,7 +276,7 @@ def runs(
         bool,
         typer.Option(
             "--adopt",
-            help="First record the runs whose folders are here and whose database is lost.",
+            help="First recover runs that have a folder but no database record.",
         ),
     ] = False,
     runs_dir: RunsDir = None,
@@ -308,7 +312,7 @@ def runs(
 
 @app.command()
 def show(run: RunArgument, *, as_json: Json = False, runs_dir: RunsDir = None) -> None:
-    """Print all about a run."""
+    """Print everything about a run."""
     from fedlearn.cli.environment import open_runs, terminal_width
     from fedlearn.cli.overview import run_object, run_page
 
@@ -324,7 +328,9 @@ def compare(
     target: Annotated[
         float | None,
         typer.Option(
-            metavar="VALUE", help="Metric both race to; without it, the worse of their bests."
+            metavar="VALUE",
+            help="Value of the metric that both runs race to; without it, the worse of their best "
+            "values.",
         ),
     ] = None,
     runs_dir: RunsDir = None,
@@ -376,7 +382,7 @@ def resume(
 def rollback(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Name of a run.")],
     *,
-    to: Annotated[int, typer.Option("--to", min=0, metavar="ROUND", help="Rounds that it has.")],
+    to: Annotated[int, typer.Option("--to", min=0, metavar="ROUND", help="Round to go back to.")],
     runs_dir: RunsDir = None,
 ) -> None:
     """Go back to an earlier checkpoint of a run, and forget the rounds after it.
@@ -430,7 +436,7 @@ def extend(
 
 @app.command(epilog="Example: fedlearn plot calm-otter-17 brisk-heron-42 --output both.png")
 def plot(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="One run, or several.")],
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="One or several runs.")],
     *,
     output: Output = None,
     runs_dir: RunsDir = None,
@@ -447,7 +453,7 @@ def plot(
 
 @app.command()
 def report(run: RunArgument, *, output: Output = None, runs_dir: RunsDir = None) -> None:
-    """Write one HTML file about a run."""
+    """Write a report about a run as one HTML file."""
     from fedlearn.cli.environment import open_runs
 
     with open_runs([run], runs_dir=runs_dir) as [found]:
@@ -460,7 +466,7 @@ def export(
     *,
     output: Output = None,
     last: Annotated[
-        bool, typer.Option("--last", help="The last weights instead of the best.")
+        bool, typer.Option("--last", help="Write the last weights instead of the best.")
     ] = False,
     force: Force = False,
     runs_dir: RunsDir = None,

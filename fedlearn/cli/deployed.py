@@ -52,7 +52,10 @@ def init(
     *,
     client: Annotated[
         bool,
-        typer.Option("--client", help="Of a client: what it refuses, when and how it may train."),
+        typer.Option(
+            "--client",
+            help="Write a client's configuration instead: what it refuses, and when it may train.",
+        ),
     ] = False,
 ) -> None:
     """Write a commented configuration of a coordinator, or of a client."""
@@ -82,13 +85,17 @@ def coordinator(
         bool,
         typer.Option(
             "--serve-on",
-            help="Stay when the run is done, and tell clients to come back later.",
+            help="Keep running after the last round, and ask clients to come back later.",
         ),
     ] = False,
     from_previous: FromPrevious = False,
     restored: Annotated[
         bool,
-        typer.Option("--restored", help="All comes from a backup: drop what clients sent since."),
+        typer.Option(
+            "--restored",
+            help="The database was restored from a backup: drop the updates that clients have sent "
+            "since.",
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -122,10 +129,10 @@ def demo(
     rounds: Annotated[int, typer.Option(min=1, metavar="N", help="Rounds of the run.")] = 10,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder to keep it all in; without it, a temporary one."),
+        typer.Option(metavar="DIR", help="Folder for all files; without it, a temporary one."),
     ] = None,
 ) -> None:
-    """Run a coordinator and five clients on this machine, beside the simulation of the same."""
+    """Run a coordinator and five clients on this machine, and compare them with a simulation."""
     from fedlearn.deployment.demo import run_demo
 
     run_demo(num_rounds=rounds, keep=keep, out=sys.stdout, environ=os.environ)
@@ -147,7 +154,7 @@ def invite(
     insecure: Insecure = False,
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
-    """Write the file with which one client may join; it works once."""
+    """Write an invitation, with which one client may join once."""
     path = output or Path(f"{name}.invitation")
     with _operator(config) as operator:
         invitation = operator.invite(name, tags=tags or (), path=path, insecure=insecure)
@@ -161,7 +168,7 @@ def revoke(
     *,
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
-    """Refuse a client from now on, and end an invitation that it has not used."""
+    """Refuse a client from now on, and cancel its invitation if it is unused."""
     with _operator(config) as operator:
         client = operator.registry.revoke(name)
     if client is None:
@@ -192,7 +199,7 @@ def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> N
 
 @app.command()
 def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
-    """List the enrolled clients, how their rounds ended, and who is invited and has not joined."""
+    """List the enrolled clients with their rounds, and the open invitations."""
     from fedlearn.cli.tables import describe_members, members_table
     from fedlearn.core.clock import SystemClock
 
@@ -215,9 +222,12 @@ def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> 
 @app.command()
 def rounds(
     *,
-    last: Annotated[int, typer.Option(min=1, metavar="N", help="So many rounds, the latest.")] = 20,
+    last: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Number of rounds to list, the latest ones.")
+    ] = 20,
     clients: Annotated[
-        bool, typer.Option("--clients", help="Who was late or failed in them, and why, too.")
+        bool,
+        typer.Option("--clients", help="Also list the clients that were late or failed, and why."),
     ] = False,
     as_json: Json = False,
     config: ConfigFile = COORDINATOR_TOML,
@@ -252,13 +262,13 @@ def pause(*, config: ConfigFile = COORDINATOR_TOML) -> None:
 
 @app.command()
 def abort(*, config: ConfigFile = COORDINATOR_TOML) -> None:
-    """End the deployed run as failed; what is committed stays."""
+    """End the deployed run as failed, and keep its committed rounds."""
     control(config, "abort")
 
 
 @app.command()
 def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
-    """Tell what the deployed run is waiting for, client by client."""
+    """Show what the deployed run is waiting for, client by client."""
     from fedlearn.core.words import printable
 
     with _operator(config) as operator:
@@ -325,23 +335,24 @@ def join(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Identity keys of the other clients, from `fedlearn roster`: these are believed "
-            "in secure aggregation and no others. Without it, those that the coordinator tells.",
+            help="Identity keys of the other clients, from `fedlearn roster`: secure aggregation "
+            "trusts only these. Without it, it trusts the keys that the coordinator sends "
+            "first.",
         ),
     ] = None,
     address: Annotated[
         list[str] | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where the coordinator is now, if it has moved; may be given several times. Kept, "
-            "and tried before the addresses that are known.",
+            help="New address of a coordinator that has moved; may be repeated. It is stored, and "
+            "tried before the known addresses.",
         ),
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Look at address, TLS, clock, data, disk and --config; join nothing.",
+            help="Check the address, TLS, clock, data, disk and --config, without joining.",
         ),
     ] = False,
 ) -> None:
@@ -401,8 +412,8 @@ def pins(
         typer.Option(
             metavar="ID",
             min=0,
-            help="Accept the next key of this client, whose old one is lost: ask its owner first. "
-            "The client must not run meanwhile.",
+            help="Accept a new key from this client, whose old one is lost; ask its owner first. "
+            "Stop the client first.",
         ),
     ] = None,
     as_json: Json = False,

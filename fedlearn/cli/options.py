@@ -24,7 +24,7 @@ Overrides: TypeAlias = Annotated[
     ),
 ]
 Json: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="One JSON object a line on standard output.")
+    bool, typer.Option("--json", help="Print one JSON object a line on standard output.")
 ]
 RunsDir: TypeAlias = Annotated[
     Path | None,
@@ -37,18 +37,17 @@ DataDir: TypeAlias = Annotated[
 Output: TypeAlias = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
 ]
-Force: TypeAlias = Annotated[
-    bool, typer.Option("--force", help="Replace the file if it is there already.")
-]
+Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
 ConfigFile: TypeAlias = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="The coordinator's configuration.")
 ]
 Insecure: TypeAlias = Annotated[
     bool,
-    typer.Option("--insecure", help="Plaintext, on loopback only, for trying things out."),
+    typer.Option("--insecure", help="Use no encryption, for tests on the loopback address only."),
 ]
 FromPrevious: TypeAlias = Annotated[
-    bool, typer.Option("--from-previous", help="Drop the last checkpoint first: it is damaged.")
+    bool,
+    typer.Option("--from-previous", help="Drop the last checkpoint first, because it is damaged."),
 ]
 
 

@@ -49,15 +49,15 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Keep the training there, so that it can take more steps; without it, its files "
-            "lie in the directory of the runs and are removed at the end.",
+            help="Keep the training's files here, so that it can be extended; without it, they are "
+            "in the runs directory and are removed at the end.",
         ),
     ] = None,
     weights: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Begin with these weights, in a safetensors file; without it, with the model's.",
+            help="A safetensors file with the initial weights; without it, the model's own.",
         ),
     ] = None,
     evaluate_every: Annotated[
@@ -65,8 +65,8 @@ def train(
         typer.Option(
             min=0,
             metavar="STEPS",
-            help="Measure the model on the test set so often and write the best one; 0: write the "
-            "last one.",
+            help="Steps between evaluations on the test set; the best model is written. 0: no "
+            "evaluations, and the last model is written.",
         ),
     ] = 0,
     patience: Annotated[
@@ -133,12 +133,13 @@ def memory(
     overrides: Overrides = None,
     parameters: Annotated[
         float | None,
-        typer.Option(
-            metavar="N", help="Only a number of parameters, such as 7e9, in place of a model."
-        ),
+        typer.Option(metavar="N", help="Number of parameters, such as 7e9, instead of a model."),
     ] = None,
     num_bytes: Annotated[
-        int, typer.Option("--bytes", min=1, metavar="B", help="Of each, with --parameters.")
+        int,
+        typer.Option(
+            "--bytes", min=1, metavar="B", help="Bytes of each parameter, with --parameters."
+        ),
     ] = 4,
     as_json: Json = False,
     output: Output = None,

@@ -23,7 +23,7 @@ Positive: TypeAlias = Annotated[float, Gt(0)]
 NotNegative: TypeAlias = Annotated[float, Ge(0)]
 """Zero or more, and finite."""
 BelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
-"""In [0, 1)."""
+"""Momentum, [0, 1)."""
 Probability: TypeAlias = Annotated[float, Ge(0), Le(1)]
 """In [0, 1]."""
 

@@ -21,12 +21,12 @@ class Requirements:
     not meet such a requirement.
     """
 
-    tags: Annotated[Sequence[str], doc("Tags that a client must have, all of them.")] = ()
+    tags: Annotated[Sequence[str], doc("Tags that a client must have; it needs all of them.")] = ()
     min_examples: Annotated[
-        Whole, doc("Fewest examples that it must report, >= 0; 0: it need not report any.")
+        Whole, doc("Fewest examples that a client must report, >= 0; 0: it need not report any.")
     ] = 0
     devices: Annotated[
-        Sequence[str], doc("Devices of which it must have one; empty: any device.")
+        Sequence[str], doc("Devices of which a client must have one; empty: any device.")
     ] = ()
     on_power: Annotated[bool, doc("Whether it must report that it is on mains power.")] = False
     idle: Annotated[bool, doc("Whether it must report that it is idle.")] = False

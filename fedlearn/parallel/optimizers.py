@@ -43,7 +43,7 @@ class Sgd(Ranged):
     """Stochastic gradient descent."""
 
     learning_rate: Annotated[Positive, doc("Base rate, > 0.")]
-    momentum: Annotated[BelowOne, doc("In [0, 1); 0 is plain SGD.")] = 0.0
+    momentum: Annotated[BelowOne, doc("Momentum, [0, 1); 0 is plain SGD.")] = 0.0
     weight_decay: Annotated[NotNegative, doc("L2 penalty, >= 0.")] = 0.0
 
     def over(self, groups: Groups) -> Optimizer:
@@ -59,9 +59,13 @@ class AdamKin(Ranged):
     learning_rate: Annotated[Positive, doc("Base rate, > 0.")]
     beta_1: Annotated[BelowOne, doc("Decay of the first moment, in [0, 1).")] = 0.9
     beta_2: Annotated[BelowOne, doc("Decay of the second, in [0, 1).")] = 0.999
-    epsilon: Annotated[Positive, doc("Beside the root of the second moment, > 0.")] = 1e-8
+    epsilon: Annotated[Positive, doc("Added to the root of the second moment, > 0.")] = 1e-8
     weight_decay: Annotated[
-        NotNegative, doc("Of AdamW beside the gradient, of Adam in it, >= 0.")
+        NotNegative,
+        doc(
+            "Weight decay, >= 0: AdamW applies it apart from the gradient, Adam adds it to the "
+            "gradient."
+        ),
     ] = 0.0
     decoupled: Annotated[bool, doc("Whether it is AdamW.")] = True
 
@@ -93,9 +97,11 @@ class Lars(Ranged):
     """
 
     learning_rate: Annotated[Positive, doc("Base rate, > 0.")]
-    momentum: Annotated[BelowOne, doc("In [0, 1).")] = 0.9
-    weight_decay: Annotated[NotNegative, doc(">= 0.")] = 0.0
-    trust: Annotated[Positive, doc("How far a layer may move beside its own norm, > 0.")] = 0.001
+    momentum: Annotated[BelowOne, doc("Momentum, [0, 1).")] = 0.9
+    weight_decay: Annotated[NotNegative, doc("Weight decay, >= 0.")] = 0.0
+    trust: Annotated[
+        Positive, doc("Trust ratio: how far a layer may move relative to its own norm, > 0.")
+    ] = 0.001
 
     def over(self, groups: Groups) -> Optimizer:
         """Create fedlearn's own LARS, since torch has none."""
@@ -166,34 +172,32 @@ class Rate(Ranged):
     base_batch_size: Annotated[
         Count | None,
         doc(
-            "The batch that the base rate is for; a larger one has a larger rate; not set: the "
-            "rate is for the batch as it is."
+            "Batch size that the base rate is for; a larger batch gets a larger rate. Not set: "
+            "the rate is for the configured batch."
         ),
     ] = None
     scaling: Annotated[
         Literal["linear", "sqrt"],
         doc(
-            'With k times the batch the rate is k times as large ("linear"), or the root of k '
+            'How the rate grows with k times the batch: by k ("linear") or by the root of k '
             '("sqrt").'
         ),
     ] = "linear"
     warmup_steps: Annotated[
         Whole,
         doc(
-            "Over so many steps the rate rises linearly from the base one to the scaled one, or "
-            "from zero where it is not scaled, >= 0."
+            "Warm-up: steps in which the rate rises linearly to its full value, from the base "
+            "rate if it is scaled, else from zero, >= 0."
         ),
     ] = 0
     decay: Annotated[
         Literal["none", "linear", "cosine"],
         doc(
-            'What becomes of it afterwards: nothing ("none"), or it falls to ``final`` at the '
+            'How the rate falls after the warm-up: not at all ("none"), or to ``final`` at the '
             "last step, along a line or half a cosine."
         ),
     ] = "none"
-    final: Annotated[
-        Probability, doc("Share of the rate that is left at the last step, in [0, 1].")
-    ] = 0.0
+    final: Annotated[Probability, doc("Share of the rate at the last step, [0, 1].")] = 0.0
 
     def at(self, step: int, *, batch_size: int, num_steps: int) -> float:
         """Return the factor of a step.

@@ -46,21 +46,25 @@ class Spread(Ranged):
     num_micro_batches: Annotated[
         Count,
         doc(
-            "Parts of a process's batch that go through the model one after the other, >= 1: "
-            "their gradients add up, and only one part's activations are kept, or in a pipeline "
-            "as many as its schedule has on their way."
+            "Micro-batches that a process's batch is cut into, >= 1: their gradients add up, "
+            "and only one micro-batch's activations are in memory at a time, or in a pipeline "
+            "those that its schedule has in flight."
         ),
     ] = 1
     schedule: Annotated[
         Literal["1f1b", "gpipe"],
         doc(
-            'Of a pipeline: "1f1b" begins to go back as soon as it can and keeps at most as many '
-            'micro-batches as there are stages; "gpipe" goes forward with all of them first.'
+            'Schedule of a pipeline: "1f1b" starts backward passes as early as possible and '
+            'holds at most as many micro-batches as there are stages; "gpipe" runs all forward '
+            "passes first."
         ),
     ] = "1f1b"
     precision: Annotated[
         TrainingPrecision,
-        doc('"float32" is the model\'s own; "bfloat16" or "float16" compute in half of it.'),
+        doc(
+            '"float32" is the precision of the model; "bfloat16" and "float16" compute in half '
+            "precision."
+        ),
     ] = TrainingPrecision.FULL
     initial_loss_scale: Annotated[
         Positive,
@@ -71,7 +75,10 @@ class Spread(Ranged):
     ] = 2.0**16
     recompute: Annotated[
         bool,
-        doc("Keep the inputs of each block alone, and compute the rest again on the way back."),
+        doc(
+            "Activation checkpointing: store only each block's inputs, and recompute the rest in "
+            "the backward pass."
+        ),
     ] = False
     offload: Annotated[
         bool, doc("Keep sharded parameters and their state in the host's memory.")
@@ -79,8 +86,8 @@ class Spread(Ranged):
     bucket_mbytes: Annotated[
         Positive,
         doc(
-            "Size of the messages in which gradients are summed while the backward pass goes on, "
-            "of a mesh that only replicates, > 0."
+            "Size of the messages in which gradients are summed during the backward pass, for "
+            "a mesh that only replicates, > 0."
         ),
     ] = 25.0
 
@@ -114,17 +121,19 @@ class TrainingPlan(Ranged):
 
     batch_size: Annotated[Count, doc("Examples a step, over all processes, >= 1.")]
     num_steps: Annotated[Whole, doc("Steps of the training, >= 0.")]
-    optimizer: Annotated[MakesOptimizer, doc("What steps are taken by.")]
+    optimizer: Annotated[MakesOptimizer, doc("The optimizer.")]
     rate: Annotated[Rate, doc("The learning rate by step.")] = field(default_factory=Rate)
     gradient_clip_norm: Annotated[
         Positive | None,
         doc(
-            "L2 norm, over all parameters of all processes, that a step's gradient is scaled down"
-            " to, > 0; not set: it is not."
+            "L2 norm, over all parameters of all processes, to which a step's gradient is "
+            "scaled down, > 0; not set: no clipping."
         ),
     ] = None
-    seed: Annotated[Seed, doc("Of what is random in a step, such as dropout.")]
-    spread: Annotated[Spread, doc("Over which processes.")] = field(default_factory=Spread)
+    seed: Annotated[Seed, doc("Seed of the randomness in a step, such as dropout.")]
+    spread: Annotated[Spread, doc("How the training is spread over processes.")] = field(
+        default_factory=Spread
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,7 +33,9 @@ class TableFiles(Ranged):
             "order of their names."
         ),
     ]
-    label_column: Annotated[str, doc("A number: integers for classes.")]
+    label_column: Annotated[
+        str, doc("Column with the labels: integers for classes, or other numbers.")
+    ]
     feature_columns: Annotated[
         Inputs[Sequence[str]] | None,
         doc(
@@ -45,8 +47,8 @@ class TableFiles(Ranged):
     window_bytes: Annotated[
         Count,
         doc(
-            "How much is shuffled together, and about what a reader holds in memory, in bytes of "
-            "decoded examples; at least one row group is."
+            "Size of the window that is shuffled and held in memory by a reader, in bytes of "
+            "decoded examples; at least one row group."
         ),
     ]
 

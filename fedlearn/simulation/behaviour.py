@@ -82,7 +82,9 @@ class LognormalBandwidth(Ranged):
     median_mbit_per_s: Annotated[
         Positive, doc("Median bandwidth of the devices, both ways, 10**6 bits a second, > 0.")
     ]
-    sigma: Annotated[NotNegative, doc("Standard deviation of its logarithm, >= 0; 0: all alike.")]
+    sigma: Annotated[
+        NotNegative, doc("Standard deviation of the bandwidth's logarithm, >= 0; 0: all alike.")
+    ]
 
     def mbit_per_s(self, client_ids: NDArray[np.int64], *, seed: Seed) -> NDArray[np.float64]:
         """Return each client's bandwidth: [B]."""
@@ -237,8 +239,8 @@ class Behaviour(Ranged):
     round_jitter_sigma: Annotated[
         NotNegative,
         doc(
-            "Standard deviation of the logarithm of a factor on a client's compute time that is "
-            "drawn anew in every round and attempt, >= 0; 0: none."
+            "Jitter of a client's compute time: standard deviation of the logarithm of a "
+            "factor drawn in every round and attempt, >= 0; 0: none."
         ),
     ]
 

@@ -21,14 +21,17 @@ class Retention(Ranged):
     keep_last: Annotated[
         int,
         Ge(2),
-        doc("The last so many, >= 2: the one before the last is there if the last is damaged."),
+        doc(
+            "Number of latest checkpoints to keep, >= 2: the last but one is the fallback if the "
+            "last is damaged."
+        ),
     ]
     keep_every: Annotated[
-        Whole, doc("Those after every so many rounds, too, >= 0; 0: none for that.")
+        Whole, doc("Also keep a checkpoint every this many rounds, >= 0; 0: no such checkpoints.")
     ]
     keep_best: Annotated[
         bool,
-        doc("Whether the one after the best round is kept, too, by the metric that is watched."),
+        doc("Whether to keep the checkpoint of the best round as well, by the watched metric."),
     ]
 
     def of(self, rounds: Collection[int], *, best_round: int) -> set[int]:
