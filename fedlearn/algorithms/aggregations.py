@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Rows, Updates
-from fedlearn.core.cores import on_all_cores
+from fedlearn.core.cores import run_on_all_cores
 from fedlearn.core.params import Layout
 from fedlearn.errors import ConfigError
 
@@ -249,4 +249,4 @@ def _add(total_P: Tensor, rows_BP: Rows, weights_B: Tensor) -> None:
                 product.add_(delta, alpha=weight)
             total.add_(product)
 
-    on_all_cores(total_P.numel(), add)
+    run_on_all_cores(total_P.numel(), add)

@@ -11,10 +11,10 @@ from annotated_types import Ge, Gt, Le, doc
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import LaneSpec, Over
-from fedlearn.core.cores import on_all_cores
+from fedlearn.core.cores import run_on_all_cores
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Ranged
-from fedlearn.core.soundness import MAX_DELTA, is_sound, unsound
+from fedlearn.core.soundness import MAX_DELTA, describe_unsound, is_sound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,13 +90,13 @@ def refusal(
     for spec in specs:
         vector = lanes[spec.name]
         if bounds is None:
-            if not all(on_all_cores(len(vector), partial(_is_sound, vector))):
-                return unsound(spec.name)
+            if not all(run_on_all_cores(len(vector), partial(_is_sound, vector))):
+                return describe_unsound(spec.name)
             continue
         num_trained = layout.num_trainable if spec.over is Over.ALL else len(vector)
         norm, statistics_norm = _norm(vector[:num_trained]), _norm(vector[num_trained:])
         if not (norm <= MAX_DELTA and statistics_norm <= MAX_DELTA):  # also true for NaN
-            return unsound(spec.name)
+            return describe_unsound(spec.name)
         if norm > bounds.max_norm:
             return bounds.too_long(spec.name)
         if statistics_norm > bounds.max_statistics_norm:
@@ -105,7 +105,7 @@ def refusal(
 
 
 def _norm(vector: Tensor) -> float:
-    return math.hypot(*on_all_cores(len(vector), partial(_norm_of_part, vector)))
+    return math.hypot(*run_on_all_cores(len(vector), partial(_norm_of_part, vector)))
 
 
 def _norm_of_part(vector: Tensor, part: slice) -> float:

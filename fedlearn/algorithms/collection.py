@@ -35,7 +35,7 @@ from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.reported import WeightedMeans
+from fedlearn.core.reported_metrics import WeightedMeans
 from fedlearn.errors import RoundError
 
 

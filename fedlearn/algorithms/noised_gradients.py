@@ -33,7 +33,7 @@ from fedlearn.algorithms.local import (
     short_cut,
 )
 from fedlearn.algorithms.transforms import norms
-from fedlearn.core.noise import SecretStream, add_discrete_gaussian, largest_sample
+from fedlearn.core.noise import SecretStream, add_discrete_gaussian, bound_sample
 from fedlearn.core.ranges import Positive, Ranged
 from fedlearn.errors import SettingsRefused
 
@@ -230,7 +230,7 @@ class NoisedGradients(Ranged, Around):
         sensitivity = self.sensitivity(num_examples=num_examples, size=size)
         sigma, source = self.example_noise_multiplier * sensitivity, SecretStream.fresh()
         # If sum and noise could overflow int32, take float64 and int64.
-        if num_examples * sensitivity + largest_sample(sigma) > _LARGEST_INT32:
+        if num_examples * sensitivity + bound_sample(sigma) > _LARGEST_INT32:
             sums = [each.double() for each in sums]
         found = list(map(Tensor.contiguous, sums))
         for each in found:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Rows, Updates, matrix
-from fedlearn.core.noise import SecretStream, discrete_gaussian
-from fedlearn.core.randomness import Seed, global_generators_kept, seed_global_generators
+from fedlearn.core.noise import SecretStream, sample_discrete_gaussian
+from fedlearn.core.randomness import Seed, preserve_global_generators, seed_global_generators
 from fedlearn.core.ranges import Positive, Ranged
 from fedlearn.errors import UnusableResult
 
@@ -84,7 +84,7 @@ def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
         )
         delta = lanes[DELTA.name]
         devices = [delta.device] if delta.is_cuda else []
-        with global_generators_kept(), torch.random.fork_rng(devices):
+        with preserve_global_generators(), torch.random.fork_rng(devices):
             seed_global_generators(seed.at(client_id))
             after = transform(before)
         _require_alike(after, before, who=transform)
@@ -241,7 +241,7 @@ class NoisedUpdates(Ranged):
             norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
             scale = min(1.0, self.clip_norm / norm) / step if norm > 0.0 else 0.0
             levels = (row.double() * scale).round_()
-            noise = discrete_gaussian(sigma, len(row), source=SecretStream.fresh())
+            noise = sample_discrete_gaussian(sigma, len(row), source=SecretStream.fresh())
             levels.add_(torch.from_numpy(noise).to(levels))
             out.copy_(levels.mul_(step) if math.isfinite(norm) else row)
         return replace(updates, lanes={**updates.lanes, DELTA.name: noised})

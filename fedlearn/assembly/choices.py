@@ -18,8 +18,8 @@ from fedlearn.assembly.plan import build_initial_params, build_release
 from fedlearn.assembly.server_training import build_server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
-from fedlearn.core.features import tensors_of
-from fedlearn.core.gpus import own_gpu
+from fedlearn.core.features import list_tensors
+from fedlearn.core.gpus import find_own_gpu
 from fedlearn.core.messages import ClientId
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Params
@@ -127,7 +127,7 @@ def _note_inputs(simulation: Simulation, params: Params, num_workers: int) -> tu
         DataError: A feature is beyond the range of the model's floats.
     """
     test, population = simulation.test, simulation.population
-    usual = all(each.dtype == torch.float32 for each in tensors_of(test.features))
+    usual = all(each.dtype == torch.float32 for each in list_tensors(test.features))
     if usual or simulation.make_trainer is not None:
         return ()
     inputs = build_job(simulation, params, num_workers).resident_model().inputs
@@ -234,7 +234,7 @@ def choose_device(name: str, environ: Mapping[str, str]) -> torch.device:
         EngineError: There is no such device.
         ConfigError: There are fewer GPUs than processes.
     """
-    gpu = None if name == "cpu" else own_gpu(environ)
+    gpu = None if name == "cpu" else find_own_gpu(environ)
     if name == "cuda" and gpu is None:
         raise EngineError(
             'engine.device is "cuda", but torch sees no CUDA device; use "auto" or "cpu"'

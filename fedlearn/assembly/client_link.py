@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fedlearn.algorithms.collecting import ChannelCollector
 from fedlearn.assembly.components import Components
-from fedlearn.core.cores import num_cores
+from fedlearn.core.cores import count_cores
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.congestion import InFlightLimit
@@ -106,7 +106,7 @@ def build_collector(
         directory=identities.directory,
         sends_directory=identities.sends_directory,
         stage_deadline_s=components.config.secure_aggregation.stage_deadline_s,
-        num_threads=num_cores(),
+        num_threads=count_cores(),
         masked_sum=masked_sum or NoMaskedSumStore(),
     )
 

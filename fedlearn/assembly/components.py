@@ -16,7 +16,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.secure import build_secure_plan
 from fedlearn.config.components import build_component
 from fedlearn.config.tree import Config, EarlyStoppingSection
-from fedlearn.core.distribution import NUM_CLIENTS, Direction, split
+from fedlearn.core.distribution import NUM_CLIENTS, Direction, split_statistic
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
@@ -137,7 +137,7 @@ class Components:
         watched = section.metric
         if watched == "auto":
             watched = "accuracy" if "accuracy" in (central or of_clients) else "loss"
-        name, part = split(watched)
+        name, part = split_statistic(watched)
         if part is None and name not in central:
             part = "mean"
         if self.config.privacy.is_on and part is not None:

@@ -22,7 +22,7 @@ from fedlearn.assembly.wrappers import add_wrappers, validate_components
 from fedlearn.config.components import build_component
 from fedlearn.config.data import NoDataSection
 from fedlearn.config.tree import Config
-from fedlearn.core.distribution import split
+from fedlearn.core.distribution import split_statistic
 from fedlearn.errors import ConfigError
 from fedlearn.gateway.eligibility import Requirements
 from fedlearn.gateway.meanings import MEANINGS
@@ -140,7 +140,7 @@ def _require_evaluable(components: Deployment) -> None:
                 f'secure_aggregation.mode "{mode}" their metrics are summed securely, which is '
                 f"impossible: {error}; raise it, or set it to 0"
             ) from error
-    watched, part = split(components.early_stopping().metric)
+    watched, part = split_statistic(components.early_stopping().metric)
     if part not in (None, "mean"):
         raise ConfigError(
             f'early_stopping.metric is "{config.early_stopping.metric}", but with '

@@ -11,7 +11,7 @@ from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
 from fedlearn.assembly.user_code import SharedNoise
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Cluster
-from fedlearn.core.features import moved
+from fedlearn.core.features import move_to_device
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import ConfigError, SettingsRefused
 from fedlearn.rounds.distributed_noise import DistributedMean
@@ -158,7 +158,7 @@ def build_central_evaluator(
     device = model.vector_P.device
     return CentralEvaluator(
         model=model,
-        features=moved(test.features, device),
+        features=move_to_device(test.features, device),
         labels=test.labels.to(device),
         batch_size=batch_size,
         cluster=cluster,

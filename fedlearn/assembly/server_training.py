@@ -12,7 +12,7 @@ from fedlearn.assembly.components import ALONE, Components
 from fedlearn.assembly.training import build_training
 from fedlearn.config.data import NoDataSection
 from fedlearn.config.tree import Config
-from fedlearn.core.features import tensors_of
+from fedlearn.core.features import list_tensors
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
@@ -58,7 +58,7 @@ def _input_dtypes(components: Components) -> Sequence[torch.dtype] | None:
     """
     assert components.own is not None  # as above
     features = components.own.load(np.zeros(1, np.int64)).features
-    if all(each.dtype in (torch.float32, torch.bool) for each in tensors_of(features)):
+    if all(each.dtype in (torch.float32, torch.bool) for each in list_tensors(features)):
         return None
     with untouched(torch.default_generator):
         model = components.make_model()

@@ -12,7 +12,7 @@ from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.training import LossSection, MetricSection, ModelSection, PythonModelSection
 from fedlearn.config.tree import Config
-from fedlearn.core.features import named
+from fedlearn.core.features import name_inputs
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.federated_data import FederatedData
@@ -78,7 +78,7 @@ def _require_memory(make_model: ModelFactory, model: ModelSection) -> None:
 
 
 def _require_one_input(model: ModelSection, test: Examples) -> None:
-    inputs, remedy = named(test.features), '(model.kind = "python")'
+    inputs, remedy = name_inputs(test.features), '(model.kind = "python")'
     if not isinstance(test.features, Tensor):
         raise ConfigError(
             f'model.kind: "{model.kind}" takes one tensor, but the features are '

@@ -209,7 +209,7 @@ def budget(
     """
     from fedlearn.cli.environment import build_site, has_runs
     from fedlearn.config import load
-    from fedlearn.core.json_values import json_text
+    from fedlearn.core.json_values import format_json
     from fedlearn.errors import ConfigError
     from fedlearn.experiment.privacy import build_components, load_earlier_charges
 
@@ -225,7 +225,7 @@ def budget(
     from fedlearn.experiment.budget import draw_forecast, forecast_privacy
 
     found = forecast_privacy(components, before=before)
-    typer.echo(json_text(found.facts()) if as_json else found.render())
+    typer.echo(format_json(found.facts()) if as_json else found.render())
     if output is not None:
         draw_forecast(found, output)
 
@@ -255,7 +255,7 @@ def audit(
     """
     from fedlearn.cli.environment import build_site
     from fedlearn.config import load
-    from fedlearn.core.json_values import json_text
+    from fedlearn.core.json_values import format_json
     from fedlearn.experiment.audit import audit as audited
     from fedlearn.experiment.progress import choose_printer
 
@@ -263,7 +263,7 @@ def audit(
     with Path(os.devnull).open("w") as nowhere:
         here = build_site(config, choose_printer(nowhere, as_json=True), data_dir=data_dir)
         found = audited(config, here, num_canaries=canaries, confidence=confidence)
-    typer.echo(json_text(found.facts()) if as_json else found.render())
+    typer.echo(format_json(found.facts()) if as_json else found.render())
     if found.is_refuted:
         raise typer.Exit(RUN_FAILED)
 

@@ -269,7 +269,7 @@ def abort(*, config: ConfigFile = COORDINATOR_TOML) -> None:
 @app.command()
 def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
     """Show what the deployed run is waiting for, client by client."""
-    from fedlearn.core.words import printable
+    from fedlearn.core.words import replace_unprintable
 
     with _operator(config) as operator:
         explanation = operator.explain()
@@ -277,7 +277,7 @@ def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None
         typer.echo(json.dumps(explanation.values()))
     else:
         for line in explanation.describe():
-            typer.echo(printable(line))
+            typer.echo(replace_unprintable(line))
 
 
 @app.command(

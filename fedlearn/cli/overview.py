@@ -10,10 +10,10 @@ from fedlearn.cli.tables import client_text, describe_missed, format_status
 from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Participation, Status
-from fedlearn.core.json_values import json_text, leaves
+from fedlearn.core.json_values import format_json, iterate_leaves
 from fedlearn.core.messages import ClientId
-from fedlearn.core.quantities import number_text
-from fedlearn.core.words import printable
+from fedlearn.core.quantities import format_number
+from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.history import RoundMetrics, best_point, series
 from fedlearn.experiment.layout import facts_text, table_text
 from fedlearn.experiment.progress import describe_metrics, next_steps
@@ -44,17 +44,17 @@ def runs_table(histories: Sequence[Brief], *, width: int | None) -> str:
 def _row(history: Brief) -> tuple[str, ...]:
     record, rounds = history
     return (
-        printable(record.name),
+        replace_unprintable(record.name),
         record.status.value,
         f"{len(rounds)}/{record.num_rounds}",
-        number_text(_best_accuracy(history)),
+        format_number(_best_accuracy(history)),
         record.created_utc,
     )
 
 
 def run_line(history: Brief) -> str:
     """Format one run as a JSON object with the columns of :func:`runs_table`."""
-    return json_text(_describe_briefly(history))
+    return format_json(_describe_briefly(history))
 
 
 def _describe_briefly(history: Brief) -> dict[str, object]:
@@ -85,8 +85,8 @@ def run_page(run: Run, *, width: int | None) -> str:
 def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
     record = run.record
     summary = summarize(record, run.history)
-    yield "run", f"{printable(record.name)} ({record.status.value})"
-    yield "error", printable(record.error)
+    yield "run", f"{replace_unprintable(record.name)} ({record.status.value})"
+    yield "error", replace_unprintable(record.error)
     yield "created", record.created_utc
     yield "rounds", f"{summary.num_finished} of {record.num_rounds}"
     yield "time", summary.times()
@@ -105,7 +105,7 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
             yield name, _format_settings(table)
     for file in run.stored.checkpoints():
         yield "checkpoint", _format_checkpoint(file)
-    yield "path", printable(str(run.path))
+    yield "path", replace_unprintable(str(run.path))
     yield from next_steps(summary, run.path, "report", "export")
 
 
@@ -114,7 +114,7 @@ def _describe_participation(summary: Summary) -> Iterator[tuple[str, str]]:
     asked = f"{summary.num_clients} different clients, asked {summary.num_asked} times"
     yield "took part", f"{asked}: {counts.text()}"
     for reason, count in summary.reasons:
-        yield "failed", f"{count} x {printable(reason or 'no reason given')}"
+        yield "failed", f"{count} x {replace_unprintable(reason or 'no reason given')}"
     if summary.num_skipped or summary.num_retries:
         yield "trouble", f"{summary.num_skipped} rounds skipped, {summary.num_retries} retries"
 
@@ -150,9 +150,9 @@ def _format_settings(table: object) -> str:
     """Format a table of the configuration in one line; empty if there is none."""
     if not isinstance(table, Mapping):
         return ""
-    set_ones = ((key, value) for key, value in leaves(table) if value not in (None, {}))
+    set_ones = ((key, value) for key, value in iterate_leaves(table) if value not in (None, {}))
     texts = ((k, value if isinstance(value, str) else json.dumps(value)) for k, value in set_ones)
-    return printable(" ".join(f"{key}={text}" for key, text in texts))
+    return replace_unprintable(" ".join(f"{key}={text}" for key, text in texts))
 
 
 def _format_checkpoint(file: CheckpointFile) -> str:
@@ -199,4 +199,4 @@ def run_object(run: Run) -> str:
         "config_hash": record.config_hash,
         "versions": record.versions,
     }
-    return json_text(everything)
+    return format_json(everything)

@@ -90,7 +90,7 @@ def train(
     from fedlearn.cli.environment import build_site
     from fedlearn.config import load
     from fedlearn.core.files import require_writable, write_durably
-    from fedlearn.core.json_values import json_text
+    from fedlearn.core.json_values import format_json
     from fedlearn.errors import StoreError
     from fedlearn.experiment.train import Request, train_alone
     from fedlearn.experiment.training_progress import training_progress
@@ -115,7 +115,7 @@ def train(
     write_durably(path, save(dict(trained.state.model)), raises=StoreError)
     found = {"steps": trained.state.step_num, **trained.metrics, "path": str(path)}
     if as_json:
-        typer.echo(json_text({"event": "trained", **found}))
+        typer.echo(format_json({"event": "trained", **found}))
     else:
         typer.echo(", ".join(f"{name} {value}" for name, value in found.items()))
 
@@ -152,7 +152,7 @@ def memory(
     """
     from fedlearn.cli.environment import build_site
     from fedlearn.config import load
-    from fedlearn.core.json_values import json_text
+    from fedlearn.core.json_values import format_json
     from fedlearn.experiment.memory import draw_forecast, forecast_memory, forecast_memory_by_size
 
     config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
@@ -161,6 +161,6 @@ def memory(
         found = forecast_memory(config, build_site(config, data_dir=data_dir))
     else:
         found = forecast_memory_by_size(parameters, num_bytes, config)
-    typer.echo(json_text(found.facts()) if as_json else found.render())
+    typer.echo(format_json(found.facts()) if as_json else found.render())
     if output is not None:
         draw_forecast(found, output)

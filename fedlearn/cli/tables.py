@@ -7,10 +7,10 @@ from typing import Any
 
 from fedlearn.core.clock import utc
 from fedlearn.core.collecting import Participation, Status
-from fedlearn.core.json_values import json_text
+from fedlearn.core.json_values import format_json
 from fedlearn.core.messages import ClientId
-from fedlearn.core.quantities import duration_text, number_text
-from fedlearn.core.words import printable
+from fedlearn.core.quantities import format_duration, format_number
+from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.history import headline
 from fedlearn.experiment.layout import table_text
 from fedlearn.identity.lineage import fingerprint
@@ -88,11 +88,11 @@ def _member_row(member: Mapping[str, Any], *, now_unix_s: float) -> tuple[str, .
         certificate = soon if days > 0 else f"ended {ends}"
     return (
         "-" if is_invited else str(member["client_id"]),
-        printable(member["name"]),
+        replace_unprintable(member["name"]),
         member["status"],
-        printable(" ".join(member["tags"])) or "-",
+        replace_unprintable(" ".join(member["tags"])) or "-",
         seen or ("-" if is_invited else "never"),
-        printable(member["software"] or "-"),
+        replace_unprintable(member["software"] or "-"),
         *(_number(member[key]) for key in ("num_examples", *_OF_ROUNDS)),
         enrolled,
         certificate,
@@ -105,7 +105,7 @@ def _number(value: int | None) -> str:
 
 def key_row(client_id: ClientId, known: KnownKey) -> tuple[str, ...]:
     """Format a client's identity key as a row under :data:`KEY_HEADER`."""
-    name = printable(known.name) or "-"
+    name = replace_unprintable(known.name) or "-"
     return str(client_id), name, fingerprint(known.key), str(known.num_rotations)
 
 
@@ -144,13 +144,13 @@ def format_missed(
 
 def client_text(client_id: ClientId, names: Mapping[ClientId, str]) -> str:
     """Return the name of a client, or its id if it has no name."""
-    return printable(names.get(client_id, "")) or f"client {client_id}"
+    return replace_unprintable(names.get(client_id, "")) or f"client {client_id}"
 
 
 def format_status(ended: Participation) -> str:
     """Describe the status of a client that did not report, with the reason of a failure."""
     if ended.status is Status.FAILED:
-        return f"failed: {printable(ended.reason) or 'no reason given'}"
+        return f"failed: {replace_unprintable(ended.reason) or 'no reason given'}"
     return ended.status.value
 
 
@@ -171,16 +171,16 @@ def round_line(each: RoundSummary, **more: object) -> str:
         "metrics": each.metrics,
         "train_metrics": each.train_metrics,
     }
-    return json_text(values | more)
+    return format_json(values | more)
 
 
 def _round_row(each: RoundSummary) -> tuple[str, ...]:
     retried = f", {each.attempt} retries" if each.attempt else ""
     return (
         str(each.round_num + 1),
-        number_text(headline(each.metrics, "accuracy")),
-        number_text(headline(each.metrics, "loss")),
+        format_number(headline(each.metrics, "accuracy")),
+        format_number(headline(each.metrics, "loss")),
         *(str(each.counts[status]) for status in Status),
-        duration_text(each.seconds),
+        format_duration(each.seconds),
         f"{each.outcome.value}{retried}",
     )

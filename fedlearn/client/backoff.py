@@ -6,8 +6,8 @@ from typing import Annotated
 
 from annotated_types import doc
 
-from fedlearn.core.ranges import Positive, out_of_range
-from fedlearn.core.secret_bytes import jitter
+from fedlearn.core.ranges import Positive, describe_out_of_range
+from fedlearn.core.secret_bytes import draw_jitter
 from fedlearn.errors import ConfigError
 
 #: Upper bound of the first wait.
@@ -44,7 +44,7 @@ class Reconnection:
     ] = 3600.0
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ConfigError(f"reconnection.{wrong}")
 
     def absence_s(self, asked_s: float) -> float:
@@ -72,7 +72,7 @@ class Backoff:
 
     max_s: float
     _: KW_ONLY
-    jitter: Callable[[], float] = jitter
+    jitter: Callable[[], float] = draw_jitter
     _bound_s: float = 0.0
 
     def next_s(self) -> float:

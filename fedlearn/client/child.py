@@ -29,7 +29,7 @@ from fedlearn.client.process import STUCK
 from fedlearn.client.signals import call_on_signals
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.logs import configure_logs
-from fedlearn.core.user_lines import user_line
+from fedlearn.core.user_lines import find_user_line
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
 from fedlearn.processes.family import END_S, end_family
 from fedlearn.processes.forks import keep_from_forks
@@ -81,7 +81,7 @@ class _Application:
 
     def report_crash(self, error: BaseException) -> None:
         """Report the crash's type and location, but not its message, which may contain data."""
-        words = f"{type(error).__name__} at {user_line(error)}"
+        words = f"{type(error).__name__} at {find_user_line(error)}"
         self.send(AgentEvent(kind=EventKind.CRASHED, message=words))
         sys.excepthook(type(error), error, error.__traceback__)
 

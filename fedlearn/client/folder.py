@@ -17,7 +17,7 @@ import psutil
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
+from fedlearn.core.files import explain_disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.core.locks import open_lock, read_note, take_lock, write_note
 from fedlearn.errors import DeploymentError
 from fedlearn.processes.descendants import MARK, end_marked, has_mark
@@ -76,13 +76,13 @@ class ClientFolder:
         """
         make_private_folder(self.folder)
         path = self.folder / "lock"
-        with disk_errors(path, raises=DeploymentError, doing="lock"):
+        with explain_disk_errors(path, raises=DeploymentError, doing="lock"):
             file = open_lock(path)
         with file:
             # The lock belongs to the open file, which a fork of the trainer would inherit. If it
             # outlived this process, it would lock out the next one.
             keep_from_forks(file)
-            with disk_errors(path, raises=DeploymentError, doing="lock"):
+            with explain_disk_errors(path, raises=DeploymentError, doing="lock"):
                 self._wait_for(file, timeout_s=timeout_s)
                 earlier, own = _Holder.in_note(read_note(path)), _Holder.this_process()
                 if earlier is not None and earlier.mark != own.mark and earlier.is_orphan():
@@ -148,7 +148,7 @@ class ClientFolder:
                 write_private(file, _REVOKED)
             except DeploymentError:
                 # A full disk still allows removing the file, and no file means no consent.
-                with disk_errors(file, raises=DeploymentError, doing="remove"):
+                with explain_disk_errors(file, raises=DeploymentError, doing="remove"):
                     file.unlink(missing_ok=True)
                     sync_folder(self.folder)
 
@@ -240,7 +240,10 @@ def remove_all(paths: list[Path]) -> None:
 
 
 def _remove(path: Path) -> None:
-    with disk_errors(path, raises=DeploymentError, doing="remove"), suppress(FileNotFoundError):
+    with (
+        explain_disk_errors(path, raises=DeploymentError, doing="remove"),
+        suppress(FileNotFoundError),
+    ):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 from fedlearn.client.folder import ClientFolder, find_half_written, read_or_empty, remove_all
 from fedlearn.client.keyring import Keyring
 from fedlearn.client.tasks import HeldReply, OpenTask
-from fedlearn.core.files import disk_errors, make_private_folder, sync_folder, write_private
+from fedlearn.core.files import explain_disk_errors, make_private_folder, sync_folder, write_private
 from fedlearn.core.json_files import parse_json
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.content import compute_digest
@@ -95,7 +95,7 @@ class Home(ClientFolder):
             make_private_folder(self._task)
             write_private(self._task / "task.json", json.dumps(values).encode())
         fetched = self._prefetched / task.message.digest.hex()
-        with disk_errors(fetched, raises=DeploymentError, doing="move"):
+        with explain_disk_errors(fetched, raises=DeploymentError, doing="move"):
             if fetched.is_file():
                 fetched.replace(self.request)
         return self._crashes
@@ -198,7 +198,7 @@ class Home(ClientFolder):
         if state is not None:
             write_private(new / "state", state)
         write_private(new / "reply.json", json.dumps(held.values()).encode())
-        with disk_errors(self._replies, raises=DeploymentError):
+        with explain_disk_errors(self._replies, raises=DeploymentError):
             new.rename(path.parent)
             sync_folder(self._replies)
         self._promote_state(path.parent, run_id=task.key.run_id)
@@ -354,7 +354,7 @@ class Home(ClientFolder):
         if not (folder / "state").exists():
             return
         make_private_folder(self.folder / "state")
-        with disk_errors(self.folder, raises=DeploymentError):
+        with explain_disk_errors(self.folder, raises=DeploymentError):
             (folder / "state").replace(self._state_path(run_id))
             sync_folder(self.folder / "state")
 
@@ -379,7 +379,7 @@ def _read_values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> Value
     Raises:
         DeploymentError: The file cannot be read.
     """
-    with disk_errors(path, raises=DeploymentError, doing="read"):
+    with explain_disk_errors(path, raises=DeploymentError, doing="read"):
         try:
             content = path.read_bytes()
         except FileNotFoundError:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from pydantic import TypeAdapter
 
 from fedlearn.core.clock import utc
-from fedlearn.core.files import disk_errors, sync_folder, write_private
+from fedlearn.core.files import explain_disk_errors, sync_folder, write_private
 from fedlearn.core.json_files import HEXADECIMAL, require_json
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import DeploymentError, ProtocolError
@@ -143,7 +143,7 @@ class Keyring:
     def finish_take_over(self) -> None:
         """Complete a replacement of the keys that a crash interrupted."""
         if not self._current.exists() and (self._next / "enrolment.json").exists():
-            with disk_errors(self.folder, raises=DeploymentError):
+            with explain_disk_errors(self.folder, raises=DeploymentError):
                 self._next.rename(self._current)
                 sync_folder(self.folder)
         if self._current.exists():
@@ -201,7 +201,7 @@ class Keyring:
             "lineage": enrolment.lineage.to_bytes().hex(),
         }
         write_private(self._next / "enrolment.json", json.dumps(values).encode())
-        with disk_errors(self.folder, raises=DeploymentError):
+        with explain_disk_errors(self.folder, raises=DeploymentError):
             if self._current.exists():
                 self._current.rename(self.folder / "identity.old")
             self._next.rename(self._current)

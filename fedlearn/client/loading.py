@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fedlearn.core.user_files import module_in
+from fedlearn.core.user_files import import_file
 from fedlearn.errors import DeploymentError
 
 if TYPE_CHECKING:  # keeps torch out of the application's process, which only names a trainer
@@ -173,7 +173,7 @@ def _no_module(place: str) -> DeploymentError:
 
 def _module(place: str) -> ModuleType:
     if place.endswith(".py"):
-        return module_in(_file(place))
+        return import_file(_file(place))
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:

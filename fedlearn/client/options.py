@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy
-from fedlearn.core.ranges import Count, out_of_range
+from fedlearn.core.ranges import Count, describe_out_of_range
 from fedlearn.errors import ConfigError
 from fedlearn.transport.addresses import require_addresses
 
@@ -67,7 +67,7 @@ class Resources:
     niceness: Annotated[int, Ge(0), Le(19)] = 10
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ConfigError(f"resources.{wrong}")
 
 

@@ -10,7 +10,14 @@ from typing import Annotated, Literal, TypeAlias, get_args
 
 from annotated_types import Ge, Gt, Lt, doc
 
-from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Whole, out_of_range
+from fedlearn.core.ranges import (
+    BelowOne,
+    Count,
+    NotNegative,
+    Positive,
+    Whole,
+    describe_out_of_range,
+)
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 
@@ -119,7 +126,7 @@ class SecureAggregationPolicy:
         )
 
     def __post_init__(self) -> None:
-        wrong = out_of_range(self)
+        wrong = describe_out_of_range(self)
         if self.adversary not in get_args(AdversaryName):
             known = ", ".join(get_args(AdversaryName))
             wrong = f"adversary is {self.adversary!r}; it is one of {known}"
@@ -174,7 +181,7 @@ class PrivacyPolicy:
     ] = 1e-6
 
     def __post_init__(self) -> None:
-        wrong = out_of_range(self)
+        wrong = describe_out_of_range(self)
         if self.mode not in get_args(PrivacyMode):
             wrong = f"mode is {self.mode!r}; it is one of {', '.join(get_args(PrivacyMode))}"
         elif self.mode == "any":
@@ -214,7 +221,7 @@ class ExtraPolicy:
     max_characters: Annotated[Whole, doc("Most characters of a text, >= 0.")] = 10_000
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ConfigError(f"policy.extra.{wrong}")
 
     def objection(self, name: str, value: object) -> str | None:
@@ -282,7 +289,7 @@ class Policy:
     )
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ConfigError(f"policy.{wrong}")
 
     @property

@@ -27,7 +27,7 @@ from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode, peek
-from fedlearn.core.cores import give_way
+from fedlearn.core.cores import lower_priority
 from fedlearn.core.kinds import SECURE_KIND
 from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.core.software import SOFTWARE
@@ -424,6 +424,6 @@ def make_runtime(options: RuntimeOptions, *, on_event: Callable[[AgentEvent], No
     Raises:
         DeploymentError: There is no such trainer, or several workers cannot share its training.
     """
-    give_way(options.resources.niceness)
+    lower_priority(options.resources.niceness)
     torch.set_num_threads(options.resources.num_threads)
     return Runtime(options, make_client_trainer(options), on_event=on_event)

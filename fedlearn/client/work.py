@@ -23,8 +23,8 @@ from fedlearn.client.policy import Policy
 from fedlearn.client.tasks import OpenTask
 from fedlearn.core.clock import WallClock
 from fedlearn.core.codec import encode, peek
-from fedlearn.core.cores import num_cores
-from fedlearn.core.files import mapped, write_private
+from fedlearn.core.cores import count_cores
+from fedlearn.core.files import map_file, write_private
 from fedlearn.core.kinds import SECURE_KIND
 from fedlearn.core.messages import (
     EvaluateRequest,
@@ -192,7 +192,7 @@ class Worker:
             enrolment.client_id,
             enrolment.identity,
             coordinator_key=enrolment.invitation.coordinator_key,
-            num_threads=num_cores(),
+            num_threads=count_cores(),
             spent=self.home.sum_spent_today(self.clock.unix_s()),
         )
 
@@ -200,7 +200,7 @@ class Worker:
         """Check the request on disk, in the training thread; ``None`` if it is not valid."""
         now_unix_s = self.clock.unix_s()
         return self.judge.check_request(
-            mapped(self.home.request),
+            map_file(self.home.request),
             num_tasks_today=self.home.num_tasks_today(now_unix_s),
             num_evaluations_today=self.home.num_evaluations_today(now_unix_s),
             spent=self.home.sum_spent_today(now_unix_s, without=self.home.training_id),
@@ -288,7 +288,7 @@ class Worker:
     def _load_constants(self, task: OpenTask) -> bytes | mmap:
         """Return the model's constants that were sent separately, verified on download."""
         digest = task.message.constants_digest
-        return mapped(self.home.prepare_constants(digest)) if digest else b""
+        return map_file(self.home.prepare_constants(digest)) if digest else b""
 
     def _charge_update(self, request: TrainRequest) -> None:
         """Charge the daily ε budget for an update that has its own noise."""

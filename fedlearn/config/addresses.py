@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedlearn.config.serving import HasStore
-from fedlearn.core.redaction import without_password
+from fedlearn.core.redaction import remove_password
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ def resolve_addresses(
     given = environ.get("FEDLEARN_STORE_URL") or None
     url = config.store.url
     # The tree must not hold a password, so the environment may give the same URL with one.
-    if url is None or (given is not None and without_password(given) == url):
+    if url is None or (given is not None and remove_password(given) == url):
         url = given
     runs = config.store.runs_dir or environ.get("FEDLEARN_RUNS_DIR") or "runs"
     data = environ.get("FEDLEARN_DATA_DIR") or "../shared/data"

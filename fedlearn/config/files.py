@@ -13,7 +13,7 @@ from fedlearn.config.problems import Complaint, Override, Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths, with_value
 from fedlearn.config.toml import Key, keys_in, toml_lines
 from fedlearn.config.tree import Config
-from fedlearn.core.redaction import redacted
+from fedlearn.core.redaction import redact
 
 #: The name of an algorithm may also be the location of a user's own strategy.
 _OWN_STRATEGY: dict[Key, str] = {("algorithm", "name"): "factory"}
@@ -51,7 +51,7 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
             raw = _apply(override, raw)
             accepted.append(override)
         except ValueError as error:
-            complaints.append(Complaint((math.inf, order), f"--set {redacted(text)}: {error}"))
+            complaints.append(Complaint((math.inf, order), f"--set {redact(text)}: {error}"))
     sources = Sources(str(file or "the defaults"), toml, tuple(accepted))
     return validate(Config, raw, sources=sources, complaints=complaints)
 

@@ -14,7 +14,7 @@ from fedlearn.config.earlier import advise
 from fedlearn.config.keys import KeyInfo, kinds_of, value_at, walk_keys
 from fedlearn.config.section import Section, tag_of
 from fedlearn.config.toml import Key, join_key, key_lines, quote
-from fedlearn.core.redaction import redacted
+from fedlearn.core.redaction import redact
 from fedlearn.errors import ConfigError
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -74,7 +74,7 @@ class Sources:
         inside = [] if lines else [self._find_override(key, inside=True) for key in keys]
         for index in (*setting, *inside):
             if index is not None:
-                return (math.inf, index), f"--set {redacted(self.overrides[index].text)}"
+                return (math.inf, index), f"--set {redact(self.overrides[index].text)}"
         for key in (*lines, *(parent for parent in parents if parent in self.lines)):
             return (self.lines[key], 0), f"{self.name}:{self.lines[key]}"
         return (0, 0), self.name

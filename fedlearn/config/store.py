@@ -9,7 +9,7 @@ from fedlearn.config.components import with_keys_of
 from fedlearn.config.section import PathText, Problem, Section
 from fedlearn.config.tables import Use
 from fedlearn.core.ranges import NotNegative
-from fedlearn.core.redaction import without_password
+from fedlearn.core.redaction import remove_password
 from fedlearn.store.retention import USUAL, Retention
 
 
@@ -38,6 +38,6 @@ class StoreSection(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Refuse a password: the tree is stored with the run, printed and hashed."""
-        if self.url is not None and without_password(self.url) != self.url:
+        if self.url is not None and remove_password(self.url) != self.url:
             text = "has a password, which would be stored with the run; "
             yield Problem(("url",), f"{text}give the whole URL in FEDLEARN_STORE_URL instead")

@@ -6,7 +6,7 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from fedlearn.core.redaction import redacted
+from fedlearn.core.redaction import redact
 
 Key: TypeAlias = tuple[str, ...]
 """The path of a value in the tree: table names and keys."""
@@ -55,7 +55,7 @@ def join_key(path: Iterable[str]) -> str:
 
 def quote(value: Any) -> str:
     """Format a value for an error: as TOML, without passwords, cut to a readable length."""
-    text = redacted(format_toml(value))
+    text = redact(format_toml(value))
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from fedlearn.config.section import Args, Factory, Section
-from fedlearn.core.user_files import module_in
+from fedlearn.core.user_files import import_file
 from fedlearn.errors import ConfigError
 
 
@@ -56,7 +56,9 @@ def import_function(key: str, factory: str) -> Callable[..., Any]:  # Any: the u
     """Import a function that the configuration names; raises ConfigError if it cannot."""
     place, _, name = factory.rpartition(":")
     try:
-        module = module_in(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = (
+            import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        )
     except (ImportError, OSError, SyntaxError) as error:
         raise ConfigError(
             f"{key}: {factory} cannot be imported: {error}; install the module, or name its file "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
-from fedlearn.core.ranges import arguments_out_of_range
+from fedlearn.core.ranges import describe_argument_out_of_range
 from fedlearn.errors import CallError
 
 _T = TypeVar("_T", bound=Callable[..., Any])  # Any: a function with any return type
@@ -99,7 +99,9 @@ def _require_fitting(
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise CallError(_explain(signature, target, name, args, kwargs)) from error
-    if not inspect.isclass(target) and (wrong := arguments_out_of_range(target, bound.arguments)):
+    if not inspect.isclass(target) and (
+        wrong := describe_argument_out_of_range(target, bound.arguments)
+    ):
         raise ValueError(wrong)
 
 

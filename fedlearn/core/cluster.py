@@ -34,7 +34,7 @@ class Cluster(Protocol):
         """Return, in every process, the value that rank 0 has."""
 
 
-def gathered(value: ResultT, cluster: Cluster) -> list[ResultT]:
+def gather(value: ResultT, cluster: Cluster) -> list[ResultT]:
     """Gather one value from each process, in the order of their ranks; values are pickled.
 
     Raises:

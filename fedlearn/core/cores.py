@@ -17,7 +17,7 @@ _ELEMENTS_PER_THREAD = 1 << 20
 _IDLE_NICENESS = 15
 
 
-def num_cores() -> int:
+def count_cores() -> int:
     """Return the number of cores that this process may use, which can be fewer than exist."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
@@ -25,7 +25,7 @@ def num_cores() -> int:
         return os.cpu_count() or 1
 
 
-def give_way(niceness: int) -> None:
+def lower_priority(niceness: int) -> None:
     """Lower the priority of this process, so that more urgent programs run first.
 
     Args:
@@ -39,16 +39,16 @@ def give_way(niceness: int) -> None:
         psutil.Process().nice(psutil.BELOW_NORMAL_PRIORITY_CLASS)
 
 
-def on_all_cores(size: int, job: Callable[[slice], ResultT]) -> list[ResultT]:
+def run_on_all_cores(size: int, job: Callable[[slice], ResultT]) -> list[ResultT]:
     """Run ``job`` on consecutive slices of ``size`` elements in parallel, one slice per core.
 
     For work that releases the GIL. A small ``size`` is one slice, in the calling thread.
 
     Example:
-        >>> on_all_cores(3, lambda part: [1, 2, 3][part])
+        >>> run_on_all_cores(3, lambda part: [1, 2, 3][part])
         [[1, 2, 3]]
     """
-    num_parts = max(1, min(num_cores(), size // _ELEMENTS_PER_THREAD))
+    num_parts = max(1, min(count_cores(), size // _ELEMENTS_PER_THREAD))
     if num_parts == 1:
         return [job(slice(0, size))]
     bounds = [size * part // num_parts for part in range(num_parts + 1)]

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # importing this module must not load numpy, which is slow
     from numpy.typing import NDArray
 
 Direction: TypeAlias = Literal["max", "min"]
-"""Whether more of a measure is better ("max") or less ("min"). Whoever defines it declares it."""
+"""Whether more of a measure is better ("max") or less ("min"). The measure declares it."""
 
 #: Statistics recorded of each metric over clients, as ``clients/NAME_PART``.
 PARTS = ("mean", "p10", "p50", "p90", "worst_decile", "by_examples", "num_clients")
@@ -20,23 +20,23 @@ NUM_CLIENTS = "num_clients"
 _OVER_CLIENTS = re.compile(rf"clients/(.+)_({'|'.join(PARTS)})")
 
 
-def sign(direction: Direction) -> float:
+def improvement_sign(direction: Direction) -> float:
     """Return 1 for "max" and -1 for "min": a value times this sign is better if it is higher."""
     return 1.0 if direction == "max" else -1.0
 
 
-def split(name: str) -> tuple[str, str | None]:
+def split_statistic(name: str) -> tuple[str, str | None]:
     """Split a recorded name into the metric and its statistic over clients (``None``: it has none).
 
     Example:
-        >>> split("clients/c_index_p10"), split("c_index")
+        >>> split_statistic("clients/c_index_p10"), split_statistic("c_index")
         (('c_index', 'p10'), ('c_index', None))
     """
     found = _OVER_CLIENTS.fullmatch(name)
     return (name, None) if found is None else (found[1], found[2])
 
 
-def by_examples(
+def average_by_examples(
     per_client: "Mapping[str, NDArray[np.float64]]", num_examples: "Mapping[str, NDArray[np.int64]]"
 ) -> dict[str, float]:
     """Return the mean of each metric over clients, weighted by their number of examples.
@@ -53,7 +53,7 @@ def by_examples(
 
     Example:
         >>> import numpy as np
-        >>> by_examples({"loss": np.array([1.0, 2.0])}, {"loss": np.array([30, 10])})
+        >>> average_by_examples({"loss": np.array([1.0, 2.0])}, {"loss": np.array([30, 10])})
         {'clients/loss_by_examples': 1.25}
     """
     import numpy as np  # noqa: PLC0415 (see above)
@@ -68,7 +68,7 @@ def by_examples(
     return metrics
 
 
-def distribution(
+def summarize_metrics(
     per_client: "Mapping[str, NDArray[np.float64]]", *, directions: Mapping[str, Direction]
 ) -> dict[str, float]:
     """Summarize each metric over clients: mean, quantiles and worst decile.
@@ -88,7 +88,7 @@ def distribution(
 
     Example:
         >>> import numpy as np
-        >>> spread = distribution(
+        >>> spread = summarize_metrics(
         ...     {"accuracy": np.linspace(0.1, 1.0, 10)}, directions={"accuracy": "max"}
         ... )
         >>> round(spread["clients/accuracy_p50"], 2), spread["clients/accuracy_worst_decile"]

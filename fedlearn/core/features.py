@@ -22,11 +22,11 @@ Features: TypeAlias = Inputs[Tensor]
 """The features of N examples: tensors of shape [N, ...]."""
 
 
-def named(inputs: Inputs[T]) -> dict[str, T]:
+def name_inputs(inputs: Inputs[T]) -> dict[str, T]:
     """Return the inputs by a name for messages; those of a dict are sorted by their keys.
 
     Example:
-        >>> named((1, 2)), named({"mask": 1, "ids": 2}), named(3)
+        >>> name_inputs((1, 2)), name_inputs({"mask": 1, "ids": 2}), name_inputs(3)
         ({'input 0': 1, 'input 1': 2}, {"input 'ids'": 2, "input 'mask'": 1}, {'features': 3})
     """
     if isinstance(inputs, tuple):
@@ -36,11 +36,11 @@ def named(inputs: Inputs[T]) -> dict[str, T]:
     return {"features": inputs}
 
 
-def rebuilt(values: Iterable[U], *, like: Inputs[T]) -> Inputs[U]:
-    """Build inputs of the same structure as ``like`` from ``values``, in :func:`named` order.
+def rebuild_inputs(values: Iterable[U], *, like: Inputs[T]) -> Inputs[U]:
+    """Build inputs of the same structure as ``like`` from ``values``, in :func:`name_inputs` order.
 
     Example:
-        >>> rebuilt([1, 2], like={"mask": "m", "ids": "i"})
+        >>> rebuild_inputs([1, 2], like={"mask": "m", "ids": "i"})
         {'ids': 1, 'mask': 2}
     """
     if isinstance(like, tuple):
@@ -51,7 +51,7 @@ def rebuilt(values: Iterable[U], *, like: Inputs[T]) -> Inputs[U]:
     return value
 
 
-def mapped(function: Callable[[T], U], inputs: Inputs[T]) -> Inputs[U]:
+def map_inputs(function: Callable[[T], U], inputs: Inputs[T]) -> Inputs[U]:
     """Apply ``function`` to each input, keeping the structure."""
     if isinstance(inputs, tuple):
         return tuple(function(each) for each in inputs)
@@ -60,7 +60,7 @@ def mapped(function: Callable[[T], U], inputs: Inputs[T]) -> Inputs[U]:
     return function(inputs)
 
 
-def only(features: Features) -> Tensor:
+def require_single_input(features: Features) -> Tensor:
     """Return the tensor of features that are a single input.
 
     Raises:
@@ -69,49 +69,51 @@ def only(features: Features) -> Tensor:
     if isinstance(features, Tensor):
         return features
     several: Features = features
-    raise DataError(f"the features are {', '.join(named(several))}, where one tensor is needed")
+    raise DataError(
+        f"the features are {', '.join(name_inputs(several))}, where one tensor is needed"
+    )
 
 
-def tensors_of(features: Features) -> Sequence[Tensor]:
+def list_tensors(features: Features) -> Sequence[Tensor]:
     """Return the tensors, always in the same order."""
-    return list(named(features).values())
+    return list(name_inputs(features).values())
 
 
-def taken(features: Features, rows: Tensor) -> Features:
+def take_rows(features: Features, rows: Tensor) -> Features:
     """Copy the rows with these indices: int64 [n], on the device of the features."""
-    return mapped(lambda tensor: tensor.index_select(0, rows), features)
+    return map_inputs(lambda tensor: tensor.index_select(0, rows), features)
 
 
-def cut(features: Features, rows: slice) -> Features:
+def slice_rows(features: Features, rows: slice) -> Features:
     """Slice the rows without a copy: views."""
-    return mapped(lambda tensor: tensor[rows], features)
+    return map_inputs(lambda tensor: tensor[rows], features)
 
 
-def moved(features: Features, device: torch.device) -> Features:
+def move_to_device(features: Features, device: torch.device) -> Features:
     """Move the features to ``device``; tensors already there are not copied."""
-    return mapped(lambda tensor: tensor.to(device), features)
+    return map_inputs(lambda tensor: tensor.to(device), features)
 
 
-def in_dtype(features: Features, dtype: torch.dtype) -> Features:
+def cast_floats(features: Features, dtype: torch.dtype) -> Features:
     """Convert floating-point features to ``dtype``; tensors that have it are not copied."""
 
     def cast(value: Tensor) -> Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
-    # Without `mapped` for one tensor: in a step of a small model, each Python call counts.
-    return cast(features) if isinstance(features, Tensor) else mapped(cast, features)
+    # Without `map_inputs` for one tensor: in a step of a small model, each Python call counts.
+    return cast(features) if isinstance(features, Tensor) else map_inputs(cast, features)
 
 
-def in_dtypes(features: Features, dtypes: Sequence[torch.dtype]) -> Features:
-    """Convert each input to its dtype; ``dtypes`` are in the order of :func:`named`."""
-    if isinstance(features, Tensor):  # a fast path, as in `in_dtype`
+def cast_inputs(features: Features, dtypes: Sequence[torch.dtype]) -> Features:
+    """Convert each input to its dtype; ``dtypes`` are in the order of :func:`name_inputs`."""
+    if isinstance(features, Tensor):  # a fast path, as in `cast_floats`
         return features.to(dtypes[0])
     several: Features = features
-    pairs = zip(tensors_of(several), dtypes, strict=True)
-    return rebuilt([tensor.to(dtype) for tensor, dtype in pairs], like=several)
+    pairs = zip(list_tensors(several), dtypes, strict=True)
+    return rebuild_inputs([tensor.to(dtype) for tensor, dtype in pairs], like=several)
 
 
-def for_trainer(features: Features, dtype: torch.dtype) -> Features:
+def cast_for_trainer(features: Features, dtype: torch.dtype) -> Features:
     """Convert one client's features for a user's own trainer.
 
     Floats become float64 for a model in float64, else float32. Integers keep their dtype.
@@ -120,29 +122,29 @@ def for_trainer(features: Features, dtype: torch.dtype) -> Features:
         features: The client's features.
         dtype: The model's dtype.
     """
-    return in_dtype(features, torch.float64 if dtype == torch.float64 else torch.float32)
+    return cast_floats(features, torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def arguments(features: Features) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+def split_arguments(features: Features) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """Return the features as positional and keyword arguments of a forward."""
     if isinstance(features, Tensor):
         return (features,), {}
     return (features, {}) if isinstance(features, tuple) else ((), dict(features))
 
 
-def called(module: nn.Module, features: Features) -> Tensor:
+def call_module(module: nn.Module, features: Features) -> Tensor:
     """Run the module's forward on the features.
 
     Raises:
         TypeError: The output is not one tensor.
     """
-    if isinstance(features, Tensor):  # a fast path, as in `in_dtype`
-        return one_tensor(module(features))
-    args, kwargs = arguments(features)
-    return one_tensor(module(*args, **kwargs))
+    if isinstance(features, Tensor):  # a fast path, as in `cast_floats`
+        return require_one_tensor(module(features))
+    args, kwargs = split_arguments(features)
+    return require_one_tensor(module(*args, **kwargs))
 
 
-def one_tensor(outputs: object) -> Tensor:
+def require_one_tensor(outputs: object) -> Tensor:
     """Check that a forward returned one tensor, and return it.
 
     Raises:
@@ -164,13 +166,13 @@ def require_one_label_each(features: Features, labels: Tensor) -> None:
         DataError: There is no input, an input is not a tensor, its name is not a string, or its
             first dimension differs from that of ``labels``.
     """
-    inputs: Mapping[Any, Any] = features if isinstance(features, Mapping) else named(features)
+    inputs: Mapping[Any, Any] = features if isinstance(features, Mapping) else name_inputs(features)
     if not inputs or not all(isinstance(name, str) for name in inputs):
         raise DataError(
             f"features are a {type(features).__name__} of {list(inputs)}; give it one tensor or "
             "more, those of a dict under the names that the model's forward gives them"
         )
-    for name, tensor in named(features).items():
+    for name, tensor in name_inputs(features).items():
         if not isinstance(tensor, Tensor):
             raise DataError(
                 f"{name}: a {type(tensor).__name__}; features are one tensor, or a tuple or a dict "

@@ -48,10 +48,10 @@ def write_durably(
         FedlearnError: Of the class ``raises``: the file cannot be written (disk full, folder
             missing or read-only). No partial file is left.
     """
-    with disk_errors(path, raises=raises):
-        temporary = _temporary(path, content, mode=mode)
+    with explain_disk_errors(path, raises=raises):
+        temporary = _write_temporary(path, content, mode=mode)
         try:
-            put_in_place(temporary, path)
+            move_into_place(temporary, path)
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
@@ -67,10 +67,10 @@ def require_writable(path: Path, *, raises: type[FedlearnError]) -> None:
         FedlearnError: Of the class ``raises``: the folder is missing or read-only, or the path is
             a folder.
     """
-    with disk_errors(path, raises=raises):
+    with explain_disk_errors(path, raises=raises):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        _temporary(path, b"", mode=_PRIVATE).unlink()
+        _write_temporary(path, b"", mode=_PRIVATE).unlink()
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -86,8 +86,8 @@ def create_private(path: Path, content: bytes) -> bool:
     Raises:
         DeploymentError: The file cannot be written. No partial file is left.
     """
-    with disk_errors(path, raises=DeploymentError):
-        temporary = _temporary(path, content, mode=_PRIVATE)
+    with explain_disk_errors(path, raises=DeploymentError):
+        temporary = _write_temporary(path, content, mode=_PRIVATE)
         try:
             os.link(temporary, path)  # unlike a rename, this fails if the name is taken
         except FileExistsError:
@@ -104,12 +104,12 @@ def make_private_folder(folder: Path) -> None:
     Raises:
         DeploymentError: The folder cannot be created, or belongs to another user.
     """
-    with disk_errors(folder, raises=DeploymentError):
+    with explain_disk_errors(folder, raises=DeploymentError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
 
 
-def put_in_place(source: Path, path: Path) -> None:
+def move_into_place(source: Path, path: Path) -> None:
     """Rename ``source`` to ``path``, replacing the file there atomically.
 
     Windows refuses while another process has that file open. Processes of one client open each
@@ -155,7 +155,9 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def disk_errors(path: Path, *, raises: type[FedlearnError], doing: str = "write") -> Iterator[None]:
+def explain_disk_errors(
+    path: Path, *, raises: type[FedlearnError], doing: str = "write"
+) -> Iterator[None]:
     """Convert an OSError in the block to an error that says how to fix it.
 
     Args:
@@ -168,7 +170,7 @@ def disk_errors(path: Path, *, raises: type[FedlearnError], doing: str = "write"
         yield
     except OSError as error:
         kind = NoSpace if raises is StoreError and is_full(error) else raises
-        raise kind(f"cannot {doing} {path}: {error.strerror}; {remedy(error)}") from error
+        raise kind(f"cannot {doing} {path}: {error.strerror}; {suggest_remedy(error)}") from error
 
 
 def is_full(error: OSError) -> bool:
@@ -176,14 +178,14 @@ def is_full(error: OSError) -> bool:
     return error.errno in _FULL
 
 
-def remedy(error: OSError) -> str:
+def suggest_remedy(error: OSError) -> str:
     """Suggest to the user how to fix the error."""
     if is_full(error):
         return "free some space there"
     return "make it accessible to this user, or name another place"
 
 
-def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
+def _write_temporary(path: Path, content: bytes, *, mode: int) -> Path:
     """Write ``content`` durably to a new, randomly named file in the folder of ``path``."""
     suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
     temporary = path.with_name(f".{path.name}.{suffix}.tmp")
@@ -199,7 +201,7 @@ def _temporary(path: Path, content: bytes, *, mode: int) -> Path:
     return temporary
 
 
-def mapped(path: Path) -> bytes | mmap:
+def map_file(path: Path) -> bytes | mmap:
     """Map a file into memory, so that its bytes are read only when they are accessed.
 
     On Windows a mapped file can be neither removed nor replaced, so there it is read instead.

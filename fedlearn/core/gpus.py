@@ -7,17 +7,17 @@ import torch
 from fedlearn.errors import ConfigError
 
 
-def local_rank(environ: Mapping[str, str]) -> int:
+def read_local_rank(environ: Mapping[str, str]) -> int:
     """Return the index of this process on its machine under torchrun; 0 without torchrun.
 
     Example:
-        >>> local_rank({"RANK": "3", "LOCAL_RANK": "1"}), local_rank({})
+        >>> read_local_rank({"RANK": "3", "LOCAL_RANK": "1"}), read_local_rank({})
         (1, 0)
     """
     return int(environ.get("LOCAL_RANK", "0"))
 
 
-def own_gpu(environ: Mapping[str, str]) -> torch.device | None:
+def find_own_gpu(environ: Mapping[str, str]) -> torch.device | None:
     """Return the GPU for this process, or ``None`` without any; without torchrun, the first GPU.
 
     Raises:
@@ -33,4 +33,4 @@ def own_gpu(environ: Mapping[str, str]) -> torch.device | None:
             'compute on the CPU: a simulation by engine.device = "cpu", another training by '
             'CUDA_VISIBLE_DEVICES="" in its environment'
         )
-    return torch.device("cuda", local_rank(environ))
+    return torch.device("cuda", read_local_rank(environ))

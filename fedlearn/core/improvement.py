@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from fedlearn.core.distribution import Direction, sign
+from fedlearn.core.distribution import Direction, improvement_sign
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,14 @@ class Goal:
         """
         if math.isnan(value):
             return False
-        return math.isnan(best) or sign(self.direction) * (value - best) > self.min_improvement
+        return (
+            math.isnan(best)
+            or improvement_sign(self.direction) * (value - best) > self.min_improvement
+        )
 
     def reaches(self, value: float) -> bool:
         """Return whether ``value`` is good enough; NaN never is."""
-        return self.target is not None and sign(self.direction) * (value - self.target) >= 0.0
+        return (
+            self.target is not None
+            and improvement_sign(self.direction) * (value - self.target) >= 0.0
+        )

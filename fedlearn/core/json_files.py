@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from fedlearn.core.files import disk_errors
+from fedlearn.core.files import explain_disk_errors
 from fedlearn.errors import FedlearnError
 
 #: Pydantic configuration of types whose bytes are hexadecimal in JSON.
@@ -26,7 +26,7 @@ def read_json(
         FedlearnError: Of the class ``raises``: the file cannot be read, or does not match
             ``kind``. In the latter case, the message ends with ``remedy``.
     """
-    with disk_errors(path, raises=raises, doing="read"):
+    with explain_disk_errors(path, raises=raises, doing="read"):
         try:
             content = path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):

@@ -29,7 +29,7 @@ Settings: TypeAlias = Mapping[str, Scalar]
 _LEAST_TENSOR_BYTES, _LEAST_BYTES = 1 << 10, 64 << 10
 
 
-def sent_apart(constants: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+def select_constants(constants: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
     """Select the constants of a model that a client is sent once instead of in every round.
 
     Frozen parameters can be most of a model. Small tensors, such as BatchNorm's counters, stay in
@@ -84,9 +84,11 @@ class TrainRequest:
 
     @property
     def constants(self) -> "dict[str, Tensor]":
-        """The tensors that are sent separately: see :func:`sent_apart`."""
+        """The tensors that are sent separately: see :func:`select_constants`."""
         averaged = set(self.order)
-        return sent_apart({name: t for name, t in self.tensors.items() if name not in averaged})
+        return select_constants(
+            {name: t for name, t in self.tensors.items() if name not in averaged}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +114,9 @@ class EvaluateRequest:
     def constants(self) -> "dict[str, Tensor]":
         """The tensors that are sent separately, as in a :class:`TrainRequest`."""
         averaged = set(self.order) or self.tensors.keys()
-        return sent_apart({name: t for name, t in self.tensors.items() if name not in averaged})
+        return select_constants(
+            {name: t for name, t in self.tensors.items() if name not in averaged}
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

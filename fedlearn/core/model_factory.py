@@ -22,7 +22,7 @@ from typing import Any, Self, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from fedlearn.core.randomness import generator_turn
+from fedlearn.core.randomness import lock_global_generators
 from fedlearn.errors import ConfigError
 
 #: Types of objects that belong to the program, not to a module; their references are not followed.
@@ -99,22 +99,23 @@ class ModelFactory:
                 module or a part of it and the module cannot be copied.
             Exception: Any error of the function.
         """
-        with generator_turn():  # initial weights come from the global generator of all threads
-            # In a list, since a local variable would add a reference, which `_held_part` counts.
+        # Initial weights come from the global generator of all threads.
+        with lock_global_generators():
+            # In a list: a local variable would add a reference, which `_find_held_part` counts.
             box: list[Any] = [self.make_model()]  # Any: whatever the user's function returns
         if not isinstance(box[0], nn.Module):
             raise ConfigError(
                 f"make_model() returned {type(box[0]).__name__}; it must return a torch module"
             )
-        held = _held_part(box)
+        held = _find_held_part(box)
         module: nn.Module = box[0]
         return module if held is None else _copy(module, held)
 
 
-def _held_part(box: list[nn.Module]) -> str | None:
+def _find_held_part(box: list[nn.Module]) -> str | None:
     """Return the name of a part of the module in ``box`` that has a reference from outside."""
-    own = _reachable([box])
-    counts = Counter(id(each) for value in own.values() for each in _referents(value))
+    own = _find_reachable([box])
+    counts = Counter(id(each) for value in own.values() for each in _list_referents(value))
     view = torch.zeros(1)[None]
     samples = [object(), view._base]  # noqa: SLF001 - as below
     unheld, unheld_base = (sys.getrefcount(samples[place]) for place in range(2))
@@ -123,9 +124,9 @@ def _held_part(box: list[nn.Module]) -> str | None:
     held = [own[key] for key in own if sys.getrefcount(own[key]) > unheld + counts[key]]
     # The caller holds the box itself, which does not count. Anything reachable from a held object
     # is held, too.
-    held_ids = _reachable([each for each in held if each is not box]).keys()
+    held_ids = _find_reachable([each for each in held if each is not box]).keys()
     memory = _Memory(own.values())
-    for name, part in _parts(box[0]):
+    for name, part in _iterate_parts(box[0]):
         if id(part) in held_ids or (isinstance(part, Tensor) and memory.is_shared(part)):
             return name
         if isinstance(part, Tensor) and id(part._base) in held_ids:  # noqa: SLF001 - of a view
@@ -145,7 +146,7 @@ def _copy(module: nn.Module, held: str) -> nn.Module:
     # to deepcopy those, so detached copies are put in the memo.
     computed = {
         id(value): value.detach().clone()
-        for value in _reachable([module]).values()
+        for value in _find_reachable([module]).values()
         if isinstance(value, Tensor) and not value.is_leaf
     }
     try:
@@ -154,16 +155,16 @@ def _copy(module: nn.Module, held: str) -> nn.Module:
         raise ConfigError(
             f"{place}, and it cannot be copied: {type(error).__name__}: {error}; {remedy}"
         ) from error
-    parts = {id(part): name for name, part in _parts(module)}
-    memory = {_address(part): name for name, part in _parts(module) if _has_memory(part)}
-    used = [parts[key] for key in _reachable([copied]) if key in parts]
-    places = [_address(part) for _, part in _parts(copied) if _has_memory(part)]
+    parts = {id(part): name for name, part in _iterate_parts(module)}
+    memory = {_address(part): name for name, part in _iterate_parts(module) if _has_memory(part)}
+    used = [parts[key] for key in _find_reachable([copied]) if key in parts]
+    places = [_address(part) for _, part in _iterate_parts(copied) if _has_memory(part)]
     if used := [*used, *(memory[each] for each in places if each in memory)]:
         raise ConfigError(f"{place}, and a copy of it still uses its {used[0]}; {remedy}")
     return copied
 
 
-def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
+def _iterate_parts(module: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield the layers, parameters and buffers of a module, with names for messages."""
     for name, layer in module.named_modules():
         yield f"layer {name} ({type(layer).__name__})" if name else type(layer).__name__, layer
@@ -173,7 +174,7 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, nn.Module | Tensor]]:
         yield f"buffer {name}", buffer
 
 
-def _reachable(roots: Iterable[object]) -> dict[int, object]:
+def _find_reachable(roots: Iterable[object]) -> dict[int, object]:
     """Return all objects reachable from ``roots``, by id, except parts of the program.
 
     The roots are included.
@@ -185,13 +186,13 @@ def _reachable(roots: Iterable[object]) -> dict[int, object]:
         if id(value) in found or not gc.is_tracked(value) or isinstance(value, _PROGRAM):
             continue
         found[id(value)] = value
-        waiting += _referents(value)
+        waiting += _list_referents(value)
         if isinstance(value, Tensor):
             waiting.append(value._base)  # noqa: SLF001 - of a view; the gc does not report it
     return found
 
 
-def _referents(value: object) -> list[Any]:  # Any: whatever an object refers to
+def _list_referents(value: object) -> list[Any]:  # Any: whatever an object refers to
     """List the objects that an object refers to; for a function, without its module's globals."""
     if isinstance(value, FunctionType):
         return [value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__]
@@ -221,7 +222,7 @@ class _Memory:
 
     def __init__(self, own: Iterable[object]) -> None:
         self._num_own = Counter(_address(each) for each in own if _has_memory(each))
-        self._num_alone = _num_users(torch.empty(1))
+        self._num_alone = _count_users(torch.empty(1))
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Return whether anything outside the module may write to a tensor's memory."""
@@ -229,10 +230,10 @@ class _Memory:
             return False
         if not tensor.untyped_storage().resizable():  # of numpy, a file, or shared memory
             return True
-        return _num_users(tensor) > self._num_alone - 1 + self._num_own[_address(tensor)]
+        return _count_users(tensor) > self._num_alone - 1 + self._num_own[_address(tensor)]
 
 
-def _num_users(tensor: Tensor) -> int:
+def _count_users(tensor: Tensor) -> int:
     """Return the number of torch objects that use a tensor's memory."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public count
     return count

@@ -71,7 +71,7 @@ class SecretStream:
         return int.from_bytes(self._encryptor.update(bytes(num // 8)), "little")
 
 
-def discrete_gaussian(sigma: float, size: int, *, source: SecretStream) -> NDArray[np.int64]:
+def sample_discrete_gaussian(sigma: float, size: int, *, source: SecretStream) -> NDArray[np.int64]:
     """Return independent samples of the discrete Gaussian.
 
     Args:
@@ -91,7 +91,7 @@ def discrete_gaussian(sigma: float, size: int, *, source: SecretStream) -> NDArr
         proposals is rounded to 128 bits and ends at 14 sigma; the rest is exact.
 
     Example:
-        >>> discrete_gaussian(3.0, 5, source=SecretStream(SecretBytes(bytes(32))))
+        >>> sample_discrete_gaussian(3.0, 5, source=SecretStream(SecretBytes(bytes(32))))
         array([ 1,  0, -2,  0, -2])
     """
     samples = np.zeros(size, np.int64)
@@ -104,16 +104,16 @@ def add_discrete_gaussian(
 ) -> None:
     """Add independent samples of the discrete Gaussian in place.
 
-    Errors and guarantees are those of :func:`discrete_gaussian`.
+    Errors and guarantees are those of :func:`sample_discrete_gaussian`.
 
     Args:
-        numbers: Integers small enough that adding :func:`largest_sample` does not overflow.
-        sigma: As in :func:`discrete_gaussian`.
+        numbers: Integers small enough that adding :func:`bound_sample` does not overflow.
+        sigma: As in :func:`sample_discrete_gaussian`.
         source: The source of randomness.
     """
     if not 0.0 < sigma <= MAX_SIGMA:
         raise ValueError(f"sigma is {sigma}; give a number above 0, and at most 2**40")
-    proposals, begin = proposals_for(sigma), 0
+    proposals, begin = build_proposals(sigma), 0
     while begin < len(numbers):
         num = min(_BLOCK, int(_SPARE * (len(numbers) - begin)) + 16)
         accepted = proposals.draw(num, source)[: len(numbers) - begin]
@@ -122,14 +122,14 @@ def add_discrete_gaussian(
         begin += len(accepted)
 
 
-def largest_sample(sigma: float) -> int:
+def bound_sample(sigma: float) -> int:
     """Return a bound on the magnitude of every sample.
 
     Example:
-        >>> largest_sample(3.0)
+        >>> bound_sample(3.0)
         43
     """
-    proposals = proposals_for(sigma)
+    proposals = build_proposals(sigma)
     return -proposals.least << proposals.log_s
 
 
@@ -158,7 +158,7 @@ class Proposals:
         if self.log_s == 0:
             return y  # s = 1: the proposal is the target distribution itself
         s = 1 << self.log_s
-        offset = _uniform(self.log_s, num, source)
+        offset = _draw_uniform(self.log_s, num, source)
         x = (y << self.log_s) + offset
         from_nearest = np.where(y < 0, offset - (s - 1), offset)
         product = from_nearest.astype(np.float64)
@@ -199,7 +199,7 @@ class Proposals:
                 return drawn < threshold
 
 
-def _uniform(num_bits: int, num: int, source: SecretStream) -> NDArray[np.int64]:
+def _draw_uniform(num_bits: int, num: int, source: SecretStream) -> NDArray[np.int64]:
     """Draw ``num`` uniform integers in [0, 2**num_bits)."""
     if num_bits <= _GUIDE_BITS:
         return (source.words(np.uint16, num) >> np.uint16(16 - num_bits)).astype(np.int64)
@@ -207,7 +207,7 @@ def _uniform(num_bits: int, num: int, source: SecretStream) -> NDArray[np.int64]
 
 
 @lru_cache(maxsize=64)
-def proposals_for(sigma: float) -> Proposals:
+def build_proposals(sigma: float) -> Proposals:
     """Build the proposal distribution for ``sigma``; cached, since the table is slow to compute."""
     log_s = max(0, math.frexp(sigma)[1] - 4)  # sigma / s in [8, 16)
     s = 1 << log_s

@@ -6,7 +6,7 @@ Each tensor of a model has one role, which follows from the module alone:
 - *Statistic*: a saved floating-point buffer, such as BatchNorm's running mean. Training may change
   it, but no optimizer does. The buffers of a normalization layer that never updates them
   (momentum 0, or in evaluation mode whenever the model is in training mode) are frozen instead,
-  and so are those named by :func:`hold_buffers`.
+  and so are those named by :func:`freeze_buffers`.
 - *Frozen*: every other tensor: parameters without ``requires_grad``, of any dtype, and integer and
   boolean buffers. Training never changes it.
 
@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedlearn.core.messages import sent_apart
+from fedlearn.core.messages import select_constants
 
-#: Attribute of a module for the names of the buffers that :func:`hold_buffers` froze.
+#: Attribute of a module for the names of the buffers that :func:`freeze_buffers` froze.
 _HELD = "_fedlearn_held_buffers"
 
 
@@ -101,7 +101,7 @@ class Layout:
                     f"parameter {name!r} is {value.dtype}; only real floats of 16 to 64 bits "
                     "train; freeze it with requires_grad_(False), or convert it"
                 )
-        unchanged = _frozen_buffers(module)
+        unchanged = _find_frozen_buffers(module)
         statistics = {
             name: value
             for name, value in buffers.items()
@@ -110,14 +110,14 @@ class Layout:
         everything = parameters | buffers
         _require_own_memory(everything, changing=trains.keys() | statistics.keys())
         floats = {value.dtype for value in everything.values() if value.is_floating_point()}
-        specs = _specs(trains | statistics)
+        specs = _list_specs(trains | statistics)
         is_double = any(spec.dtype == torch.float64 for spec in specs)
         return cls(
             specs[: len(trains)],
             specs[len(trains) :],
             torch.float64 if is_double else torch.float32,
             floats.pop() if len(floats) == 1 else None,
-            _aliases(saved, everything),
+            _find_aliases(saved, everything),
         )
 
     @cached_property
@@ -178,7 +178,7 @@ class Layout:
         return vector
 
 
-def _aliases(saved: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, str]:
+def _find_aliases(saved: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, str]:
     """Map each saved name of a tied tensor that is not in ``known`` to its name there."""
     names = {id(value): name for name, value in known.items()}
     others = {name: names.get(id(value)) for name, value in saved.items() if name not in known}
@@ -238,7 +238,7 @@ class Params:
         round or from their own copy of the model.
         """
         changing = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
-        kept = sent_apart(self.constants)
+        kept = select_constants(self.constants)
         sent = (value.nbytes for name, value in self.constants.items() if name not in kept)
         return changing + sum(sent)
 
@@ -290,13 +290,13 @@ class Params:
         return replace(self, vector=vector)
 
 
-def hold_buffers(module: nn.Module, names: Collection[str]) -> nn.Module:
+def freeze_buffers(module: nn.Module, names: Collection[str]) -> nn.Module:
     """Declare buffers of ``module`` frozen, by their names in its ``state_dict``; return it."""
     setattr(module, _HELD, frozenset(names))
     return module
 
 
-def difference(
+def compute_delta(
     local: Mapping[str, Tensor], start: Mapping[str, Tensor], *, order: Sequence[str]
 ) -> Tensor:
     """Return local minus start as one vector: float64 if any tensor of the start is, else float32.
@@ -309,7 +309,7 @@ def difference(
 
     Example:
         >>> start = {"w": torch.zeros(2), "b": torch.ones(1)}
-        >>> difference({"w": torch.ones(2), "b": torch.zeros(1)}, start, order=["b", "w"])
+        >>> compute_delta({"w": torch.ones(2), "b": torch.zeros(1)}, start, order=["b", "w"])
         tensor([-1.,  1.,  1.])
     """
     sizes = [start[name].numel() for name in order]
@@ -349,8 +349,8 @@ def rebase_statistics(delta_P: Tensor, *, sent_S: Tensor | None, current_S: Tens
     return torch.cat([trained_Q, changes_S + shift_S]) if shift_S.any() else delta_P
 
 
-def delta_bytes(start: Mapping[str, Tensor], *, order: Sequence[str]) -> int:
-    """Return the size of a :func:`difference`."""
+def size_of_delta(start: Mapping[str, Tensor], *, order: Sequence[str]) -> int:
+    """Return the size of a :func:`compute_delta`."""
     return sum(start[name].numel() for name in order) * _delta_dtype(start, order).itemsize
 
 
@@ -363,7 +363,7 @@ def _can_change(value: Tensor) -> bool:
     return value.is_floating_point() and value.itemsize > 1  # torch has no addition of float8
 
 
-def _specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+def _list_specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     specs, offset = list[TensorSpec](), 0
     for name, value in tensors.items():
         specs.append(TensorSpec(name, tuple(value.shape), value.dtype, offset))
@@ -371,7 +371,7 @@ def _specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-def _frozen_buffers(module: nn.Module) -> set[str]:
+def _find_frozen_buffers(module: nn.Module) -> set[str]:
     """Find the frozen buffers: declared frozen, or never updated by their layer."""
     names = set[str](getattr(module, _HELD, ()))
     with _training_mode(module):

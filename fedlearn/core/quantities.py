@@ -6,23 +6,23 @@ _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 _GIB, _MIB = 2**30, 2**20
 
 
-def number_text(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Format a metric with four decimals, or with four digits if it is large; ``None`` is a dash.
 
     Example:
-        >>> number_text(0.91234), number_text(123456.7), number_text(None), number_text(math.nan)
-        ('0.9123', '1.235e+05', '-', 'nan')
+        >>> [format_number(value) for value in (0.91234, 123456.7, None, math.nan)]
+        ['0.9123', '1.235e+05', '-', 'nan']
     """
     if value is None:
         return "-"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"  # noqa: PLR2004 (a width)
 
 
-def duration_text(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration in at most eight characters; a dash if it is not finite.
 
     Example:
-        >>> [duration_text(s) for s in (0.0421, 8.13, 75.0, 3720.0, 180000.0)]
+        >>> [format_duration(s) for s in (0.0421, 8.13, 75.0, 3720.0, 180000.0)]
         ['42 ms', '8.1 s', '1m 15s', '1h 02m', '2d 02h']
     """
     if not math.isfinite(seconds):
@@ -39,17 +39,17 @@ def duration_text(seconds: float) -> str:
     return f"{whole // _DAY_S}d {whole % _DAY_S // _HOUR_S:02d}h"
 
 
-def time_unit(longest_s: float) -> tuple[str, float]:
+def choose_time_unit(longest_s: float) -> tuple[str, float]:
     """Choose the unit of time for an axis up to ``longest_s``; return its name and its seconds."""
     units = (("days", _DAY_S), ("hours", _HOUR_S), ("minutes", _MINUTE_S))
     return next((unit for unit in units if longest_s >= 2 * unit[1]), ("seconds", 1))
 
 
-def size_text(size: int) -> str:
+def format_size(size: int) -> str:
     """Format a number of bytes in MiB or GiB.
 
     Example:
-        >>> size_text(3 * 2**20), size_text(350_000_000_000)
+        >>> format_size(3 * 2**20), format_size(350_000_000_000)
         ('3.00 MiB', '325.96 GiB')
     """
     return f"{size / _GIB:.2f} GiB" if size >= _GIB else f"{size / _MIB:.2f} MiB"

@@ -145,7 +145,7 @@ if sys.platform != "win32":
     )
 
 
-def generator_turn() -> AbstractContextManager[bool]:
+def lock_global_generators() -> AbstractContextManager[bool]:
     """Give this thread exclusive use of the global generators in the block.
 
     Other threads that want them wait, so the block must not wait for those threads.
@@ -156,7 +156,7 @@ def generator_turn() -> AbstractContextManager[bool]:
 def seed_global_generators(seed: Seed) -> None:
     """Seed Python's, numpy's and torch's global generators, for code that draws from them.
 
-    Call it in a :func:`generator_turn`.
+    Call it in a :func:`lock_global_generators`.
     """
     random.seed(seed.value)
     np.random.seed(seed.value & _MASK_32)  # noqa: NPY002 - the old one
@@ -164,20 +164,20 @@ def seed_global_generators(seed: Seed) -> None:
 
 
 @contextmanager
-def global_generators_kept() -> Iterator[Callable[[], bool]]:
+def preserve_global_generators() -> Iterator[Callable[[], bool]]:
     """Restore Python's and numpy's global generators after the block.
 
     Yields a function that returns whether they have been used since. Other threads wait: see
-    :func:`generator_turn`.
+    :func:`lock_global_generators`.
 
     Example:
-        >>> with global_generators_kept() as have_moved:
+        >>> with preserve_global_generators() as have_moved:
         ...     print(have_moved(), random.random() < 1, have_moved())
         False True True
         >>> have_moved()
         False
     """
-    with generator_turn():
+    with lock_global_generators():
         of_python, of_numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the old one
 
         def have_moved() -> bool:
@@ -193,16 +193,16 @@ def global_generators_kept() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
-def keyed_draws() -> Iterator[Callable[[int], Callable[[], bool]]]:
+def reseed_by_key() -> Iterator[Callable[[int], Callable[[], bool]]]:
     """Reseed the global generators of Python, numpy and torch (CPU) by key within a block.
 
     Yields a function that takes a 32-bit key and seeds all three, so that later draws depend on
     the key alone. It returns a function, to be called once, which returns whether the block has
     drawn since. All three generators are restored at the end. Other threads wait: see
-    :func:`generator_turn`.
+    :func:`lock_global_generators`.
 
     Example:
-        >>> with keyed_draws() as set_key:
+        >>> with reseed_by_key() as set_key:
         ...     has_drawn = set_key(7)
         ...     print(has_drawn())
         ...     has_drawn = set_key(7)
@@ -228,7 +228,7 @@ def keyed_draws() -> Iterator[Callable[[int], Callable[[], bool]]]:
         seed(key)
         return lambda: next_bits() != first
 
-    with global_generators_kept():  # which also holds the lock of `generator_turn`
+    with preserve_global_generators():  # which also holds the lock of `lock_global_generators`
         before = generator.get_state()
         try:
             yield set_key

@@ -46,7 +46,7 @@ class Ranged:
     """
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ValueError(wrong)
 
 
@@ -66,7 +66,7 @@ def require_count(value: object, *, name: str) -> None:
         raise ValueError(f"{name} is {value!r}; give a whole number >= 1")
 
 
-def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
+def describe_out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
     """Describe the first field of a dataclass that is out of range; ``None`` if all are in range.
 
     Example:
@@ -75,21 +75,25 @@ def out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
         ... class Step:
         ...     rate: Positive
         ...     decay: BelowOne | None = None
-        >>> out_of_range(Step(0.5)), out_of_range(Step(0.5, 1.0))
+        >>> describe_out_of_range(Step(0.5)), describe_out_of_range(Step(0.5, 1.0))
         (None, 'decay is 1.0; give a finite number >= 0 and < 1')
     """
     names = _limits_of(piece.__class__)
-    return arguments_out_of_range(piece.__class__, {name: getattr(piece, name) for name in names})
+    return describe_argument_out_of_range(
+        piece.__class__, {name: getattr(piece, name) for name in names}
+    )
 
 
-def arguments_out_of_range(owner: Hashable, values: Mapping[str, Any]) -> str | None:  # Any: given
+def describe_argument_out_of_range(
+    owner: Hashable, values: Mapping[str, Any]
+) -> str | None:  # Any: given
     """Describe the first value outside the range that ``owner`` declares for its name.
 
     ``owner`` is a dataclass or function; ``None`` if all values are in range or ``None``.
     """
     for name, (kind, limits, or_none) in _limits_of(owner).items():
         value = values.get(name)
-        range_ = " and ".join(map(_words, limits))
+        range_ = " and ".join(map(_describe_limit, limits))
         if value is None:
             continue
         if not _is_of(value, kind):
@@ -149,19 +153,19 @@ def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its for
 
 def _kind_in(hint: Any) -> _Kind:  # Any: as above
     """Return the kind of number that a type declares: bool, Integral or Real."""
-    hint = _bare(hint)
+    hint = _strip_annotation(hint)
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    bare = set(map(_bare, options))
+    bare = set(map(_strip_annotation, options))
     if bare == {bool}:
         return bool
     return Integral if bare - {type(None)} == {int} else Real
 
 
 def _or_none(hint: Any) -> str:  # Any: as above
-    return ", or None" if type(None) in get_args(_bare(hint)) else ""
+    return ", or None" if type(None) in get_args(_strip_annotation(hint)) else ""
 
 
-def _bare(hint: Any) -> Any:  # Any: as above
+def _strip_annotation(hint: Any) -> Any:  # Any: as above
     return get_args(hint)[0] if get_origin(hint) is Annotated else hint
 
 
@@ -180,6 +184,6 @@ def _holds(limit: _Limit, value: Any) -> bool:  # Any: a number, as the limit's 
     return bool(holds(value, getattr(limit, number)))
 
 
-def _words(limit: _Limit) -> str:
+def _describe_limit(limit: _Limit) -> str:
     said, number, _ = _LIMITS[type(limit)]
     return f"{said} {getattr(limit, number)}"

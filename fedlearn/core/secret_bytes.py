@@ -47,6 +47,6 @@ class SecretBytes:
         raise TypeError("secrets are not pickled")
 
 
-def jitter() -> float:
+def draw_jitter() -> float:
     """Draw a number in [0, 1) that spreads retries in time and is never reproduced."""
     return secrets.SystemRandom().random()

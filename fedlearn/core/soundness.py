@@ -8,7 +8,7 @@ from torch import Tensor
 MAX_DELTA = 1e20
 
 
-def unsound(lane: str) -> str:
+def describe_unsound(lane: str) -> str:
     """Return the failure reason of a client whose vector ``lane`` is not sound."""
     return f"the {lane} is not finite or exceeds {MAX_DELTA:g}"
 

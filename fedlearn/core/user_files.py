@@ -7,7 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 
-def module_in(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
     """Import a file, once per process like any module; errors in it are raised unchanged.
 
     Its folder is added to ``sys.path``, so that it can import its neighbors, as a script can.

@@ -34,7 +34,7 @@ class _Line(NamedTuple):
     place: str
 
 
-def user_line(where: BaseException | FrameType | None) -> str | None:
+def find_user_line(where: BaseException | FrameType | None) -> str | None:
     """Return file, line and function of the innermost line of the user's own code.
 
     If there is none, the innermost line of a library, else of fedlearn, else ``None``.
@@ -46,10 +46,10 @@ def user_line(where: BaseException | FrameType | None) -> str | None:
         where: A raised error, or the innermost frame of a thread.
 
     Example:
-        >>> user_line(ValueError("never raised")) is None
+        >>> find_user_line(ValueError("never raised")) is None
         True
     """
-    lines = _lines_of_thread(where) if isinstance(where, FrameType) else _lines_of(where, set())
+    lines = _read_thread(where) if isinstance(where, FrameType) else _read_traceback(where, set())
     innermost = max(reversed(lines), key=lambda line: line.owner, default=None)
     return None if innermost is None else innermost.place
 
@@ -62,31 +62,31 @@ def describe_error(error: BaseException) -> str:
         "KeyError: 'PART'"
     """
     words = f"{type(error).__name__}: {error}".removesuffix(": ")
-    place = user_line(error)
+    place = find_user_line(error)
     return words if place is None else f"{place}: {words}"
 
 
-def _lines_of_thread(frame: FrameType) -> list[_Line]:
-    return list(_lines(traceback.walk_stack(frame)))[::-1]
+def _read_thread(frame: FrameType) -> list[_Line]:
+    return list(_classify_frames(traceback.walk_stack(frame)))[::-1]
 
 
-def _lines_of(error: BaseException | None, seen: set[int]) -> list[_Line]:
+def _read_traceback(error: BaseException | None, seen: set[int]) -> list[_Line]:
     """Return the lines of an error's traceback, outermost first; none of errors in ``seen``."""
     if error is None or id(error) in seen:  # `raise error from error` is possible
         return []
     seen.add(id(error))
-    lines = list(_lines(traceback.walk_tb(error.__traceback__)))
+    lines = list(_classify_frames(traceback.walk_tb(error.__traceback__)))
     if isinstance(error, SyntaxError) and error.filename:  # that line is in no frame
-        lines += _classified(error.filename, f"{error.filename}:{error.lineno}")
+        lines += _classify(error.filename, f"{error.filename}:{error.lineno}")
     if lines and lines[-1].owner is _Owner.USER:
         return lines
     members = error.exceptions[::-1] if isinstance(error, BaseExceptionGroup) else ()
     for inner in (error.__cause__, *members):
-        lines += _lines_of(inner, seen)
+        lines += _read_traceback(inner, seen)
     return lines
 
 
-def _lines(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
+def _classify_frames(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
     for frame, number in walk:
         filename, function = frame.f_code.co_filename, frame.f_code.co_name
         place = f"{filename}:{number}, in {function}"
@@ -95,10 +95,10 @@ def _lines(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
         if filename == "<string>" and "__file__" not in frame.f_globals:
             yield _Line(_Owner.USER, place)
         else:
-            yield from _classified(filename, place)
+            yield from _classify(filename, place)
 
 
-def _classified(filename: str, place: str) -> list[_Line]:
+def _classify(filename: str, place: str) -> list[_Line]:
     """Return a line with its owner; empty for generated code and the import system."""
     if filename.startswith(_TYPED):
         return [_Line(_Owner.USER, place)]

@@ -4,13 +4,13 @@ import difflib
 from collections.abc import Iterable
 
 
-def printable(text: str) -> str:
+def replace_unprintable(text: str) -> str:
     r"""Replace characters that could control a terminal or reorder a line by U+FFFD.
 
     Names and reasons come from users and clients, so escape sequences in them must not take effect.
 
     Example:
-        >>> printable("lost\x1b[2J power") == "lost\ufffd[2J power"
+        >>> replace_unprintable("lost\x1b[2J power") == "lost\ufffd[2J power"
         True
     """
     if text.isprintable():

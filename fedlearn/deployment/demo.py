@@ -25,7 +25,7 @@ from fedlearn.client.home import Home
 from fedlearn.config import Config, load, render, resolve_addresses
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
-from fedlearn.core.quantities import number_text
+from fedlearn.core.quantities import format_number
 from fedlearn.deployment import part
 from fedlearn.deployment.operator import Operator
 from fedlearn.deployment.places import Places, require_coordinator_system
@@ -69,8 +69,8 @@ def run_demo(
         deployed = _run_deployment(processes, file, config)
         processes.print_line("now the simulation of the same configuration")
         simulated = _run_simulation(config, processes.environ)
-        processes.print_line(f"accuracy of the deployed run   {number_text(deployed)}")
-        processes.print_line(f"accuracy of its simulation     {number_text(simulated)}")
+        processes.print_line(f"accuracy of the deployed run   {format_number(deployed)}")
+        processes.print_line(f"accuracy of its simulation     {format_number(simulated)}")
 
 
 def _write_config(file: Path, num_rounds: int) -> Config:
@@ -218,7 +218,7 @@ def _follow_rounds(coordinator: "subprocess.Popen[str]", processes: DemoProcesse
         if event["event"] == "round":
             processes.print_line(
                 f"round {event['round']}/{event['rounds']}: "
-                f"accuracy {number_text(event['accuracy'])}, "
+                f"accuracy {format_number(event['accuracy'])}, "
                 f"{event['reported']} reported, {event['late']} late, {event['failed']} failed",
             )
     if coordinator.wait(timeout=_STOP_S) != 0:

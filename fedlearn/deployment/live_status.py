@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.collecting import Status
-from fedlearn.core.json_values import json_values
+from fedlearn.core.json_values import to_json_values
 from fedlearn.deployment.round_times import RoundTimes
 from fedlearn.gateway.counters import Histogram
 from fedlearn.rounds.records import RoundRecord
@@ -109,7 +109,7 @@ class LiveStatus:
             "training": {kind: asdict(progress) for kind, progress in self.training.items()},
             "failing": self.failing(),
         }
-        return json_values(values)
+        return to_json_values(values)
 
     def gauges(self) -> dict[str, float]:
         """Return the values to plot in a monitor, by name."""

@@ -13,8 +13,8 @@ from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.kinds import DISTILLATION
 from fedlearn.core.messages import ClientId, EvaluateRequest
-from fedlearn.core.quantities import number_text
-from fedlearn.core.words import printable
+from fedlearn.core.quantities import format_number
+from fedlearn.core.words import replace_unprintable
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
@@ -224,7 +224,9 @@ class Explanation:
             return [f"{found.name} has no coordinator{failed}", said, start]
         lines = [f"{found.name}: {_describe_round(status)}, {_describe_phase(status)}"]
         lines += _describe_wait(status, control=found.control)
-        lines += [f"  {each['name']}: {printable(each['reason'])}" for each in self._refused]
+        lines += [
+            f"  {each['name']}: {replace_unprintable(each['reason'])}" for each in self._refused
+        ]
         for how in self._clients:
             name = how["name"] or f"client {how['client_id']}"
             lines.append(f"  {name}: {_CLIENT_PHASES[how['phase']]}, for {how['since_s']:.0f} s")
@@ -254,7 +256,7 @@ class Explanation:
     def _describe_failing(how: _Status) -> str:
         name = how["name"] or f"client {how['client_id']}"
         aside = "; it is set aside until it reconnects" if how["is_set_aside"] else ""
-        reason = printable(how["reason"]) or "no reason given"
+        reason = replace_unprintable(how["reason"]) or "no reason given"
         return f"  {name}: has failed {how['in_a_row']} times in a row ({reason}){aside}"
 
     @property
@@ -331,7 +333,8 @@ def _describe_wait(status: _Status, *, control: Control) -> list[str]:
             of = "the clients' models together" if kind == DISTILLATION else "its own examples"
             lines.append(
                 f"it trains on {of}: step {progress['step_num']} of {progress['num_steps']}, "
-                f"loss {number_text(progress['loss'])}, {progress['examples_per_s']:.0f} examples/s"
+                f"loss {format_number(progress['loss'])}, "
+                f"{progress['examples_per_s']:.0f} examples/s"
             )
     num_set_aside = status.get("set_aside", 0)
     num_refused = len(status.get("other_version", ()))

@@ -10,7 +10,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config import Config
 from fedlearn.config.tables import TABLES, Use
 from fedlearn.core.clock import Clock
-from fedlearn.core.json_values import leaves
+from fedlearn.core.json_values import iterate_leaves
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.errors import ConfigError, StoreError, StoreUnavailable
@@ -53,7 +53,7 @@ def ensure_deployed(
 
 def _require_same(config: Config, record: RunRecord) -> None:
     begun, now = (
-        {key: value for key, value in leaves(each.model_dump(mode="json")) if value != {}}
+        {key: value for key, value in iterate_leaves(each.model_dump(mode="json")) if value != {}}
         for each in (config_of(record).resolve(num_clients=None), config)
     )
     differ = {key for key in begun | now if begun.get(key) != now.get(key)}

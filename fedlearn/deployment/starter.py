@@ -8,7 +8,7 @@ from fedlearn.config.keys import walk_keys
 from fedlearn.config.tables import Use, tables_with
 from fedlearn.config.template import render_template
 from fedlearn.config.toml import join_key
-from fedlearn.core.files import disk_errors
+from fedlearn.core.files import explain_disk_errors
 from fedlearn.errors import DeploymentError
 
 _HEADING = """\
@@ -67,5 +67,8 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
         text = render_template(ClientConfig(), omit=(), heading=_CLIENT_HEADING)
     else:
         text = render_template(make_starter(), omit=OF_OTHERS, heading=_HEADING)
-    with disk_errors(path, raises=DeploymentError), path.open("x", encoding="utf-8") as stream:
+    with (
+        explain_disk_errors(path, raises=DeploymentError),
+        path.open("x", encoding="utf-8") as stream,
+    ):
         stream.write(text)

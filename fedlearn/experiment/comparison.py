@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedlearn.core.distribution import Direction, sign, split
-from fedlearn.core.json_values import leaves
-from fedlearn.core.quantities import duration_text, number_text
-from fedlearn.core.words import printable
+from fedlearn.core.distribution import Direction, improvement_sign, split_statistic
+from fedlearn.core.json_values import iterate_leaves
+from fedlearn.core.quantities import format_duration, format_number
+from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.history import (
     History,
     Point,
@@ -70,14 +70,16 @@ class Comparison:
 
     def render(self, *, width: int | None = None) -> str:
         """Format the comparison as plain-text tables, cut to ``width`` columns if given."""
-        a, b = (printable(name) for name in self.names)
+        a, b = (replace_unprintable(name) for name in self.names)
         rows: list[tuple[str, ...]] = [("", a, "", b, "")]
         rows += [(measure.name, *measure.cells()) for measure in self.measures]
         told = f"{table_text(rows, values_right=True, width=width)}\n\n* the better of the two\n\n"
         if not self.differences:
             return f"{told}the configurations are equal\n"
         keys: list[tuple[str, ...]] = [("", a, b)]
-        keys += [tuple(map(printable, (key, *both))) for key, both in self.differences.items()]
+        keys += [
+            tuple(map(replace_unprintable, (key, *both))) for key, both in self.differences.items()
+        ]
         number = len(self.differences)
         told += f"the configurations differ in {number} key{'' if number == 1 else 's'}\n"
         return f"{told}{table_text(keys, values_right=True, width=width)}\n"
@@ -132,8 +134,8 @@ def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
     of_a, of_b = directions_of(a), directions_of(b)
     agreed = {name: way for name, way in (of_b | of_a).items() if of_b.get(name, way) == way}
     leading, first = headline_metric(a), dict[str, Direction]()
-    if leading == headline_metric(b) and split(leading)[0] in agreed:
-        first[leading] = agreed[split(leading)[0]]
+    if leading == headline_metric(b) and split_statistic(leading)[0] in agreed:
+        first[leading] = agreed[split_statistic(leading)[0]]
     loss = agreed.pop("loss")
     return first | agreed | {"loss": loss}
 
@@ -141,7 +143,7 @@ def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
 def _common_best(a: History, b: History, metric: str, direction: Direction) -> float:
     bests = (best_point(series(rounds, metric), direction) for _, rounds in (a, b))
     values = (best.value for best in bests if best is not None)
-    return min(values, key=lambda value: sign(direction) * value)
+    return min(values, key=lambda value: improvement_sign(direction) * value)
 
 
 def _race(
@@ -154,16 +156,16 @@ def _race(
             bests = [best_point(points, direction) for points in (of_a, of_b)]
             lasts = [points[-1] if points else None for points in (of_a, of_b)]
             less = direction == "min"
-            yield _measure(f"best {name}", bests, "value", number_text, less=less)
+            yield _measure(f"best {name}", bests, "value", format_number, less=less)
             yield _measure("  after round", bests, "num_finished", _count_text, less=None)
-            yield _measure(f"final {name}", lasts, "value", number_text, less=less)
+            yield _measure(f"final {name}", lasts, "value", format_number, less=less)
     if metric is not None:
         way = directions[metric]
         yield from _at_the_end_of_the_shorter(a, b, metric, less=way == "min")
         reached = [_first(series(rounds, metric), way, goal) for _, rounds in (a, b)]
-        to = f"to {metric} {number_text(goal)}"
+        to = f"to {metric} {format_number(goal)}"
         yield _measure(f"rounds {to}", reached, "num_finished", _count_text, less=True)
-        yield _measure(f"virtual time {to}", reached, "virtual_s", duration_text, less=True)
+        yield _measure(f"virtual time {to}", reached, "virtual_s", format_duration, less=True)
 
 
 def _at_the_end_of_the_shorter(
@@ -175,7 +177,7 @@ def _at_the_end_of_the_shorter(
         return
     points = [series(rounds[:common], metric) for _, rounds in (a, b)]
     lasts = [each[-1] if each else None for each in points]
-    yield _measure(f"{metric} by round {common}", lasts, "value", number_text, less=less)
+    yield _measure(f"{metric} by round {common}", lasts, "value", format_number, less=less)
 
 
 def _short_text(value: float) -> str:
@@ -187,7 +189,7 @@ def _count_text(value: float) -> str:
 
 
 def _first(points: Sequence[Point], direction: Direction, goal: float) -> Point | None:
-    way = sign(direction)
+    way = improvement_sign(direction)
     return next((point for point in points if way * (point.value - goal) >= 0.0), None)
 
 
@@ -212,15 +214,15 @@ _TOTALS: Mapping[str, tuple[Callable[[Summary], float], Callable[[float], str]]]
     "failed": (lambda run: run.counts.failed, _count_text),
     "stale": (lambda run: run.counts.stale, _count_text),
     "skipped rounds": (lambda run: run.num_skipped, _count_text),
-    "virtual time": (lambda run: run.virtual_s, duration_text),
-    "real time": (lambda run: run.seconds, duration_text),
+    "virtual time": (lambda run: run.virtual_s, format_duration),
+    "real time": (lambda run: run.seconds, format_duration),
 }
 
 
 def _differences(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[str, str]]:
     """Return the values where two trees differ, as JSON: it distinguishes 1, true and "1"."""
     of_a, of_b = (
-        {k: json.dumps(v, sort_keys=True, ensure_ascii=False) for k, v in leaves(tree)}
+        {k: json.dumps(v, sort_keys=True, ensure_ascii=False) for k, v in iterate_leaves(tree)}
         for tree in (a, b)
     )
     pairs = {key: (of_a.get(key, _ABSENT), of_b.get(key, _ABSENT)) for key in sorted(of_a | of_b)}

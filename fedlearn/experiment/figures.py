@@ -21,8 +21,8 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
 from fedlearn.core.files import write_durably
-from fedlearn.core.quantities import number_text
-from fedlearn.core.words import printable
+from fedlearn.core.quantities import format_number
+from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import StoreError
 
 # Okabe and Ito's palette, which people with colour vision deficiency can tell apart.
@@ -125,7 +125,7 @@ def render_svg(panel: Panel, *, inches: tuple[float, float]) -> str:
 
 def add_tooltip(artist: Artist, text: str) -> None:
     """Give ``artist`` the tooltip ``text`` in the output of :func:`render_svg`."""
-    artist.set_gid(f"{_HOVER}{printable(text)}")
+    artist.set_gid(f"{_HOVER}{replace_unprintable(text)}")
 
 
 def add_shape(axes: Axes, shape: Rectangle) -> None:
@@ -140,7 +140,7 @@ def _add_value_tooltips(axes: Axes) -> None:
     for line in axes.get_lines():
         name = str(line.get_label())
         for x, y in () if name.startswith("_") else np.asarray(line.get_xydata()).tolist():
-            texts.setdefault(x, []).append(f"{name} {number_text(y)}")
+            texts.setdefault(x, []).append(f"{name} {format_number(y)}")
     positions = sorted(texts)[:: -(-len(texts) // _MOST_HOVERS) or 1]
     width = (positions[-1] - positions[0]) / max(1, len(positions) - 1) if positions else 0.0
     for x in positions:

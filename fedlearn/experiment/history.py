@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
-from fedlearn.core.distribution import Direction, sign, split
+from fedlearn.core.distribution import Direction, improvement_sign, split_statistic
 from fedlearn.rounds.records import RoundRecord, RunRecord
 
 History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
@@ -77,12 +77,12 @@ def _mapping(value: object) -> Mapping[str, object]:
 
 def direction_of(record: RunRecord, name: str) -> Direction | None:
     """Return which way is better for a metric of the record; ``None`` if it is not declared."""
-    return directions_of(record).get(split(name)[0])
+    return directions_of(record).get(split_statistic(name)[0])
 
 
 def best_point(points: Sequence[Point], direction: Direction) -> Point | None:
     """Return the best value of a metric, the first if tied; ``None`` if it was never measured."""
-    return max(points, key=lambda point: sign(direction) * point.value, default=None)
+    return max(points, key=lambda point: improvement_sign(direction) * point.value, default=None)
 
 
 def metric_to_watch(record: RunRecord) -> str | None:

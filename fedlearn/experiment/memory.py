@@ -7,7 +7,7 @@ from pathlib import Path
 from fedlearn import assembly
 from fedlearn.assembly import build_server_task
 from fedlearn.config import Config
-from fedlearn.core.quantities import size_text
+from fedlearn.core.quantities import format_size
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.figures import RUN_COLOURS, label_axes, new_figure, write_png
@@ -44,13 +44,13 @@ class MemoryForecast:
         rows = [("stage", *(name.replace("_", " ") for name in names))]
         for at, each in enumerate(self.stages):
             sizes = [getattr(each, name) for name in names]
-            rows.append((str(at), *("?" if size is None else size_text(size) for size in sizes)))
+            rows.append((str(at), *("?" if size is None else format_size(size) for size in sizes)))
         hosts = [
-            f"stage {at}: {size_text(each.host)} of these in the host's memory"
+            f"stage {at}: {format_size(each.host)} of these in the host's memory"
             for at, each in enumerate(self.stages)
             if each.offloaded
         ]
-        told = f"the model's parameters: {size_text(self.storage)}; a process of {self.mesh}:"
+        told = f"the model's parameters: {format_size(self.storage)}; a process of {self.mesh}:"
         return "\n".join([told, "", table_text(rows, values_right=True), *hosts])
 
 

@@ -13,8 +13,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
 from fedlearn.core.collecting import Status
-from fedlearn.core.quantities import time_unit
-from fedlearn.core.words import printable
+from fedlearn.core.quantities import choose_time_unit
+from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.figures import (
     INK,
     LARGE,
@@ -69,7 +69,7 @@ def draw(runs: Sequence[History]) -> Figure:
     figure = new_figure(12, 8)
     for panel, axes in zip(panels(runs), figure.subplots(2, 2).flat, strict=True):
         panel(axes)
-    names = ", ".join(printable(record.name) for record, _ in runs)
+    names = ", ".join(replace_unprintable(record.name) for record, _ in runs)
     figure.suptitle(names, fontsize=LARGE, fontweight="bold", color=INK, parse_math=False)
     return figure
 
@@ -130,7 +130,7 @@ def _draw_losses(axes: Axes, *, runs: Sequence[History]) -> None:
 def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
     """Draw the metric against virtual time: what a deployment would wait for."""
     longest_s = max((rounds[-1].virtual_s for _, rounds in runs if rounds), default=0.0)
-    unit, unit_s = time_unit(longest_s)
+    unit, unit_s = choose_time_unit(longest_s)
     keys: list[tuple[Artist, str]] = []
     for colour, name, (_, rounds) in _assign_colours(runs):
         if points := series(rounds, metric):
@@ -222,7 +222,7 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
         ]
         axes.barh(rows, shares, 0.6, left=floor, color=colour, label=status.value)
         floor = [low + share for low, share in zip(floor, shares, strict=True)]
-    names = [printable(record.name) for record, _ in runs]
+    names = [replace_unprintable(record.name) for record, _ in runs]
     axes.set_yticks(rows, names, parse_math=False)
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
@@ -236,7 +236,7 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
 def _assign_colours(runs: Sequence[History]) -> Iterator[tuple[str, str, History]]:
     """Yield each run with its colour and the prefix of its legend texts; empty for a single run."""
     for index, run in enumerate(runs):
-        name = f"{printable(run[0].name)}: " if len(runs) > 1 else ""
+        name = f"{replace_unprintable(run[0].name)}: " if len(runs) > 1 else ""
         yield RUN_COLOURS[index % len(RUN_COLOURS)], name, run
 
 

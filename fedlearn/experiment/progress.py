@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.text import Text
 
 from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Status
-from fedlearn.core.distribution import NUM_CLIENTS, sign
-from fedlearn.core.json_values import json_text
-from fedlearn.core.quantities import duration_text, number_text
-from fedlearn.core.words import printable
+from fedlearn.core.distribution import NUM_CLIENTS, improvement_sign
+from fedlearn.core.json_values import format_json
+from fedlearn.core.quantities import format_duration, format_number
+from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import OutputClosed
 from fedlearn.experiment.history import direction_of, headline, headline_metric
 from fedlearn.experiment.summary import Counts, Summary
@@ -162,7 +162,7 @@ class JsonProgress(_Lines):
         )
 
     def _write_event(self, event: str, **facts: object) -> None:
-        self._write(json_text({"event": event, **facts}))
+        self._write(format_json({"event": event, **facts}))
 
 
 # ---- For a log ----------------------------------------------------------------------------
@@ -174,9 +174,9 @@ class PlainProgress(_Lines):
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Write the run's name, and the notes."""
         self._begin(record, path)
-        self._write(f"run {printable(record.name)}: {record.num_rounds} rounds")
+        self._write(f"run {replace_unprintable(record.name)}: {record.num_rounds} rounds")
         for note in notes:
-            self._write(f"note: {printable(note)}")
+            self._write(f"note: {replace_unprintable(note)}")
 
     def round(self, record: RoundRecord) -> None:
         """Write a line with every fact of the round."""
@@ -186,9 +186,10 @@ class PlainProgress(_Lines):
         num_capped = _num_capped(record)
         self._write(
             f"round {record.round_num + 1}/{self._num_rounds}"
-            f" {printable(self._metric)}={number_text(headline(record.metrics, self._metric))}"
-            f" loss={number_text(headline(record.metrics, 'loss'))}"
-            f" train_loss={number_text(_train_loss(record))}"
+            f" {replace_unprintable(self._metric)}="
+            f"{format_number(headline(record.metrics, self._metric))}"
+            f" loss={format_number(headline(record.metrics, 'loss'))}"
+            f" train_loss={format_number(_train_loss(record))}"
             f" reported={counts.reported} late={counts.late} failed={counts.failed}"
             f"{f' stale={counts.stale}' if record.staleness else ''}"
             f"{virtual} seconds={record.seconds:.3f}"
@@ -264,7 +265,7 @@ class _TimeLeft:
         if left_s < _LONG_S:
             return ""
         share = num_finished / num_rounds
-        text = f" {100 * share:3.0f}%  {duration_text(left_s)} left"
+        text = f" {100 * share:3.0f}%  {format_duration(left_s)} left"
         num_cells = max(0, min(_MOST_CELLS, width - len(text) - 1))
         full = round(share * num_cells)
         return f"{'━' * full}{'─' * (num_cells - full)}{text}"
@@ -292,19 +293,19 @@ class TerminalProgress(_Lines):
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Print the run's name, the notes and the header."""
         self._begin(record, path)
-        self._sign = sign(direction_of(record, self._metric) or "max")
+        self._sign = improvement_sign(direction_of(record, self._metric) or "max")
         privacy = record.config.get("privacy")
         budget = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
         self._budget = "" if budget is None else f" of {budget:g}"
-        shown = printable(self._metric)[:_NAME_CHARACTERS]
+        shown = replace_unprintable(self._metric)[:_NAME_CHARACTERS]
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
         self._metric_width = max(8, len(shown))
         self._left = _TimeLeft()
         self._columns = self._choose_columns(self._console.width)
-        name = (printable(record.name), "bold cyan")
+        name = (replace_unprintable(record.name), "bold cyan")
         self._console.print(Text.assemble(name, (f"  {record.num_rounds} rounds", "dim")))
         for note in notes:
-            self._console.print(Text(printable(note), style="dim"))
+            self._console.print(Text(replace_unprintable(note), style="dim"))
         header = f"{'round':>{self._round_width}}  {shown:>{self._metric_width}}"
         for column in (_COLUMNS[name] for name in self._columns):
             header += f"  {column.header:>{column.width}}"
@@ -322,17 +323,17 @@ class TerminalProgress(_Lines):
         """Print the round's line."""
         reported, late, failed, _ = Counts.of(record)
         value = headline(record.metrics, self._metric)
-        measured = f"{number_text(value):>{self._metric_width}}"
+        measured = f"{format_number(value):>{self._metric_width}}"
         skipped = record.outcome is Outcome.SKIPPED
         place = f"{record.round_num + 1}/{self._num_rounds}"
         cells = {
-            "loss": f"{number_text(headline(record.metrics, 'loss')):>8}",
-            "train": f"{number_text(_train_loss(record)):>8}",
+            "loss": f"{format_number(headline(record.metrics, 'loss')):>8}",
+            "train": f"{format_number(_train_loss(record)):>8}",
             "reported": (self._bad if skipped else str)(f"{reported:>8}"),
             "late": (self._late if late else self._dim)(f"{late:>4}"),
             "failed": (self._bad if failed else self._dim)(f"{failed:>6}"),
-            "virtual": f"{duration_text(record.virtual_s):>8}",
-            "real": self._dim(f"{duration_text(record.seconds):>8}"),
+            "virtual": f"{format_duration(record.virtual_s):>8}",
+            "real": self._dim(f"{format_duration(record.seconds):>8}"),
         }
         line = (
             f"{place:>{self._round_width}}"
@@ -410,18 +411,18 @@ def _describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     """Yield the labels and texts that describe the end of a run."""
     run = summary.record
     is_parked = run.is_deployed and run.status is RunStatus.RUNNING
-    ended = f"{printable(run.name)} {'parked' if is_parked else run.status.value}"
+    ended = f"{replace_unprintable(run.name)} {'parked' if is_parked else run.status.value}"
     rounds = f"{summary.num_finished}/{run.num_rounds} rounds"
     yield "run", f"{ended} after {rounds}, {summary.times()}"
     if is_parked:
         yield "parked", "the same command goes on from here"
     if run.error:
-        yield "error", printable(run.error)
+        yield "error", replace_unprintable(run.error)
     yield from describe_metrics(summary) if summary.best else [("best", "nothing was evaluated")]
     if summary.privacy is not None:
         yield "privacy", summary.privacy.format()
     yield from _describe_problems(summary)
-    yield "path", printable(str(path))
+    yield "path", replace_unprintable(str(path))
     yield from next_steps(summary, path, "show", "plot")
 
 
@@ -441,21 +442,24 @@ def next_command(verb: str, name: str, *, path: Path) -> str:
         'fedlearn show amber-fox-3 --runs-dir /srv/fl'
     """
     is_default = path.parent == Path("runs")
-    place = "" if is_default else f" --runs-dir {quote(printable(str(path.parent)))}"
-    return f"fedlearn {verb} {quote(printable(name))}{place}"
+    place = "" if is_default else f" --runs-dir {quote(replace_unprintable(str(path.parent)))}"
+    return f"fedlearn {verb} {quote(replace_unprintable(name))}{place}"
 
 
 def describe_metrics(summary: Summary) -> Iterator[tuple[str, str]]:
     """Yield a run's measurements: its best, its last values, and their spread over clients."""
     if (best := summary.best) is not None:
-        value = number_text(best.point.value)
-        yield "best", f"{printable(best.metric)} {value} after round {best.point.num_finished}"
+        value = format_number(best.point.value)
+        yield (
+            "best",
+            f"{replace_unprintable(best.metric)} {value} after round {best.point.num_finished}",
+        )
     if central := summary.central_metrics():
         yield "final", _format_metrics(central)
     for name, spread in summary.client_metrics().items():
         counted = spread.pop(NUM_CLIENTS, None)  # runs of earlier versions do not have it
         over = "" if counted is None else f" of {counted} clients"
-        yield "clients", f"{printable(name)}{over}: {_format_metrics(spread)}"
+        yield "clients", f"{replace_unprintable(name)}{over}: {_format_metrics(spread)}"
 
 
 def _describe_problems(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -471,14 +475,16 @@ def _describe_problems(summary: Summary) -> Iterator[tuple[str, str]]:
         text = f"values of {summary.num_capped} of {summary.counts.reported} reports"
         yield "cut off", f"{text}, at secure_aggregation.max_loss or max_examples"
     for reason, count in summary.reasons[:_TOP_REASONS]:
-        text = printable(reason or "no reason given")[:_REASON_CHARACTERS]
+        text = replace_unprintable(reason or "no reason given")[:_REASON_CHARACTERS]
         yield "failed", f"{count} x {text}"
     if (others := len(summary.reasons) - _TOP_REASONS) > 0:
         yield "failed", f"for {_format_count(others, 'other reason', 'other reasons')}"
 
 
 def _format_metrics(metrics: dict[str, float]) -> str:
-    return ", ".join(f"{printable(name)} {number_text(v)}" for name, v in metrics.items())
+    return ", ".join(
+        f"{replace_unprintable(name)} {format_number(v)}" for name, v in metrics.items()
+    )
 
 
 def _format_count(number: int, one: str, many: str) -> str:

@@ -26,8 +26,8 @@ from fedlearn.config import Config, render
 from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
-from fedlearn.core.quantities import duration_text, number_text
-from fedlearn.core.words import printable
+from fedlearn.core.quantities import format_duration, format_number
+from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.figures import Panel, add_shape, add_tooltip, render_svg
 from fedlearn.experiment.history import headline, headline_metric
@@ -119,8 +119,12 @@ def _client_parts(summary: Summary) -> dict[str, str]:
 def _format(value: Any) -> Any:  # of any type that a template prints
     """Format a value for the page, before it is escaped."""
     if isinstance(value, float):
-        return number_text(value)
-    return printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        return format_number(value)
+    return (
+        replace_unprintable(value)
+        if isinstance(value, str) and not isinstance(value, Markup)
+        else value
+    )
 
 
 def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
@@ -129,15 +133,15 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
     measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
     yield (
         f"best {best.metric if best else leading}",
-        number_text(best.point.value) if best else "-",
+        format_number(best.point.value) if best else "-",
         f"after round {best.point.num_finished}" if best else "nothing was evaluated",
     )
-    yield f"final {leading}", number_text(headline(summary.metrics, leading)), measured
-    yield "final loss", number_text(summary.loss), measured
+    yield f"final {leading}", format_number(headline(summary.metrics, leading)), measured
+    yield "final loss", format_number(summary.loss), measured
     yield "rounds", f"{summary.num_finished} / {summary.record.num_rounds}", _interruptions(summary)
     if not summary.record.is_deployed:
-        yield "virtual time", duration_text(summary.virtual_s), "on the simulated devices"
-    yield "real time", duration_text(summary.seconds), "of all rounds"
+        yield "virtual time", format_duration(summary.virtual_s), "on the simulated devices"
+    yield "real time", format_duration(summary.seconds), "of all rounds"
     if summary.privacy is not None:
         spent = summary.privacy
         cohorts, delta = f"{spent.epsilon_with_cohorts:.3g}", f"{spent.target_delta:g}"

@@ -40,7 +40,7 @@ from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.cluster import Cluster
-from fedlearn.core.json_values import leaves
+from fedlearn.core.json_values import iterate_leaves
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.model_factory import require_factory
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
@@ -408,9 +408,13 @@ def _load_recorded_config(
         )
     config = config_of(record)
     # The record has the resolved values, so an "auto" that is given again cannot be compared.
-    given = {key for key, value in leaves(settings) if value != "auto" and key != "name"}
+    given = {key for key, value in iterate_leaves(settings) if value != "auto" and key != "name"}
     before, now = (
-        {key: value for key, value in leaves(json.loads(each.canonical_json())) if key in given}
+        {
+            key: value
+            for key, value in iterate_leaves(json.loads(each.canonical_json()))
+            if key in given
+        }
         for each in (config, components.config)
     )
     kinds = [

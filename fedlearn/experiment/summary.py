@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Participation, Status
-from fedlearn.core.distribution import NUM_CLIENTS, split
+from fedlearn.core.distribution import NUM_CLIENTS, split_statistic
 from fedlearn.core.messages import ClientId
-from fedlearn.core.quantities import duration_text
+from fedlearn.core.quantities import format_duration
 from fedlearn.experiment.history import (
     Point,
     best_point,
@@ -134,10 +134,10 @@ class Summary:
 
     def times(self) -> str:
         """Describe the time that the run took; a deployed run has no virtual time."""
-        real = duration_text(self.seconds)
+        real = format_duration(self.seconds)
         if self.record.is_deployed:
             return real
-        return f"{duration_text(self.virtual_s)} virtual, {real} real"
+        return f"{format_duration(self.virtual_s)} virtual, {real} real"
 
     @property
     def accuracy(self) -> float | None:
@@ -153,7 +153,7 @@ class Summary:
         """Return each metric's statistics over clients at the last evaluation, by metric name."""
         spread: dict[str, dict[str, float]] = {}
         for key, value in self.metrics.items():
-            name, part = split(key)
+            name, part = split_statistic(key)
             if part is not None:
                 spread.setdefault(name, {})[part] = int(value) if part == NUM_CLIENTS else value
         return spread
@@ -188,7 +188,7 @@ def summarize(record: RunRecord, rounds: Sequence[RoundRecord]) -> Summary:
         (
             one
             for one in reversed(rounds)
-            if any(split(each)[0] in measures for each in one.metrics)
+            if any(split_statistic(each)[0] in measures for each in one.metrics)
         ),
         None,
     )

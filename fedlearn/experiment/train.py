@@ -19,8 +19,8 @@ from fedlearn.assembly.plan import build_central_evaluator, build_initial_params
 from fedlearn.assembly.server_jobs import explain_divergence
 from fedlearn.config import Config
 from fedlearn.core.cluster import Alone
-from fedlearn.core.distribution import split
-from fedlearn.core.files import disk_errors
+from fedlearn.core.distribution import split_statistic
+from fedlearn.core.files import explain_disk_errors
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.site import Site
@@ -190,7 +190,7 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
         ConfigError: They do not fit this model, or are not finite.
         StoreError: The file cannot be read.
     """
-    with disk_errors(path, raises=StoreError, doing="read"):
+    with explain_disk_errors(path, raises=StoreError, doing="read"):
         try:
             given: dict[str, Tensor] = load_file(path)
         except SafetensorError as error:
@@ -241,7 +241,7 @@ def _add_evaluation(
             "name one in the table data, or leave --evaluate-every out"
         )
     stopping = components.early_stopping()
-    if split(stopping.metric)[1] is not None:
+    if split_statistic(stopping.metric)[1] is not None:
         raise ConfigError(
             f'early_stopping.metric is "{stopping.metric}", which clients measure, and none is '
             "asked; watch what the test set measures"
@@ -274,7 +274,7 @@ def _lock_folder(folder: Path, environ: Mapping[str, str], *, is_kept: bool) -> 
     if environ.get("RANK", "0") != "0":
         yield
         return
-    with disk_errors(folder, raises=StoreError):
+    with explain_disk_errors(folder, raises=StoreError):
         folder.mkdir(parents=True, exist_ok=True)
     with held(folder):
         yield

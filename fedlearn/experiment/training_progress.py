@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TextIO
 
-from fedlearn.core.json_values import json_text
+from fedlearn.core.json_values import format_json
 from fedlearn.parallel.task import Progress
 
 
@@ -22,7 +22,7 @@ def _as_json(progress: Progress) -> str:
     facts = asdict(progress)
     if not progress.metrics:
         del facts["metrics"]
-    return json_text({"event": "training", **facts}) + "\n"
+    return format_json({"event": "training", **facts}) + "\n"
 
 
 def _line(progress: Progress) -> str:

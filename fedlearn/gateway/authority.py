@@ -31,7 +31,12 @@ from cryptography.x509 import ExtensionNotFound, SubjectAlternativeName
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from fedlearn.core.clock import utc_now
-from fedlearn.core.files import create_private, disk_errors, make_private_folder, write_private
+from fedlearn.core.files import (
+    create_private,
+    explain_disk_errors,
+    make_private_folder,
+    write_private,
+)
 from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError
 from fedlearn.identity.identity import (
     SERVER_NAME,
@@ -327,7 +332,7 @@ def _parse_host_name(name: str) -> x509.GeneralName:
 
 
 def _read(path: Path) -> bytes:
-    with disk_errors(path, raises=DeploymentError, doing="read"):
+    with explain_disk_errors(path, raises=DeploymentError, doing="read"):
         return path.read_bytes()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedlearn.core.clock import RealClock
 from fedlearn.core.codec import encode, encode_constants, split
-from fedlearn.core.files import disk_errors
+from fedlearn.core.files import explain_disk_errors
 from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import (
@@ -276,7 +276,9 @@ class GatewayChannel:
         """Encode each request once; large ones go to files instead of staying in memory."""
         folder = self._passing / "requests"
         has_older = not self.loop.ask(partial(self.sessions.all_speak_newest, client_ids))
-        with disk_errors(folder, raises=StoreError, doing="write the requests of a round to"):
+        with explain_disk_errors(
+            folder, raises=StoreError, doing="write the requests of a round to"
+        ):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             offers = [self._encode_request(each, folder, has_older=has_older) for each in requests]
             in_use = [offer for question in self._open for offer in question.offers]

@@ -32,7 +32,7 @@ from typing import BinaryIO, ClassVar, NamedTuple, TypeAlias
 
 from pydantic import ConfigDict, TypeAdapter
 
-from fedlearn.core.files import disk_errors, mapped, sync_file, sync_folder
+from fedlearn.core.files import explain_disk_errors, map_file, sync_file, sync_folder
 from fedlearn.core.json_files import parse_json
 from fedlearn.core.messages import ClientId
 from fedlearn.core.positioned import PositionedFile
@@ -141,7 +141,7 @@ class ReplyLog:
     def __init__(self, folder: Path, *, opened: OpeningRecord, durable: bool) -> None:
         self.folder = folder
         self._durable = durable
-        with disk_errors(folder, raises=StoreError, doing="open the log of replies in"):
+        with explain_disk_errors(folder, raises=StoreError, doing="open the log of replies in"):
             found = _recover_log(folder, run_id=opened.run_id) if durable else None
             self.is_resumed = found is not None
             if found is None:
@@ -209,9 +209,9 @@ class ReplyLog:
             StoreError: They cannot be read.
         """
         doing = f"read the reply of client {reply.client_id} in"
-        with disk_errors(self.folder, raises=StoreError, doing=doing):
+        with explain_disk_errors(self.folder, raises=StoreError, doing=doing):
             if reply.offset < 0:
-                return mapped(_reply_path(self.folder, reply))
+                return map_file(_reply_path(self.folder, reply))
             return self._file.read_at(reply.num_bytes, reply.offset)
 
     def close(self, closed: ClosingRecord | None) -> None:
@@ -340,7 +340,7 @@ def read_exchange_logs(folder: Path, *, run_id: str) -> Iterator[tuple[str, Reco
     Raises:
         StoreError: A log cannot be read.
     """
-    with disk_errors(folder, raises=StoreError, doing="read"):
+    with explain_disk_errors(folder, raises=StoreError, doing="read"):
         for each in sorted(folder.iterdir()) if folder.exists() else ():
             found = _recover_log(each, run_id=run_id) if each.is_dir() else None
             if found is not None:

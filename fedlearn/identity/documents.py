@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, create_model
 
-from fedlearn.core.files import disk_errors
+from fedlearn.core.files import explain_disk_errors
 from fedlearn.core.json_files import parse_json
 from fedlearn.errors import DeploymentError
 
@@ -38,7 +38,7 @@ def read_document(
     Raises:
         DeploymentError: The file is missing, unreadable, damaged, or of a later version.
     """
-    with disk_errors(path, raises=DeploymentError, doing="read"):
+    with explain_disk_errors(path, raises=DeploymentError, doing="read"):
         content = path.read_bytes()
     parse = partial(
         parse_json,

@@ -24,7 +24,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.x509.oid import NameOID
 from pydantic import PlainValidator, TypeAdapter
 
-from fedlearn.core.files import create_private, disk_errors, make_private_folder, write_private
+from fedlearn.core.files import (
+    create_private,
+    explain_disk_errors,
+    make_private_folder,
+    write_private,
+)
 from fedlearn.errors import DeploymentError, ProtocolError
 from fedlearn.identity.documents import read_document
 
@@ -70,7 +75,7 @@ class Identity:
             DeploymentError: The file is missing, unreadable or damaged.
         """
         path = folder / IDENTITY_FILE
-        with disk_errors(path, raises=DeploymentError, doing="read"):
+        with explain_disk_errors(path, raises=DeploymentError, doing="read"):
             pem = path.read_bytes()
         try:
             return cls.from_pem(pem)

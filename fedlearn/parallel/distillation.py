@@ -25,7 +25,7 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.strategy import State, Stepped, Strategy, StrategyWrapper
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.distribution import Direction
-from fedlearn.core.features import Features, called
+from fedlearn.core.features import Features, call_module
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count
 from fedlearn.errors import ConfigError
@@ -85,7 +85,7 @@ class Taught:
         total: Tensor | None = None
         for member in self._members:
             member.load_into(self._model)
-            logits = called(self._model, features)
+            logits = call_module(self._model, features)
             total = logits if total is None else total + logits
         assert total is not None  # at least one client has reported
         if total.dim() != _MATRIX:

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.objectives import mean_loss
 from fedlearn.core.clock import Clock
-from fedlearn.core.features import Features, called, cut, named, only
+from fedlearn.core.features import (
+    Features,
+    call_module,
+    name_inputs,
+    require_single_input,
+    slice_rows,
+)
 from fedlearn.errors import ConfigError, DataError, Diverged
 from fedlearn.parallel.loss_scale import LossScale
 from fedlearn.parallel.mesh import MeshPosition
@@ -210,7 +216,7 @@ class RankTrainer:
             # Gradients are summed over processes only in the backward pass of the last one.
             with self._wrapped.sum_gradients(at == num_parts - 1):
                 with self._passes(), self._fitting(part, targets):
-                    loss = self._loss(called(self._wrapped.called, part), targets) / num_parts
+                    loss = self._loss(call_module(self._wrapped.called, part), targets) / num_parts
                 (loss if self._scale is None else loss * self._scale.value).backward()
             total += loss.detach()
         return total
@@ -225,7 +231,7 @@ class RankTrainer:
         except torch.OutOfMemoryError:
             raise
         except errors as error:
-            tensors = named(features) | {"labels": labels}
+            tensors = name_inputs(features) | {"labels": labels}
             descriptions = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
             raise DataError(
                 f"the model, or its loss, cannot take the examples of step {self.step_num}, "
@@ -282,7 +288,7 @@ class RankTrainer:
                 return total
             features, labels = next(self._batches)
             if stage == 0:
-                self._schedule.step(only(features))
+                self._schedule.step(require_single_input(features))
                 return total
             losses: list[Tensor] = []
             self._schedule.step(target=labels, losses=losses)
@@ -455,7 +461,7 @@ def _parts(features: Features, labels: Tensor, number: int) -> Iterator[tuple[Fe
     size = len(labels) // number
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)
-        yield cut(features, rows), labels[rows]
+        yield slice_rows(features, rows), labels[rows]
 
 
 @torch.no_grad()

@@ -25,8 +25,8 @@ from pydantic import TypeAdapter
 
 from fedlearn import errors
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.files import disk_errors, write_durably
-from fedlearn.core.gpus import own_gpu
+from fedlearn.core.files import explain_disk_errors, write_durably
+from fedlearn.core.gpus import find_own_gpu
 from fedlearn.core.json_files import read_json, require_json
 from fedlearn.core.mkl_environment import prepare_for_mkl
 from fedlearn.core.ranges import Count, Ranged, Whole
@@ -229,7 +229,7 @@ def device_of(environ: Mapping[str, str]) -> torch.device:
     Raises:
         ConfigError: There are fewer GPUs than processes.
     """
-    return own_gpu(environ) or torch.device("cpu")
+    return find_own_gpu(environ) or torch.device("cpu")
 
 
 def follow(
@@ -428,7 +428,7 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
         StoreError: The folder cannot be created, or its job file is damaged.
     """
     new = spec_of(job, start)
-    with disk_errors(folder.path, raises=StoreError):
+    with explain_disk_errors(folder.path, raises=StoreError):
         old = read_job(folder)
         if old and (old.identity, old.start) == (new.identity, new.start):
             _require_steps_left(job, folder)

@@ -33,7 +33,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedlearn.algorithms.objectives import Objective, mean_loss
-from fedlearn.core.features import Features, arguments, in_dtype, mapped, one_tensor, tensors_of
+from fedlearn.core.features import (
+    Features,
+    cast_floats,
+    list_tensors,
+    map_inputs,
+    require_one_tensor,
+    split_arguments,
+)
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.live_tensors import LiveTensors, bytes_of, storage_of, tensors_in
@@ -541,7 +548,7 @@ def _trace_stages(
 
     if spread.mesh.tensor > 1:
         _narrow(module, spread.mesh.tensor)
-    given, expected = mapped(example, features), example(labels)
+    given, expected = map_inputs(example, features), example(labels)
     inputs, stages = given, []
     for index in range(num_stages):
         is_last = index == num_stages - 1
@@ -549,7 +556,7 @@ def _trace_stages(
         dtypes = [each.dtype for each in part.parameters()]
         if shard_half is not None:
             _cast(part, shard_half)
-            inputs = in_dtype(inputs, shard_half)
+            inputs = cast_floats(inputs, shard_half)
         in_blocks = {
             each for block in find_blocks_to_shard(part).values() for each in block.parameters()
         }
@@ -562,7 +569,7 @@ def _trace_stages(
             )
             for each, dtype in zip(part.parameters(), dtypes, strict=True)
         }
-        tracer = _OperationRecorder(part, [*tensors_of(inputs), expected])
+        tracer = _OperationRecorder(part, [*list_tensors(inputs), expected])
         # FSDP2 casts the weights itself; without it, autocast does.
         amp = nullcontext() if half is None or shard_half else torch.autocast(device, half)
         with (
@@ -570,19 +577,19 @@ def _trace_stages(
             torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda saved: saved),
             amp,
         ):
-            args, kwargs = arguments(inputs)
-            outputs = one_tensor(part(*args, **kwargs))
+            args, kwargs = split_arguments(inputs)
+            outputs = require_one_tensor(part(*args, **kwargs))
             if is_last:
                 mean_loss(objective, outputs, expected)
         unused = set(weights) - {key for each in tracer.segments for key in each.weights}
         tracer.segments[-1].weights += sorted(unused)
-        first_batch = sum(each.nbytes for each in tensors_of(given)) if index == 0 else 0
+        first_batch = sum(each.nbytes for each in list_tensors(given)) if index == 0 else 0
         stages.append(
             _StageTrace(
                 weights=weights,
                 buffers=bytes_of(part.buffers()),
                 batch=first_batch + (expected.nbytes if is_last else 0),
-                inputs=0 if index == 0 else sum(each.nbytes for each in tensors_of(inputs)),
+                inputs=0 if index == 0 else sum(each.nbytes for each in list_tensors(inputs)),
                 outputs=outputs.nbytes,
                 segments=tracer.segments,
             )

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.features import Features, named, rebuilt, tensors_of
+from fedlearn.core.features import Features, list_tensors, name_inputs, rebuild_inputs
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.parallel.streams import LastUsed, Stream, passes
@@ -94,10 +94,10 @@ class Mixture:
             return given[0][1]
         order = np.argsort(np.concatenate([places for places, _ in given]))
         rows = torch.from_numpy(order)
-        inputs = zip(*(tensors_of(features) for _, (features, _) in given), strict=True)
+        inputs = zip(*(list_tensors(features) for _, (features, _) in given), strict=True)
         features = [torch.cat(each).index_select(0, rows) for each in inputs]
         labels = torch.cat([labels for _, (_, labels) in given]).index_select(0, rows)
-        return rebuilt(features, like=given[0][1][0]), labels
+        return rebuild_inputs(features, like=given[0][1][0]), labels
 
     def _count_supplied(self, position: int) -> list[int]:
         """Return the number of examples that each stream supplies before a position."""
@@ -192,6 +192,6 @@ def _require_alike(streams: Sequence[Stream]) -> None:
 
 
 def _form(features: Features, labels: Tensor) -> str:
-    tensors = named(features) | {"labels": labels}
+    tensors = name_inputs(features) | {"labels": labels}
     each = [f"{name} {list(value.shape[1:])} {value.dtype}" for name, value in tensors.items()]
     return ", ".join(each)

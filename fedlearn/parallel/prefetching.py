@@ -25,7 +25,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from fedlearn.core.features import Features, cut, mapped, moved, rebuilt, tensors_of
+from fedlearn.core.features import (
+    Features,
+    list_tensors,
+    map_inputs,
+    move_to_device,
+    rebuild_inputs,
+    slice_rows,
+)
 from fedlearn.errors import DataError
 from fedlearn.parallel.mixtures import Mixture
 from fedlearn.parallel.streams import ReadInWindows, Stream
@@ -90,7 +97,7 @@ def read_ahead(
     read = _read(readings, has_workers=num_workers > 0)
     try:
         yield (
-            (moved(features, device), _checked(labels, check).to(device))
+            (move_to_device(features, device), _checked(labels, check).to(device))
             for features, labels in _batches(stream, read, for_batches, share)
         )
     finally:
@@ -125,7 +132,7 @@ class _Reading:
         if isinstance(self.batch, DataError):
             return self
         features, labels = self.batch
-        return _Reading(self.source, (mapped(_pin, features), _pin(labels)))
+        return _Reading(self.source, (map_inputs(_pin, features), _pin(labels)))
 
 
 def _pin(tensor: Tensor) -> Tensor:
@@ -231,16 +238,16 @@ class _Waiting:
         while num_rows:
             features, labels = self._read.popleft()
             here, rest = slice(num_rows), slice(num_rows, None)
-            taken.append((cut(features, here), labels[here]))
+            taken.append((slice_rows(features, here), labels[here]))
             if len(labels) > num_rows:
-                self._read.appendleft((cut(features, rest), labels[rest]))
+                self._read.appendleft((slice_rows(features, rest), labels[rest]))
             num_rows -= len(taken[-1][1])
         return taken[0] if len(taken) == 1 else _concatenate(taken)
 
 
 def _concatenate(batches: Sequence[Batch]) -> Batch:
-    inputs = zip(*(tensors_of(features) for features, _ in batches), strict=True)
-    features = rebuilt([torch.cat(each) for each in inputs], like=batches[0][0])
+    inputs = zip(*(list_tensors(features) for features, _ in batches), strict=True)
+    features = rebuild_inputs([torch.cat(each) for each in inputs], like=batches[0][0])
     return features, torch.cat([labels for _, labels in batches])
 
 

@@ -15,7 +15,7 @@ from annotated_types import doc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.features import Features, Inputs, named, require_finite
+from fedlearn.core.features import Features, Inputs, name_inputs, require_finite
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.parallel.streams import LastUsed
@@ -152,7 +152,7 @@ def _require_finite(group: RowGroup, rows: Rows) -> None:
     def place(at: int) -> str:
         return f"{group}, row {at} of it"
 
-    for name, tensor in named(rows.features).items():
+    for name, tensor in name_inputs(rows.features).items():
         what = "feature" if tensor is rows.features else f"value of {name}"
         require_finite(tensor, what=what, place=place)
     require_finite(rows.labels, what="label", place=place)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, example_weights
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.improvement import Goal
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import ConfigError, DataError
@@ -185,7 +185,7 @@ class Task:
     def _require_one_input(self) -> None:
         features, _ = self.stream.batch(range(1))
         try:
-            only(features)
+            require_single_input(features)
         except DataError as error:
             raise ConfigError(
                 f"pipeline is {self.plan.spread.mesh.pipeline}, and a stage takes one tensor, but "

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.cohorts import FixedCohorts, PoissonCohorts
 from fedlearn.core.messages import ClientId
-from fedlearn.core.noise import SecretStream, discrete_gaussian
+from fedlearn.core.noise import SecretStream, sample_discrete_gaussian
 from fedlearn.core.randomness import Seed
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError
@@ -56,7 +56,9 @@ class DrawnNoise:
 
     def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
         """Draw samples; see :class:`fedlearn.privacy.bounded_sum.Noise`."""
-        samples = discrete_gaussian(sigma, size, source=self.streams.stream("noise", *labels))
+        samples = sample_discrete_gaussian(
+            sigma, size, source=self.streams.stream("noise", *labels)
+        )
         return torch.from_numpy(samples.astype(np.float64))
 
 

@@ -6,10 +6,10 @@ from typing import Protocol
 
 import numpy as np
 
-from fedlearn.core.distribution import Direction, by_examples, distribution
+from fedlearn.core.distribution import Direction, average_by_examples, summarize_metrics
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Failure
 from fedlearn.core.params import Params
-from fedlearn.core.reported import named, usual
+from fedlearn.core.reported_metrics import list_majority_names, select_recordable
 from fedlearn.rounds.updates import MAX_EXAMPLES
 from fedlearn.transport.base import Arrival, Channel, ask_once
 
@@ -90,13 +90,15 @@ class ChannelEvaluator:
         by_name: dict[str, list[float]] = {}
         examples: dict[str, list[int]] = {}
         for reply in replies:
-            for name, value in named(reply.metrics).items():
+            for name, value in select_recordable(reply.metrics).items():
                 by_name.setdefault(name, []).append(value)
                 examples.setdefault(name, []).append(reply.num_examples)
         counts = {name: len(values) for name, values in by_name.items()}
-        known = usual(counts, num_replies=len(replies))
+        known = list_majority_names(counts, num_replies=len(replies))
         per_client = {name: np.asarray(by_name[name]) for name in known}
-        spread = distribution(per_client, directions=self.directions)
+        spread = summarize_metrics(per_client, directions=self.directions)
         if self.weighs:
-            spread |= by_examples(per_client, {name: np.asarray(examples[name]) for name in known})
+            spread |= average_by_examples(
+                per_client, {name: np.asarray(examples[name]) for name in known}
+            )
         return spread

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fedlearn.core.ranges import Positive, out_of_range
+from fedlearn.core.ranges import Positive, describe_out_of_range
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.fixed_point import METRIC_SIZE, Lane, LaneRole, build_vector_lane
 from fedlearn.secagg.parameters import Parameters
@@ -50,7 +50,7 @@ class EvaluationPlan:
     max_loss: Positive
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ConfigError(f"secure aggregation: {wrong}")
 
     @property

@@ -24,7 +24,7 @@ from typing import Annotated, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from fedlearn.core.noise import MAX_SIGMA, SecretStream, discrete_gaussian
+from fedlearn.core.noise import MAX_SIGMA, SecretStream, sample_discrete_gaussian
 from fedlearn.errors import ConfigError
 from fedlearn.secagg import octets
 
@@ -340,7 +340,7 @@ def add_noise(lane: Lane, words: Words, *, source: SecretStream) -> None:
     """Add a client's share of the noise to its levels, in place, modulo the word."""
     for begin in range(0, lane.size, _CHUNK):
         part = words[begin : begin + _CHUNK]
-        samples = discrete_gaussian(lane.noise, part.size, source=source)
+        samples = sample_discrete_gaussian(lane.noise, part.size, source=source)
         np.add(part, samples.astype(lane.dtype), out=part)
 
 

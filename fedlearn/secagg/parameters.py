@@ -78,7 +78,7 @@ import numpy as np
 from annotated_types import doc
 from numpy.typing import NDArray
 
-from fedlearn.core.ranges import BelowOne, Count, out_of_range
+from fedlearn.core.ranges import BelowOne, Count, describe_out_of_range
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.shamir import MAX_THRESHOLD
@@ -140,7 +140,7 @@ class Assumptions:
     ]
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ConfigError(f"secure aggregation: {wrong}")
 
     @property

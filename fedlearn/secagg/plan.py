@@ -40,7 +40,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Layout
-from fedlearn.core.ranges import Positive, out_of_range
+from fedlearn.core.ranges import Positive, describe_out_of_range
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 from fedlearn.secagg.fixed_point import (
@@ -117,7 +117,7 @@ class SecurePlan:
     ] = None
 
     def __post_init__(self) -> None:
-        if wrong := out_of_range(self):
+        if wrong := describe_out_of_range(self):
             raise ConfigError(f"secure aggregation: {wrong}")
         taken = {PARAMETERS, STATISTICS, LOSS, HAS_LOSS, NUM_EXAMPLES, WEIGHT}
         for lane in self.further:

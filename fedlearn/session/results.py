@@ -20,8 +20,8 @@ from fedlearn.algorithms.settings import (
 )
 from fedlearn.algorithms.transforms import Transform, apply_transforms
 from fedlearn.core.messages import EvaluateReply, TrainReply, TrainRequest
-from fedlearn.core.params import difference
-from fedlearn.core.soundness import is_sound, unsound
+from fedlearn.core.params import compute_delta
+from fedlearn.core.soundness import describe_unsound, is_sound
 from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, LocalTrainer, TrainContext
 
@@ -69,7 +69,7 @@ def train_and_reply(
     lanes = _apply_transforms(lanes, transforms, context, request)
     for name, vector in lanes.items():
         if not is_sound(vector):
-            raise Diverged(unsound(name))
+            raise Diverged(describe_unsound(name))
     num_examples, metrics = _require_count(result.num_examples), _require_metrics(result.metrics)
     if has_own_noise(request.settings):
         # The noise covers the update alone; exact counts and metrics would leak past it.
@@ -159,7 +159,7 @@ def _compute_delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tens
                 f"the trainer returned {name!r} as {local[name].dtype}; it must be a float"
             )
     _require_frozen(tensors, request)
-    return difference(local, request.tensors, order=order)
+    return compute_delta(local, request.tensors, order=order)
 
 
 def _require_frozen(tensors: Mapping[str, Tensor], request: TrainRequest) -> None:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlearn.core.cluster import Alone, Cluster
-from fedlearn.core.gpus import local_rank
+from fedlearn.core.gpus import read_local_rank
 from fedlearn.errors import EngineError
 from fedlearn.parallel.group import world
 from fedlearn.processes.forks import Link, run_forks
@@ -154,8 +154,8 @@ def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) 
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
-        if local_rank(environment) < torch.cuda.device_count():  # else all compute on the CPU
-            torch.cuda.set_device(local_rank(environment))
+        if read_local_rank(environment) < torch.cuda.device_count():  # else all compute on the CPU
+            torch.cuda.set_device(read_local_rank(environment))
     dist.init_process_group(backend, timeout=_TIMEOUT)
     try:
         return body(world())

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.objectives import Objective
-from fedlearn.core.features import cut, moved
-from fedlearn.core.params import Params, hold_buffers
+from fedlearn.core.features import move_to_device, slice_rows
+from fedlearn.core.params import Params, freeze_buffers
 from fedlearn.simulation.population import Population
 from fedlearn.training.keyed_dropout import untouched
 from fedlearn.training.resident import Part, Precision, ResidentModel
@@ -34,7 +34,7 @@ class HoldingBuffers:
 
     def __call__(self) -> nn.Module:
         """Return a new model."""
-        return hold_buffers(self.make_model(), self.names)
+        return freeze_buffers(self.make_model(), self.names)
 
 
 def constant_buffers(
@@ -64,7 +64,9 @@ def constant_buffers(
         model = ResidentModel(make_model, objective, device=device, precision=Precision.FLOAT32)
         with model.training(params):
             for key in range(_STEPS):
-                part = Part(moved(cut(features, some), device), labels[some].to(device), key)
+                part = Part(
+                    move_to_device(slice_rows(features, some), device), labels[some].to(device), key
+                )
                 model.gradients([part], num_examples=len(part.labels))
     after, before = (params.layout.views(each) for each in (model.vector_P, params.vector))
     names = [spec.name for spec in params.layout.statistics]

@@ -34,7 +34,7 @@ from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import Transform, apply_transforms, last_clip
-from fedlearn.core.cluster import Cluster, gathered
+from fedlearn.core.cluster import Cluster, gather
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
@@ -229,12 +229,12 @@ class Engine:
         verdicts = report[2].astype(np.int64)
         if (verdicts != REPORTED).any():
             reasons |= {place: describe_failure(error) for place, error in errors.items()}
-            everywhere = gathered(reasons, self.cluster)
+            everywhere = gather(reasons, self.cluster)
             reasons = {place: reason for each in everywhere for place, reason in each.items()}
         if request.round_num == 0 and (verdicts == RAISED).all():
             self._require_another(client_ids, request, reasons, errors)
         if isinstance(self.executor, TrainerExecutor):
-            everyone = gathered(metrics, self.cluster)
+            everyone = gather(metrics, self.cluster)
             metrics = {place: told for each in everyone for place, told in each.items()}
         everything = shared(
             kept,

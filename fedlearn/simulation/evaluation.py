@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.cluster import Cluster, gathered
-from fedlearn.core.distribution import distribution
-from fedlearn.core.features import Features, cut, moved, tensors_of
+from fedlearn.core.cluster import Cluster, gather
+from fedlearn.core.distribution import summarize_metrics
+from fedlearn.core.features import Features, list_tensors, move_to_device, slice_rows
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
@@ -48,7 +48,7 @@ class CentralEvaluator:
         """Compute the ``loss`` and each metric, as a mean over examples or on the whole set."""
         mine = _share(len(self.labels), self.cluster)
         found = self.model.measure(
-            params, cut(self.features, mine), self.labels[mine], batch_size=self.batch_size
+            params, slice_rows(self.features, mine), self.labels[mine], batch_size=self.batch_size
         )
         weighted = found.weighted()
         means = dict[str, float]()
@@ -108,7 +108,7 @@ class ReadOnce:
             return self._kept[key]
         rows = self._population.load(client_ids)
         if unread_rows(self._population, client_ids) is not None:
-            num_bytes = sum(tensor.nbytes for tensor in (*tensors_of(rows.features), rows.labels))
+            num_bytes = sum(tensor.nbytes for tensor in (*list_tensors(rows.features), rows.labels))
             if self._num_bytes + num_bytes <= _KEPT_BYTES:
                 self._kept[key], self._num_bytes = rows, self._num_bytes + num_bytes
         return rows
@@ -147,9 +147,11 @@ class ClientEvaluator:
         is_failed_C = np.isin(sample, list(reasons)).astype(np.float64)
         self.cluster.all_reduce([torch.from_numpy(values_MC), torch.from_numpy(is_failed_C)])
         if is_failed_C.all():
-            client_id, reason = min(min(each.items()) for each in gathered(reasons, self.cluster))
+            client_id, reason = min(min(each.items()) for each in gather(reasons, self.cluster))
             raise EngineError(f"no client can be evaluated; client {client_id}: {reason}")
-        return distribution(dict(zip(directions, values_MC, strict=True)), directions=directions)
+        return summarize_metrics(
+            dict(zip(directions, values_MC, strict=True)), directions=directions
+        )
 
     def _measure_each(
         self, params: Params, client_ids: NDArray[np.int64], reasons: dict[int, str]
@@ -174,7 +176,10 @@ class ClientEvaluator:
         """Compute each metric over each client's examples: one value per client."""
         rows = self.population.load(client_ids)
         features, labels = rows.gathered()
-        features, labels = moved(features, params.vector.device), labels.to(params.vector.device)
+        features, labels = (
+            move_to_device(features, params.vector.device),
+            labels.to(params.vector.device),
+        )
         # All clients in one pass: in evaluation mode the model treats examples independently.
         found = self.model.measure(params, features, labels, batch_size=self.batch_size)
         sizes = np.diff(rows.offsets)

@@ -14,8 +14,16 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset
 
 from fedlearn.core.calls import explain_calls
-from fedlearn.core.features import Features, Inputs, mapped, named, only, rebuilt, tensors_of
-from fedlearn.core.randomness import Seed, keyed_draws
+from fedlearn.core.features import (
+    Features,
+    Inputs,
+    list_tensors,
+    map_inputs,
+    name_inputs,
+    rebuild_inputs,
+    require_single_input,
+)
+from fedlearn.core.randomness import Seed, reseed_by_key
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import DataError
 from fedlearn.simulation.parquet import Columns, ParquetPopulation, num_classes_in, read_parquet
@@ -100,7 +108,7 @@ class FederatedData:
         Raises:
             DataError: There are several inputs, so there is no single shape.
         """
-        return tuple(only(self.test.features).shape[1:])
+        return tuple(require_single_input(self.test.features).shape[1:])
 
 
 @dataclass(frozen=True)
@@ -244,7 +252,7 @@ def _require_natural(partition: object) -> None:
 def _examples(
     features: Inputs[ArrayLike], labels: ArrayLike, *, groups: ArrayLike | None = None
 ) -> Examples:
-    arrays: dict[str, ArrayLike] = named(features)
+    arrays: dict[str, ArrayLike] = name_inputs(features)
     has_several = isinstance(features, tuple | Mapping)
     inputs = [
         tensor_of(arrays[name], what=name, keeps_dtype=True, keeps_masks=has_several)
@@ -252,7 +260,7 @@ def _examples(
     ]
     values = tensor_of(labels, what="labels")
     return Examples.of(
-        features=rebuilt(inputs, like=features),
+        features=rebuild_inputs(inputs, like=features),
         labels=values,
         groups=None if groups is None else checked_ids(groups, num_examples=len(values)),
     )
@@ -424,7 +432,7 @@ def _divided_rows(
 def _read_all(dataset: MapDataset) -> tuple[Features, Tensor]:
     """Read a whole dataset with the keys for evaluation."""
     pairs, batches = list[Pair](), list(evaluation_batches(len(dataset)))
-    with keyed_draws() as set_key:
+    with reseed_by_key() as set_key:
         for batch in batches:
             set_key(batch.key)
             pairs += read_pairs(dataset, rows=batch.rows)
@@ -441,13 +449,13 @@ def _require_repeatable(dataset: MapDataset) -> None:
         DataError: A row differs between two reads, or is not a pair of numbers.
     """
     rows = np.unique(np.linspace(0, len(dataset) - 1, _READ_TWICE).astype(np.int64))
-    with keyed_draws() as set_key:
+    with reseed_by_key() as set_key:
         readings = []
         for _ in range(2):
             set_key(0)
             readings.append(read_pairs(dataset, rows=rows))
     for row, first, second in zip(rows.tolist(), *readings, strict=True):
-        one, other = ([*tensors_of(features), label] for features, label in (first, second))
+        one, other = ([*list_tensors(features), label] for features, label in (first, second))
         if len(one) != len(other) or not all(map(_is_same, one, other)):
             raise DataError(
                 f"dataset[{row}] differs between two readings, although torch's, numpy's and "
@@ -550,9 +558,9 @@ def _groups(examples: Examples) -> NDArray[np.generic]:
 
 def _in_float32(examples: Examples) -> Examples:
     """Convert features in float64 to float32; without any, return the same object."""
-    if all(each.dtype != torch.float64 for each in tensors_of(examples.features)):
+    if all(each.dtype != torch.float64 for each in list_tensors(examples.features)):
         return examples
-    single = mapped(
+    single = map_inputs(
         lambda each: each.float() if each.dtype == torch.float64 else each, examples.features
     )
     return replace(examples, features=single)
@@ -582,7 +590,7 @@ def _require_examples(population: Population) -> None:
 def _require_alike(population: Population, *, test: Examples) -> None:
     client_id = readable_client(population)
     first = population.load(np.asarray([client_id]))
-    ours, theirs = ({**named(each.features), "labels": each.labels} for each in (first, test))
+    ours, theirs = ({**name_inputs(each.features), "labels": each.labels} for each in (first, test))
     if ours.keys() != theirs.keys():
         raise DataError(
             f"client {client_id} has {', '.join(ours)}, the test set {', '.join(theirs)}; make "

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedlearn.core.features import tensors_of
-from fedlearn.core.randomness import global_generators_kept
+from fedlearn.core.features import list_tensors
+from fedlearn.core.randomness import preserve_global_generators
 from fedlearn.simulation.population import (
     BootstrapPopulation,
     ClientRows,
@@ -67,7 +67,7 @@ def fingerprint_of(population: Population) -> Fingerprint:
     """
     sketch = np.zeros(0, np.uint64)
     users: list[int] = []
-    with untouched(torch.default_generator), global_generators_kept():
+    with untouched(torch.default_generator), preserve_global_generators():
         is_stable = _reads_alike(population)
         for rows in _blocks(population):
             hashes = example_hashes(rows)
@@ -83,7 +83,7 @@ def example_hashes(rows: ClientRows) -> NDArray[np.uint64]:
     features, labels = rows.gathered()
     num = len(labels)
     # Adding zero turns -0.0 into 0.0: equal values must have equal bits.
-    inputs = [each.reshape(num, -1).float().cpu() + 0.0 for each in tensors_of(features)]
+    inputs = [each.reshape(num, -1).float().cpu() + 0.0 for each in list_tensors(features)]
     values = np.ascontiguousarray(torch.cat(inputs, 1).numpy().astype("<f4"))
     return np.array([_digest(row) for row in values], np.uint64)
 

@@ -16,7 +16,7 @@ import pyarrow.types as pt
 import torch
 from numpy.typing import NDArray
 
-from fedlearn.core.features import Inputs, rebuilt, tensors_of
+from fedlearn.core.features import Inputs, list_tensors, rebuild_inputs
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import offsets_of
 from fedlearn.simulation.population import (
@@ -147,9 +147,9 @@ def read_parquet(path: Path, *, columns: Columns) -> Examples:
     groups = table.row_groups(columns.names)
     chunks = [table.decoded(rows, place=str(group)) for group, rows in groups]
     table.require_rows(len(chunks))
-    inputs = zip(*(tensors_of(chunk.features) for chunk in chunks), strict=True)
+    inputs = zip(*(list_tensors(chunk.features) for chunk in chunks), strict=True)
     return Examples.of(
-        features=rebuilt([torch.cat(parts) for parts in inputs], like=columns.features),
+        features=rebuild_inputs([torch.cat(parts) for parts in inputs], like=columns.features),
         labels=torch.cat([chunk.labels for chunk in chunks]),
     )
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.features import Features, in_dtypes, moved, taken
+from fedlearn.core.features import Features, cast_inputs, move_to_device, take_rows
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import offsets_of
@@ -125,8 +125,8 @@ class PooledExamples:
         """
         features, labels = self._read(rows, key=key)
         if self.dtypes is not None:
-            features = in_dtypes(features, self.dtypes)
-        return moved(features, self.device), labels.to(self.device)
+            features = cast_inputs(features, self.dtypes)
+        return move_to_device(features, self.device), labels.to(self.device)
 
     def _read(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:
         if self._unread is not None:
@@ -136,4 +136,4 @@ class PooledExamples:
         loaded = self.population.load(clients)
         at = loaded.rows[loaded.offsets[places] + rows - self._offsets[owners]]
         index = torch.from_numpy(at).to(loaded.labels.device)
-        return taken(loaded.features, index), loaded.labels.index_select(0, index)
+        return take_rows(loaded.features, index), loaded.labels.index_select(0, index)

@@ -20,12 +20,12 @@ from torch import Tensor
 from fedlearn.algorithms.objectives import IGNORED
 from fedlearn.core.features import (
     Features,
-    named,
+    name_inputs,
     require_finite,
     require_one_label_each,
-    taken,
+    take_rows,
 )
-from fedlearn.core.randomness import Seed, keyed_draws
+from fedlearn.core.randomness import Seed, reseed_by_key
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import Partition, offsets_of
 from fedlearn.training.local_data import (
@@ -66,7 +66,7 @@ class ClientRows:
     def gathered(self) -> tuple[Features, Tensor]:
         """Return copies of these rows of the features and of the labels."""
         index = torch.from_numpy(self.rows).to(self.labels.device)
-        return taken(self.features, index), self.labels.index_select(0, index)
+        return take_rows(self.features, index), self.labels.index_select(0, index)
 
 
 class Population(Protocol):
@@ -224,7 +224,7 @@ class UnreadRows:
             DataError: As for :meth:`read`.
         """
         pairs, places, num_reads = list[Pair](), list[NDArray[np.int64]](), list[int]()
-        with keyed_draws() as set_key:
+        with reseed_by_key() as set_key:
             for client, (start, end) in enumerate(pairwise(self.offsets.tolist())):
                 own, epochs = self.rows[start:end], epochs_of(client)
                 first, has_drawn = self._epoch(own, epochs[0], set_key)
@@ -433,12 +433,12 @@ def check_examples(
             ``0..num_classes - 1`` nor -100, which is ignored.
     """
     require_one_label_each(features, labels)
-    for name, tensor in named(features).items():
+    for name, tensor in name_inputs(features).items():
         if tensor.is_complex() or (tensor is features and tensor.dtype == torch.bool):
             raise DataError(f"{name} of {tensor.dtype}; convert with `.float()`")
     if labels.dtype != torch.int64 and (num_classes is not None or not labels.is_floating_point()):
         raise DataError(f"labels are {labels.dtype}; convert class labels with `.long()`")
-    for name, tensor in named(features).items():
+    for name, tensor in name_inputs(features).items():
         what = "feature" if tensor is features else f"value of {name}"
         require_finite(tensor, what=what, place=place)
     require_finite(labels, what="label", place=place)

@@ -22,7 +22,7 @@ from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
 from fedlearn.core.collecting import Status
-from fedlearn.core.features import Features, for_trainer
+from fedlearn.core.features import Features, cast_for_trainer
 from fedlearn.core.messages import (
     ClientId,
     Failure,
@@ -31,7 +31,7 @@ from fedlearn.core.messages import (
     SecureTrainRequest,
     TrainRequest,
 )
-from fedlearn.core.params import delta_bytes
+from fedlearn.core.params import size_of_delta
 from fedlearn.core.randomness import Seed
 from fedlearn.secagg.terms import Contribution
 from fedlearn.session.faults import describe_failure, is_failure
@@ -180,7 +180,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         features, labels = rows.gathered()
         if isinstance(self.make_trainer, ResidentTrainers):
             return self.make_trainer(features, labels)
-        return require_trainer(self.make_trainer(for_trainer(features, self.dtype), labels))
+        return require_trainer(self.make_trainer(cast_for_trainer(features, self.dtype), labels))
 
     def _note_bounded(self, client_id: ClientId, contribution: Contribution) -> None:
         self.bounded[client_id] = AboveBounds(bool(contribution.clipped), bool(contribution.capped))
@@ -196,7 +196,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             attempt=train.attempt,
             num_examples_processed=work.num_processed(self.population.num_examples(client_ids)),
             download_bytes=num_bytes + sum(each.nbytes for each in train.broadcast.values()),
-            upload_bytes=delta_bytes(train.tensors, order=train.order) + self.further_bytes,
+            upload_bytes=size_of_delta(train.tensors, order=train.order) + self.further_bytes,
             seed=Seed(train.seed),
         )
 

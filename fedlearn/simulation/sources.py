@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from fedlearn.core.features import Features, Inputs, mapped, named, only
+from fedlearn.core.features import Features, Inputs, map_inputs, name_inputs, require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import is_number
 from fedlearn.errors import DataError
@@ -122,7 +122,7 @@ class Examples(CheckedExamples):
         chosen = torch.from_numpy(mask)
         return replace(
             self,
-            features=mapped(lambda tensor: tensor[chosen], self.features),
+            features=map_inputs(lambda tensor: tensor[chosen], self.features),
             labels=self.labels[chosen],
             groups=None if self.groups is None else self.groups[mask],
         )
@@ -335,7 +335,9 @@ def mnist_by_writer(path: Path) -> TrainTest:
 
     def part(name: str) -> Examples:
         read = npz(path, features=f"x_{name}", labels=f"y_{name}", groups=f"writer_{name}")
-        images = only(read.features).to(torch.float32).mul_(1.0 / 255.0).unsqueeze(1)
+        images = (
+            require_single_input(read.features).to(torch.float32).mul_(1.0 / 255.0).unsqueeze(1)
+        )
         return replace(read, features=images, num_classes=_NUM_DIGITS)
 
     return TrainTest(train=part("train"), test=part("test"))
@@ -354,7 +356,7 @@ def npz(path: Path, *, features: Inputs[str], labels: str, groups: str | None = 
             label is negative (other than -100, which is ignored).
     """
     arrays = read_npz(
-        path, names=[*named(features).values(), labels, *([groups] if groups else [])]
+        path, names=[*name_inputs(features).values(), labels, *([groups] if groups else [])]
     )
     is_only = isinstance(features, str)
 
@@ -364,7 +366,7 @@ def npz(path: Path, *, features: Inputs[str], labels: str, groups: str | None = 
 
     try:
         return Examples.of(
-            features=mapped(read, features),
+            features=map_inputs(read, features),
             labels=tensor_of(arrays[labels], what=f"array {labels!r}"),
             groups=arrays[groups] if groups else None,
         )

@@ -25,7 +25,7 @@ from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.pending_tasks import Draw, PendingTask
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.reported import WeightedMeans
+from fedlearn.core.reported_metrics import WeightedMeans
 from fedlearn.simulation.reduction import Reduction
 from fedlearn.simulation.secure import ModularSum
 

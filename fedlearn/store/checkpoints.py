@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
-from fedlearn.core.files import disk_errors, sync_file, sync_folder
+from fedlearn.core.files import explain_disk_errors, sync_file, sync_folder
 from fedlearn.core.json_files import parse_json
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError
@@ -83,7 +83,7 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
     # A unique name: a coordinator that was replaced without noticing may write the same round.
     suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
     temporary = folder / f".round-{checkpoint.round_num:06d}.{suffix}.tmp"
-    with disk_errors(temporary, raises=StoreError):
+    with explain_disk_errors(temporary, raises=StoreError):
         try:
             _serialize(checkpoint, temporary)
             with temporary.open("rb+") as stream:
@@ -112,7 +112,7 @@ def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
         StoreError: The file cannot be read.
     """
     committed = f"expected sha256 {file.sha256} ({file.num_bytes} bytes)"
-    with disk_errors(file.path, raises=StoreError, doing="read"):
+    with explain_disk_errors(file.path, raises=StoreError, doing="read"):
         try:
             content = file.path.read_bytes()
         except FileNotFoundError as error:
@@ -138,7 +138,7 @@ def complete_checkpoints(folder: Path) -> list[CheckpointFile]:
     """
     found = []
     for path in sorted(folder.glob("round-*.safetensors")):
-        with disk_errors(path, raises=StoreError, doing="read"), path.open("rb") as stream:
+        with explain_disk_errors(path, raises=StoreError, doing="read"), path.open("rb") as stream:
             digest = file_digest(stream, "sha256").hexdigest()
             num_bytes = stream.tell()
         named = _NAME.fullmatch(path.name)

@@ -9,9 +9,9 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, m
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from fedlearn.core.files import is_full, remedy
+from fedlearn.core.files import is_full, suggest_remedy
 from fedlearn.core.locks import open_lock, wait_for_lock
-from fedlearn.core.redaction import redacted
+from fedlearn.core.redaction import redact
 from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
 from fedlearn.store import migrations
 
@@ -104,7 +104,7 @@ def explained(engine: Engine) -> Iterator[None]:
         ) from error
     except OSError as error:
         kind = NoSpace if is_full(error) else StoreError
-        raise kind(f"{error.filename}: {error.strerror}; {remedy(error)}") from error
+        raise kind(f"{error.filename}: {error.strerror}; {suggest_remedy(error)}") from error
 
 
 def migrate(engine: Engine) -> None:
@@ -165,7 +165,7 @@ def _checked_url(url: str) -> URL:
 
 def _shown(url: URL) -> str:
     """Format a URL with any password redacted."""
-    return redacted(url.render_as_string())
+    return redact(url.render_as_string())
 
 
 def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:

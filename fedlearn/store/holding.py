@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.files import disk_errors
+from fedlearn.core.files import explain_disk_errors
 from fedlearn.core.locks import open_lock, read_note, take_lock, write_note
 from fedlearn.errors import RunHeld, StoreError
 
@@ -35,10 +35,10 @@ def held(folder: Path) -> Iterator[None]:
         StoreError: The folder cannot be written, or its file system has no locks.
     """
     path = folder / _FILE
-    with disk_errors(path, raises=StoreError, doing="lock"):
+    with explain_disk_errors(path, raises=StoreError, doing="lock"):
         file = open_lock(path)
     with file:
-        with disk_errors(path, raises=StoreError, doing="lock"):
+        with explain_disk_errors(path, raises=StoreError, doing="lock"):
             if not _take_within(file, tries=_TRIES, pause_s=_PAUSE_S):
                 raise RunHeld(run=folder.name, holder=read_note(path))
             write_note(file, f"process {os.getpid()} on {socket.gethostname()}")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlearn.core.files import disk_errors, write_durably
+from fedlearn.core.files import explain_disk_errors, write_durably
 from fedlearn.errors import StoreError
 from fedlearn.store.patience import Patience
 
@@ -22,7 +22,7 @@ class MaskedSumFile:
 
     def read(self) -> bytes:
         """Return the stored sum; empty if there is none; StoreError if it is unreadable."""
-        with disk_errors(self.path, raises=StoreError, doing="read"):
+        with explain_disk_errors(self.path, raises=StoreError, doing="read"):
             return self.path.read_bytes() if self.path.exists() else b""
 
     def save(self, data: bytes) -> None:
@@ -31,5 +31,5 @@ class MaskedSumFile:
 
     def clear(self) -> None:
         """Remove the stored sum; StoreError if it cannot be removed."""
-        with disk_errors(self.path, raises=StoreError, doing="remove"):
+        with explain_disk_errors(self.path, raises=StoreError, doing="remove"):
             self.path.unlink(missing_ok=True)

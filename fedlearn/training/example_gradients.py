@@ -14,8 +14,14 @@ from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
 
 from fedlearn.algorithms.objectives import Objective, why_not_by_example
-from fedlearn.core.features import Features, arguments, cut, mapped, one_tensor
-from fedlearn.core.randomness import global_generators_kept
+from fedlearn.core.features import (
+    Features,
+    map_inputs,
+    require_one_tensor,
+    slice_rows,
+    split_arguments,
+)
+from fedlearn.core.randomness import preserve_global_generators
 from fedlearn.errors import SettingsRefused
 from fedlearn.training.functional import functional_call
 from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, shown, untouched
@@ -114,7 +120,7 @@ class ExampleGradients:
 
         def loss_of(trainable: Named, features: Features, label: Tensor, key: Tensor) -> Tensor:
             self._dropouts.set_example_key(key)
-            alone = mapped(lambda tensor: tensor.unsqueeze(0), features)
+            alone = map_inputs(lambda tensor: tensor.unsqueeze(0), features)
             _, losses = self._forward({**rest, **trainable}, alone, label.unsqueeze(0))
             return losses.sum()
 
@@ -136,7 +142,7 @@ class ExampleGradients:
         for place, key in enumerate(keys):
             self._dropouts.set_example_key(key)
             row = slice(place, place + 1)
-            _, losses = self._forward({**rest, **leaves}, cut(features, row), labels[row])
+            _, losses = self._forward({**rest, **leaves}, slice_rows(features, row), labels[row])
             grads.append(_gradients(losses.sum(), list(leaves.values())))
             each.append(losses.detach().sum())
         return [torch.stack(rows) for rows in zip(*grads, strict=True)], torch.stack(each)
@@ -147,8 +153,9 @@ class ExampleGradients:
         """Return copies of the buffers as the forward pass leaves them, and the losses."""
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         tensors = {**parameters, **buffers}
-        inputs = arguments(mapped(torch.clone, features))  # a forward pass may write to them
-        outputs = one_tensor(functional_call(self._module, tensors, *inputs))
+        # A clone: a forward pass may write to its inputs.
+        inputs = split_arguments(map_inputs(torch.clone, features))
+        outputs = require_one_tensor(functional_call(self._module, tensors, *inputs))
         return buffers, self._objective.losses(outputs, labels)
 
     @torch.no_grad()
@@ -161,7 +168,7 @@ class ExampleGradients:
         parameters = dict(self._module.named_parameters())
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         generator = global_generator(labels.device)
-        with untouched(generator), global_generators_kept() as have_moved:
+        with untouched(generator), preserve_global_generators() as have_moved:
             self._dropouts.set_key(0)
             start = generator.get_state()
             after, whole = self._forward(parameters, features, labels)
@@ -174,7 +181,7 @@ class ExampleGradients:
             for first in (0, len(labels) - 1):
                 self._dropouts.set_key(0, first=first)
                 one = slice(first, first + 1)
-                alone.append(self._forward(parameters, cut(features, one), labels[one])[1])
+                alone.append(self._forward(parameters, slice_rows(features, one), labels[one])[1])
             draws_unseeded = have_moved()
         for name, value in after.items():
             if value.is_floating_point() and not torch.equal(value, before[name]):

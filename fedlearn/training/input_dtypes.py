@@ -13,7 +13,15 @@ from itertools import chain, product
 import torch
 from torch import nn
 
-from fedlearn.core.features import Features, arguments, cut, in_dtypes, mapped, named, tensors_of
+from fedlearn.core.features import (
+    Features,
+    cast_inputs,
+    list_tensors,
+    map_inputs,
+    name_inputs,
+    slice_rows,
+    split_arguments,
+)
 from fedlearn.core.params import Layout
 from fedlearn.errors import DataError
 from fedlearn.training.functional import functional_call
@@ -44,15 +52,15 @@ class InputCast:
 
     def __call__(self, features: Features) -> Features:
         """Return the features in the module's dtypes, without a copy of those that fit already."""
-        return in_dtypes(features, self.dtypes(features))
+        return cast_inputs(features, self.dtypes(features))
 
     def dtypes(self, features: Features) -> Sequence[torch.dtype]:
-        """Return the dtypes in which the module accepts inputs like these, in the order of `named`.
+        """Return the dtypes that the module accepts for such inputs, in the order of `name_inputs`.
 
         Args:
             features: At least one example: [N, ...] each.
         """
-        own = tuple(tensor.dtype for tensor in tensors_of(features))
+        own = tuple(tensor.dtype for tensor in list_tensors(features))
         if own not in self._chosen:
             self._chosen[own] = self._choice(features, own)
         return self._chosen[own]
@@ -61,13 +69,13 @@ class InputCast:
         choices = list(product(*map(self._candidates, own)))
         if len(choices) == 1:
             return choices[0]
-        few = cut(features, slice(_TRIED))
-        values = chain(self._module.parameters(), self._module.buffers(), tensors_of(few))
+        few = slice_rows(features, slice(_TRIED))
+        values = chain(self._module.parameters(), self._module.buffers(), list_tensors(few))
         device = next(values).device
         for dtypes in choices:
             # Copies, because a forward pass may write to its inputs.
-            copies = mapped(lambda tensor: tensor.to(device, copy=True), few)
-            if self._takes(in_dtypes(copies, dtypes)):
+            copies = map_inputs(lambda tensor: tensor.to(device, copy=True), few)
+            if self._takes(cast_inputs(copies, dtypes)):
                 return dtypes
         return own  # training then meets the error of the user's own code
 
@@ -87,8 +95,8 @@ class InputCast:
     def _takes(self, features: Features) -> bool:
         """Tell whether a forward pass on these examples succeeds."""
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
-        args, kwargs = arguments(features)
-        device = tensors_of(features)[0].device
+        args, kwargs = split_arguments(features)
+        device = list_tensors(features)[0].device
         with untouched(global_generator(device)), _evaluating(self._module):
             try:
                 functional_call(self._module, buffers, args, kwargs)
@@ -107,7 +115,7 @@ class InputCast:
             DataError: A value overflows.
         """
         for (name, tensor), dtype in zip(
-            named(features).items(), self.dtypes(features), strict=True
+            name_inputs(features).items(), self.dtypes(features), strict=True
         ):
             if tensor.dtype == dtype or not (tensor.is_floating_point() and tensor.numel()):
                 continue
@@ -121,7 +129,7 @@ class InputCast:
 
     def note(self, features: Features) -> str | None:
         """Return a note for the user if integers reach the model as floats, else ``None``."""
-        pairs = zip(named(features).items(), self.dtypes(features), strict=True)
+        pairs = zip(name_inputs(features).items(), self.dtypes(features), strict=True)
         changed = [
             f"{name} are {tensor.dtype} in memory and {dtype} in a batch: values are not scaled"
             for (name, tensor), dtype in pairs

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.core.randomness import Seed, generator_turn
+from fedlearn.core.randomness import Seed, lock_global_generators
 
 _Dropout: TypeAlias = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d
 _MASK_32 = 0xFFFFFFFF
@@ -86,9 +86,9 @@ def untouched(generator: torch.Generator) -> Iterator[None]:
     """Restore the generator's state after the block, so that the application's draws do not change.
 
     Other threads wait for the block to end: see
-    :func:`~fedlearn.core.randomness.generator_turn`.
+    :func:`~fedlearn.core.randomness.lock_global_generators`.
     """
-    with generator_turn():
+    with lock_global_generators():
         state = generator.get_state()
         try:
             yield

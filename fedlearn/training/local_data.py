@@ -12,14 +12,14 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedlearn.core.features import (
     Features,
-    mapped,
-    moved,
-    named,
-    rebuilt,
+    map_inputs,
+    move_to_device,
+    name_inputs,
+    rebuild_inputs,
     require_one_label_each,
-    taken,
+    take_rows,
 )
-from fedlearn.core.randomness import keyed_draws
+from fedlearn.core.randomness import reseed_by_key
 from fedlearn.errors import DataError
 
 #: Examples per evaluation batch. It bounds memory. The random draws of reading a batch depend on
@@ -64,7 +64,7 @@ class TensorData:
         require_one_label_each(features, labels)
         if not len(labels):
             raise DataError("there are no examples; a client trains on at least one")
-        self._features, self._labels = moved(features, device), labels.to(device)
+        self._features, self._labels = move_to_device(features, device), labels.to(device)
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -72,7 +72,7 @@ class TensorData:
     def batch(self, rows: NDArray[np.int64], *, key: int) -> tuple[Features, Tensor]:  # noqa: ARG002 - nothing is random
         """Return a copy of the rows."""
         index = torch.from_numpy(rows).to(self._labels.device)
-        return taken(self._features, index), self._labels.index_select(0, index)
+        return take_rows(self._features, index), self._labels.index_select(0, index)
 
 
 class DatasetData:
@@ -103,7 +103,7 @@ class DatasetData:
             DataError: See :func:`read_rows`.
         """
         features, labels = read_rows(self._dataset, rows=rows, key=key)
-        return moved(features, self._device), labels.to(self._device)
+        return move_to_device(features, self._device), labels.to(self._device)
 
 
 class Readable(Protocol):
@@ -150,7 +150,7 @@ def read_rows(dataset: Readable, *, rows: NDArray[np.int64], key: int) -> tuple[
     Raises:
         DataError: See :func:`read_pairs` and :func:`stack_pairs`.
     """
-    with keyed_draws() as set_key:
+    with reseed_by_key() as set_key:
         set_key(key)
         pairs = read_pairs(dataset, rows=rows)
     return stack_pairs(pairs, rows=rows)
@@ -183,7 +183,7 @@ def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Feat
         DataError: A row has other inputs, another shape or another dtype than the first.
     """
     numbers = rows.tolist()
-    first, rest = named(pairs[0][0]), [named(features) for features, _ in pairs]
+    first, rest = name_inputs(pairs[0][0]), [name_inputs(features) for features, _ in pairs]
     for row, inputs in zip(numbers, rest, strict=True):
         if inputs.keys() != first.keys():
             raise DataError(
@@ -192,7 +192,7 @@ def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Feat
             )
     stacked = [_stacked([each[name] for each in rest], rows=numbers, what=name) for name in first]
     labels = _stacked([label for _, label in pairs], rows=numbers, what="a label")
-    return rebuilt(stacked, like=pairs[0][0]), labels
+    return rebuild_inputs(stacked, like=pairs[0][0]), labels
 
 
 def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not looked at yet
@@ -350,7 +350,7 @@ def _as_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet
         item = _split_row(item, row=row, label=_label_of(item, row=row), inputs=())
     try:
         given, label = item
-        return mapped(torch.as_tensor, given), torch.as_tensor(label)
+        return map_inputs(torch.as_tensor, given), torch.as_tensor(label)
     except (TypeError, ValueError, RuntimeError) as error:
         raise DataError(
             f"dataset[{row}] is not a pair of numbers or tensors (features, label): {error}; give "

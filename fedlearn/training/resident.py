@@ -44,13 +44,20 @@ from fedlearn.algorithms.objectives import (
     require_fitting,
 )
 from fedlearn.algorithms.settings import is_own
-from fedlearn.core.features import Features, arguments, called, cut, mapped, one_tensor
+from fedlearn.core.features import (
+    Features,
+    call_module,
+    map_inputs,
+    require_one_tensor,
+    slice_rows,
+    split_arguments,
+)
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import (
     Seed,
-    generator_turn,
-    global_generators_kept,
+    lock_global_generators,
+    preserve_global_generators,
     seed_global_generators,
 )
 from fedlearn.training import memory_format
@@ -298,7 +305,7 @@ class ResidentModel:
         try:
             yield
         finally:
-            with generator_turn():
+            with lock_global_generators():
                 self._generator.set_state(state)
             self._rejoin()
 
@@ -319,7 +326,7 @@ class ResidentModel:
         weight: Tensor | float = 0.0
         for part in parts:
             self._choose_formats(part.features, part.labels)
-            with generator_turn():
+            with lock_global_generators():
                 self._seed_masks(part)
                 loss = self._loss(part.features, part.labels)
                 weighs: Tensor | float = float(len(part.labels))
@@ -371,7 +378,7 @@ class ResidentModel:
         size = sum(value.numel() for value in stack)
         num_together = min(TOGETHER, max(1, _EXAMPLE_BYTES // (self.vector_P.itemsize * size)))
         for part in parts:
-            with generator_turn():
+            with lock_global_generators():
                 self._seed_masks(part)
                 places = torch.arange(len(part.labels), device=self.device) + part.first
                 keys, features = example_keys(part.key, places), self.inputs(part.features)
@@ -379,7 +386,7 @@ class ResidentModel:
                     now = slice(first, first + num_together)
                     with autocast(self._precision, self.device):
                         grads, losses = self._by_example(
-                            cut(features, now), part.labels[now], keys=keys[now]
+                            slice_rows(features, now), part.labels[now], keys=keys[now]
                         )
                     is_real = torch.ones(1, len(losses), dtype=torch.bool, device=self.device)
                     clipped = rule.clipped([grad.unsqueeze(0) for grad in grads], is_real)
@@ -464,14 +471,15 @@ class ResidentModel:
         if not self._untried or not len(labels):
             return
         first = slice(_TRIAL_EXAMPLES)
-        some, labels = self.inputs(cut(features, first)), labels[first]
+        some, labels = self.inputs(slice_rows(features, first)), labels[first]
         buffers = dict(self.module.named_buffers())
 
         def loss_of(weights: Mapping[str, Tensor]) -> Tensor:
             self._seed_masks(Part(some, labels, 0))
             tensors = {name: value.clone() for name, value in buffers.items()} | dict(weights)
-            inputs = arguments(mapped(torch.clone, some))  # a forward pass may write to them
-            outputs = one_tensor(functional_call(self.module, tensors, *inputs))
+            # A clone: a forward pass may write to its inputs.
+            inputs = split_arguments(map_inputs(torch.clone, some))
+            outputs = require_one_tensor(functional_call(self.module, tensors, *inputs))
             return mean_loss(self._objective, outputs, labels)
 
         with untouched(self._generator):
@@ -487,9 +495,9 @@ class ResidentModel:
     def _loss(self, features: Features, labels: Tensor) -> Tensor:
         features = self.inputs(features)
         if self._precision is Precision.FLOAT32:
-            return self._loss_of(called(self.module, features), labels)
+            return self._loss_of(call_module(self.module, features), labels)
         with autocast(self._precision, self.device):
-            return self._loss_of(called(self.module, features), labels)
+            return self._loss_of(call_module(self.module, features), labels)
 
     def _loss_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
         if not self._is_objective_tried and len(labels) > 1:
@@ -515,7 +523,8 @@ class ResidentModel:
         """
         slices = (slice(n, n + batch_size) for n in range(0, max(1, len(labels)), batch_size))
         batches = (
-            (mapped(torch.clone, cut(features, part)), labels[part].clone()) for part in slices
+            (map_inputs(torch.clone, slice_rows(features, part)), labels[part].clone())
+            for part in slices
         )
         return self.measure_batches(params, batches)
 
@@ -535,7 +544,7 @@ class ResidentModel:
             for features, labels in batches:
                 self._choose_formats(features, labels)
                 self.module.eval()
-                outputs = called(self.module, self.inputs(features))
+                outputs = call_module(self.module, self.inputs(features))
                 if not kept:
                     self._try_objective(outputs, labels)
                 for name, values in self.measures.by_example(outputs, labels).items():
@@ -620,7 +629,7 @@ class Training:
         self._seed, self._draws = seed, Draws(self._local, [seed])
         with ExitStack() as kept_as_they_were:
             if self._is_own:
-                kept_as_they_were.enter_context(global_generators_kept())
+                kept_as_they_were.enter_context(preserve_global_generators())
                 kept_as_they_were.enter_context(untouched(torch.default_generator))
             kept_as_they_were.enter_context(self._model.training(self._params))
             with torch.no_grad():

@@ -28,7 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.features import Features, Inputs, mapped, named, tensors_of
+from fedlearn.core.features import Features, Inputs, list_tensors, map_inputs, name_inputs
 from fedlearn.errors import DataError
 from fedlearn.training.decoded_rows import DecodedRows
 
@@ -75,7 +75,7 @@ class ExampleColumns:
     @property
     def inputs(self) -> Sequence[InputColumns]:
         """The columns of each input, in the order of its tensors."""
-        return list(named(self.features).values())
+        return list(name_inputs(self.features).values())
 
     @property
     def names(self) -> list[str]:
@@ -114,10 +114,10 @@ def columns_of_file(
     groups = _groups(_free_columns(schema, {label, *others}) if features is None else features)
     if not groups:
         raise DataError(f"{first} has no column for features; it has {schema.names}")
-    names = [name for group in named(groups).values() for name in group]
+    names = [name for group in name_inputs(groups).values() for name in group]
     _require_columns(schema, [*others, label, *names], path=first)
     of_schema = partial(_input_columns, schema, is_only=isinstance(groups, list))
-    return ExampleColumns(features=mapped(of_schema, groups), label=label)
+    return ExampleColumns(features=map_inputs(of_schema, groups), label=label)
 
 
 def _input_columns(
@@ -147,7 +147,7 @@ class Rows(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Memory that the rows take."""
-        return sum(tensor.nbytes for tensor in tensors_of(self.features)) + self.labels.nbytes
+        return sum(tensor.nbytes for tensor in list_tensors(self.features)) + self.labels.nbytes
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Table:
         """
         labels = _numbers(rows, self.columns.label, place=place)
         return Rows(
-            mapped(lambda each: _input(rows, each, place=place), self.columns.features),
+            map_inputs(lambda each: _input(rows, each, place=place), self.columns.features),
             _tensor(labels, dtype=self.label_dtype),
         )
 
@@ -322,18 +322,22 @@ class RowGroups:
             DataError: The files changed or are damaged, or a value is missing.
         """
         columns = self._table.columns.features
-        features = mapped(lambda each: _empty(rows.size, *each.shape, dtype=each.dtype), columns)
+        features = map_inputs(
+            lambda each: _empty(rows.size, *each.shape, dtype=each.dtype), columns
+        )
         labels = _empty(rows.size, dtype=self._table.label_dtype)
         groups = np.searchsorted(self.offsets, rows, side="right") - 1
         missing = np.unique(groups)
         if self._on_disk is not None:
             there = self._on_disk.has(groups)
-            self._take_decoded(rows, np.flatnonzero(there), [*tensors_of(features), labels])
+            self._take_decoded(rows, np.flatnonzero(there), [*list_tensors(features), labels])
             missing = np.unique(groups[~there])
         for group, read in self._read(missing.tolist()):
             here = np.flatnonzero(groups == group)
             inside = rows[here] - self.offsets[group]
-            for whole, part in zip(tensors_of(features), tensors_of(read.features), strict=True):
+            for whole, part in zip(
+                list_tensors(features), list_tensors(read.features), strict=True
+            ):
                 _items(whole)[here] = _items(part)[inside]
             _items(labels)[here] = _items(read.labels)[inside]
         return Rows(features, labels)
@@ -371,7 +375,7 @@ class RowGroups:
         if self._check is not None:
             self._check(self._groups[group], rows)
         if self._on_disk is not None:
-            self._on_disk.write(group, [*tensors_of(rows.features), rows.labels])
+            self._on_disk.write(group, [*list_tensors(rows.features), rows.labels])
         return rows
 
     def _keep(self, group: int, rows: Rows) -> None:

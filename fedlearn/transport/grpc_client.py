@@ -22,8 +22,8 @@ from typing import NoReturn, Self, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from fedlearn.core.files import disk_errors
-from fedlearn.core.words import printable
+from fedlearn.core.files import explain_disk_errors
+from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import (
     ConnectionRefused,
     DeploymentError,
@@ -390,7 +390,7 @@ class GatewayConnection:
 
 
 def _clean_text(text: str) -> str:
-    return printable(text[:_MAX_CHARACTERS])
+    return replace_unprintable(text[:_MAX_CHARACTERS])
 
 
 async def enrol(
@@ -652,7 +652,7 @@ def _check_digest(path: Path, *, digest: bytes) -> None:
 
 def _report_disk_errors(path: Path) -> AbstractContextManager[None]:
     """Report errors of the disk as such: network errors are OSErrors, too."""
-    return disk_errors(path, raises=DeploymentError, doing="read or write")
+    return explain_disk_errors(path, raises=DeploymentError, doing="read or write")
 
 
 def _open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:

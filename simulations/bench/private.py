@@ -25,7 +25,7 @@ from parts.rounds import LOCAL, MODELS, round_seconds
 
 import fedlearn as fl
 from fedlearn.algorithms import noised_gradients
-from fedlearn.core.noise import SecretStream, WordT, discrete_gaussian
+from fedlearn.core.noise import SecretStream, WordT, sample_discrete_gaussian
 from fedlearn.core.secret_bytes import SecretBytes
 
 _PRIVACY = {"clip_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-6}
@@ -97,7 +97,7 @@ class Counted(SecretStream):
 
 def draw(sigma: float, size: int) -> None:
     """Draw samples of the discrete Gaussian."""
-    discrete_gaussian(sigma, size, source=SecretStream.fresh())
+    sample_discrete_gaussian(sigma, size, source=SecretStream.fresh())
 
 
 def read(num_bytes: int) -> None:
@@ -115,7 +115,7 @@ def noise(arguments: argparse.Namespace) -> Iterator[Row]:
     size, numbers = arguments.samples, np.random.default_rng(0)
     for sigma in _SIGMAS:
         counted = Counted(SecretBytes(bytes(32)))
-        discrete_gaussian(sigma, size, source=counted)
+        sample_discrete_gaussian(sigma, size, source=counted)
         works: dict[str, Callable[[], object]] = {
             "samples": partial(draw, sigma, size),
             "the source alone": partial(read, counted.num_bytes),

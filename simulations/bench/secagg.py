@@ -43,7 +43,7 @@ from harness import (
 from numpy.typing import NDArray
 from parts.secagg_session import Measured, session, terms_for
 
-from fedlearn.core.cores import num_cores
+from fedlearn.core.cores import count_cores
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import masking
 from fedlearn.secagg.fixed_point import allocate_aligned
@@ -195,7 +195,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--size", type=int, default=1_000_000, help="numbers in the vector")
     parser.add_argument("--dropped", type=int, default=10, help="after they shared their keys")
-    parser.add_argument("--threads", type=int, default=num_cores(), help="of the fold by the clock")
+    parser.add_argument(
+        "--threads", type=int, default=count_cores(), help="of the fold by the clock"
+    )
     parser.add_argument("--curves", action="store_true", help="many sizes, without Flower")
     parser.add_argument("--curve-clients", type=int, nargs="+", default=[10, 30, 100, 300])
     sizes = [1_000, 10_000, 100_000, 1_000_000]

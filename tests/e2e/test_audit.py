@@ -78,7 +78,7 @@ def scale_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Make each source of noise draw only this share of the standard deviation."""
     for owner, name in (
         (DrawnNoise, "draw"),
-        (transforms, "discrete_gaussian"),
+        (transforms, "sample_discrete_gaussian"),
         (noised_gradients, "add_discrete_gaussian"),
     ):
         monkeypatch.setattr(owner, name, with_share(getattr(owner, name), share))

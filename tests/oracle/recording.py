@@ -68,13 +68,13 @@ class Recording:
         watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
             (ClientSession, "handle", self._session),
             (DrawnNoise, "draw", self._sum),
-            (transforms, "discrete_gaussian", self._samples),
+            (transforms, "sample_discrete_gaussian", self._samples),
             (NoisedUpdates, "__call__", self._updates),
             (noised_gradients, "add_discrete_gaussian", self._added),
             (NoisedGradients, "noised", self._noised),
             (NoisedGradients, "take_noised_step", self._noised_step),
             (NoisedGradients, "_noised_levels", self._gradients),
-            (fixed_point, "discrete_gaussian", self._samples),
+            (fixed_point, "sample_discrete_gaussian", self._samples),
             (terms, "add_noise", self._share),
         ]
         with ExitStack() as stack:

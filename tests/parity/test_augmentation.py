@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 import fedlearn as fl
 from fedlearn.algorithms.settings import settings_of
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -102,7 +102,7 @@ def positions_and_rows(population: Population, *, round_num: int) -> dict[int, l
         dtype=torch.float32,
         device=torch.device("cpu"),
     )
-    features, seen = only(rows.features), dict[int, list[Tensor]]()
+    features, seen = require_single_input(rows.features), dict[int, list[Tensor]]()
     for client in client_ids.tolist():
         counts = plan.counts_TK[:, client]
         seen[client] = [
@@ -242,14 +242,14 @@ def test_evaluation_draws_the_same_every_time() -> None:
     population = data_of(noisy).population
     together, _ = population.load(np.array([3, 1])).gathered()
     alone, _ = population.load(np.array([1])).gathered()
-    assert torch.equal(only(together)[12:], only(alone))
+    assert torch.equal(require_single_input(together)[12:], require_single_input(alone))
     test_sets = []
     for seed in (1, 2):
         torch.manual_seed(seed)
         made = fl.from_dataset(
             noisy, labels=LABELS, partition=fl.Iid(5), test=Noisy("torch"), seed=0
         )
-        test_sets.append(only(made.test.features))
+        test_sets.append(require_single_input(made.test.features))
     assert torch.equal(*test_sets)
 
 

@@ -24,7 +24,7 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
@@ -118,7 +118,7 @@ def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
     rows = torch.from_numpy(work.rows_K[0])
     trainer = TorchTrainer.of(
         make_model,
-        only(work.features)[rows],
+        require_single_input(work.features)[rows],
         work.labels[rows],
         device="cpu",
         local_updates=[StochasticSign, Dithered],

@@ -27,7 +27,7 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import decode
 from fedlearn.core.collecting import Status
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -207,7 +207,7 @@ def grid_of_nodes(
     def make_trainer(node: Node) -> LocalTrainer:
         rows = data.load(np.asarray([node.client_id]))
         index = torch.from_numpy(rows.rows)
-        features, labels = only(rows.features)[index], rows.labels[index]
+        features, labels = require_single_input(rows.features)[index], rows.labels[index]
         trainer = TorchTrainer.of(make_model, features, labels, objective=OBJECTIVE, device="cpu")
         return around(trainer)
 

@@ -24,7 +24,7 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.client.flower import client_app
 from fedlearn.client.policy import Policy
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -53,7 +53,7 @@ SEED = 5
 def make_client_trainer(client_id: int, make: Callable[[], nn.Module] = make_model) -> TorchTrainer:
     rows = population().load(np.asarray([client_id]))
     index = torch.from_numpy(rows.rows)
-    features, labels = only(rows.features)[index], rows.labels[index]
+    features, labels = require_single_input(rows.features)[index], rows.labels[index]
     return TorchTrainer.of(make, features, labels, objective=OBJECTIVE, device="cpu")
 
 

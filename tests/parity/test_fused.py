@@ -25,7 +25,7 @@ from fedlearn.algorithms.local import (
 from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.scaffold import ControlVariates
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.simulation.executors.base import Trained, Work
@@ -516,7 +516,7 @@ def test_examples_that_the_chain_does_not_take_are_named() -> None:
 def test_examples_of_a_wrong_shape_do_not_train() -> None:
     """The executor raises the reason if it was not checked before."""
     work = work_for("mlp", PLAIN, num_examples=[3], dtype=torch.float32)
-    wrong = replace(work, features=only(work.features)[:, :11])
+    wrong = replace(work, features=require_single_input(work.features)[:, :11])
     with pytest.raises(ValueError, match=r"does not take examples of shape \(11,\)"):
         FusedExecutor(chain_of(mlp()), objective=CrossEntropy()).train(wrong)
 

@@ -28,7 +28,7 @@ from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.collecting import Status
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -95,7 +95,7 @@ class OneAtATime:
     def __init__(self, client: int, make_model: Callable[[], nn.Module]) -> None:
         rows = population().load(np.asarray([client]))
         index = torch.from_numpy(rows.rows)
-        features, labels = only(rows.features)[index], rows.labels[index]
+        features, labels = require_single_input(rows.features)[index], rows.labels[index]
         self._trainer = TorchTrainer.of(make_model, features, labels, device="cpu")
         self.honours = self._trainer.honours
 

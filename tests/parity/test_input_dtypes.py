@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
 from fedlearn.errors import DataError
 from fedlearn.simulation.federated_data import FederatedData
@@ -138,7 +138,8 @@ def test_bytes_stay_bytes_and_the_progress_says_so(capsys: pytest.CaptureFixture
     images = PIXELS.astype(np.uint8)
     data = data_of(images)
     held = (
-        only(data.population.load(np.arange(4)).features).nbytes + only(data.test.features).nbytes
+        require_single_input(data.population.load(np.arange(4)).features).nbytes
+        + require_single_input(data.test.features).nbytes
     )
     assert held == images.nbytes
     finished(convolution, data)

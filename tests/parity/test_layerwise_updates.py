@@ -27,7 +27,7 @@ from fedlearn.algorithms.local import (
     Tensors,
 )
 from fedlearn.algorithms.proximal import Proximal
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
 from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import ExecutorKind, Job, make_executor, named
@@ -381,7 +381,9 @@ def test_an_update_may_write_to_views_of_convolutions() -> None:
     rows = torch.from_numpy(work.rows_K[0])
     start = nn.utils.parameters_to_vector(model.parameters()).detach()
     for _ in range(2):
-        loss = nn.functional.cross_entropy(model(only(work.features)[rows]), work.labels[rows])
+        loss = nn.functional.cross_entropy(
+            model(require_single_input(work.features)[rows]), work.labels[rows]
+        )
         grads = torch.autograd.grad(loss, list(model.parameters()))
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             parameter.data.sub_(0.05 * grad / grad.abs().max())

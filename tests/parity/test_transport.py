@@ -16,7 +16,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.cluster import Alone
 from fedlearn.core.collecting import Status
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
@@ -254,7 +254,7 @@ def test_a_slab_of_replies_differs_by_rounding_alone(num_rows: int) -> None:
 def test_diverging_clients_are_quarantined_alike(diverging: int) -> None:
     """Examples of 1e30 overflow in training; both collectors name the same clients."""
     simulated = case("mlp", "fedavg")
-    features = only(simulated.population.features).clone()
+    features = require_single_input(simulated.population.features).clone()
     offsets = np.cumsum([0, *SIZES])
     for client in range(diverging):
         features[offsets[client] : offsets[client + 1]] *= 1e30

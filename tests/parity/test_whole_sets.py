@@ -20,7 +20,7 @@ import fedlearn as fl
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.config import load, resolve_addresses
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -100,10 +100,10 @@ def by_hand(weights: Array, features: Tensor, labels: Tensor) -> dict[str, float
 def expected_of(weights: Array) -> dict[str, float]:
     """Compute everything that an evaluation of these weights records."""
     data, offsets = clinics(), np.cumsum([0, *SIZES])
-    everything = by_hand(weights, only(data.test.features), data.test.labels)
+    everything = by_hand(weights, require_single_input(data.test.features), data.test.labels)
     rows = data.population.load(np.arange(len(SIZES)))
     index = torch.from_numpy(rows.rows)
-    x, y = only(rows.features)[index], rows.labels[index]
+    x, y = require_single_input(rows.features)[index], rows.labels[index]
     parts = [slice(a, b) for a, b in itertools.pairwise(offsets.tolist())]
     of_clinics = [by_hand(weights, x[part], y[part]) for part in parts]
     for name, worst in (("loss", max), ("c_index", min)):
@@ -192,7 +192,7 @@ def test_pooling_the_clinics_would_be_noticed() -> None:
     weights, data = np.array([1.0, -0.7, 0.4, 0.0]), clinics()
     rows = data.population.load(np.arange(len(SIZES)))
     index = torch.from_numpy(rows.rows)
-    pooled = by_hand(weights, only(rows.features)[index], rows.labels[index])
+    pooled = by_hand(weights, require_single_input(rows.features)[index], rows.labels[index])
     expected = expected_of(weights)
     assert abs(pooled["loss"] - expected["clients/loss_mean"]) > 0.5
     spread = expected["clients/c_index_p90"] - expected["clients/c_index_p10"]
@@ -234,7 +234,7 @@ def test_a_step_is_that_of_the_whole_batch() -> None:
     rows = clinics().population.load(np.array([client.client_id]))
     torch.manual_seed(Seed(4).derive("model").value)
     before = make_model()
-    loss = cox(before(only(rows.features)[rows.rows]), rows.labels[rows.rows])
+    loss = cox(before(require_single_input(rows.features)[rows.rows]), rows.labels[rows.rows])
     assert client.loss == pytest.approx(loss.item(), rel=1e-6)
     (gradient,) = torch.autograd.grad(loss, list(before.parameters()))
     after = Params.of(before).vector - 0.1 * gradient.flatten()

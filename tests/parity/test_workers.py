@@ -23,7 +23,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.collecting import Status
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
@@ -126,7 +126,7 @@ class Simulation:
         evaluators = (
             CentralEvaluator(
                 model=model,
-                features=only(self.clients.features)[sound],
+                features=require_single_input(self.clients.features)[sound],
                 labels=self.clients.labels[sound],
                 batch_size=16,
                 cluster=cluster,

@@ -31,7 +31,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.core.soundness import unsound
+from fedlearn.core.soundness import describe_unsound
 from fedlearn.errors import ProtocolError
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.opening import SampledOpening
@@ -312,7 +312,7 @@ class Diverging(Leaking):
 def test_a_diverged_client_is_quarantined() -> None:
     """In a real session, not with hand-made bytes."""
     params, participations = one_round(ClientSession(HOSTILE, Diverging()).handle)
-    assert participations[HOSTILE].reason == unsound("delta")
+    assert participations[HOSTILE].reason == describe_unsound("delta")
     assert params.vector.tolist() == [1.0, 1.0, 1.0]
 
 

@@ -45,7 +45,7 @@ from fedlearn.config.data import DATA, PARTITIONS
 from fedlearn.config.section import OneOf
 from fedlearn.config.training import ALGORITHMS, CLIENTS, LOSSES, MODELS
 from fedlearn.config.user_functions import bind_user_function
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, DataError
@@ -249,7 +249,7 @@ def test_digits_become_clients_by_every_partition_they_have() -> None:
     for kind, numbers in partitions.items():
         built = _built({"data": {"partition": {"kind": kind} | numbers}})
         assert built.population.num_clients == numbers["num_clients"]
-        assert only(built.test.features).shape[1:] == (64,)
+        assert require_single_input(built.test.features).shape[1:] == (64,)
     built = _built({"data": {"partition": {"kind": "bootstrap"} | partitions["bootstrap"]}})
     assert isinstance(built.population, BootstrapPopulation)
     assert built.population.num_examples(np.array([5])).tolist() == [7]
@@ -274,7 +274,7 @@ def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
     for source, (settings, num_clients, shape) in sources.items():
         built = _built({"data": {"source": source} | settings})
         assert built.population.num_clients == num_clients, source
-        assert only(built.test.features).shape[1:] == shape
+        assert require_single_input(built.test.features).shape[1:] == shape
     assert _kinds(DATA) == {*sources, "none"}  # the last is of a coordinator
 
 
@@ -311,7 +311,7 @@ def test_parquet_streams_the_columns_that_are_named(tmp_path: Path) -> None:
     }
     built = _built({"data": data | {"feature_columns": ["b"]}})
     assert isinstance(built.population, ParquetPopulation)
-    assert only(built.test.features).shape[1:] == (1,)
+    assert require_single_input(built.test.features).shape[1:] == (1,)
     with pytest.raises(ConfigError, match=r'kind is "iid", but streaming Parquet is divided by'):
         _built({"data": data | {"partition": {"kind": "iid", "num_clients": 20}}})
 
@@ -430,9 +430,10 @@ def test_integer_features_suit_every_model(tmp_path: Path, user_file: Path) -> N
     path = str(tmp_path / "tokens.parquet")
     pq.write_table(pa.table({"user": rows // 3, "token": rows, "label": rows % 3}), path)
     data = {"source": "parquet", "path": path, "test_path": path, "client_column": "user"}
-    assert only(_built({"data": data}).test.features).dtype == torch.int64
+    assert require_single_input(_built({"data": data}).test.features).dtype == torch.int64
     own = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 3}}
-    assert only(_built({"data": data, "model": own}).test.features).dtype == torch.int64
+    own_data = _built({"data": data, "model": own})
+    assert require_single_input(own_data.test.features).dtype == torch.int64
 
 
 def test_several_inputs_need_a_model_that_takes_them(tmp_path: Path, user_file: Path) -> None:
@@ -488,7 +489,7 @@ def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
             assert isinstance(built.objective, CustomLoss)
         else:
             assert built.objective == expected
-        outputs = built.make_model()(only(built.test.features).float())
+        outputs = built.make_model()(require_single_input(built.test.features).float())
         assert outputs.shape[1] == num_outputs
         assert built.objective.losses(outputs, built.test.labels).shape == outputs.shape[:1]
     assert _kinds(LOSSES) == {*losses}
@@ -498,7 +499,7 @@ def test_several_numbers_are_regressed_on_at_once(tmp_path: Path) -> None:
     """The network has an output for each."""
     data = _npz_data(_npz(tmp_path, y=np.zeros((_NUM_ROWS, 3))))
     built = _built({"data": data, "loss": {"kind": "mse"}})
-    outputs = built.make_model()(only(built.test.features).float())
+    outputs = built.make_model()(require_single_input(built.test.features).float())
     assert outputs.shape[1] == 3
     assert built.objective.losses(outputs, built.test.labels).shape == outputs.shape[:1]
 
@@ -1075,4 +1076,4 @@ def test_the_real_writers_and_bandwidths_build() -> None:
     assert built.population.num_clients == 539
     first = built.population.load(np.array([0]))
     rows = torch.from_numpy(first.rows)
-    assert built.make_model()(only(first.features)[rows]).shape == (len(rows), 10)
+    assert built.make_model()(require_single_input(first.features)[rows]).shape == (len(rows), 10)

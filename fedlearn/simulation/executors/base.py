@@ -14,9 +14,9 @@ from fedlearn.algorithms.draws import Draws, client_seed
 from fedlearn.algorithms.lanes import Lanes
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.settings import is_own
-from fedlearn.core.features import Features, moved
+from fedlearn.core.features import Features, move_to_device
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed, global_generators_kept
+from fedlearn.core.randomness import Seed, preserve_global_generators
 from fedlearn.errors import EngineError
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import Schedule, schedule
@@ -98,7 +98,7 @@ class Work(LocalTask):
             round_num=task.round_num,
             seed=task.seed,
             client_ids=client_ids,
-            features=moved(rows.features, vector.device),
+            features=move_to_device(rows.features, vector.device),
             labels=rows.labels.to(vector.device),
             # Plain slices, because np.split takes several times as long.
             rows_K=[rows.rows[at : at + size] for at, size in zip(begins, sizes, strict=True)],
@@ -187,7 +187,7 @@ def without_global_draws(work: Work) -> Iterator[None]:
         yield
         return
     generator = global_generator(work.params.vector.device)
-    with global_generators_kept() as have_moved, untouched(generator):
+    with preserve_global_generators() as have_moved, untouched(generator):
         before = generator.get_state()
         yield
         if have_moved() or not torch.equal(before, generator.get_state()):

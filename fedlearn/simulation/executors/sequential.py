@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.draws import client_seed
 from fedlearn.algorithms.local import LocalReport
-from fedlearn.core.features import Features, rebuilt, tensors_of
+from fedlearn.core.features import Features, list_tensors, rebuild_inputs
 from fedlearn.core.params import Layout
 from fedlearn.simulation.executors.base import Trained, Work, block_within
 from fedlearn.training.resident import Part, ResidentModel, Training, weighted_mean
@@ -92,7 +92,7 @@ def _batches(work: Work) -> Iterator[Part]:
     rows_KTB = work.schedule.rows_TKB.transpose(0, 1)
     rows_NB = rows_KTB[torch.from_numpy(is_step_KT).to(rows_KTB.device)]
     sizes_N, keys = counts_KT[is_step_KT], work.step_keys()[is_step_KT].tolist()
-    like, inputs = work.features, tensors_of(work.features)
+    like, inputs = work.features, list_tensors(work.features)
     batch_bytes = int(sizes_N.max()) * sum(map(_row_bytes, inputs))
     num_together = max(1, _GATHERED_BYTES // max(1, batch_bytes))
     for first in range(0, len(sizes_N), num_together):
@@ -100,7 +100,7 @@ def _batches(work: Work) -> Iterator[Part]:
         gathered = [_gathered(tensor, rows_NB[now], sizes_N[now]) for tensor in inputs]
         features: Iterable[Features] = gathered[0]
         if not isinstance(work.features, Tensor):
-            features = (rebuilt(batch, like=like) for batch in zip(*gathered, strict=True))
+            features = (rebuild_inputs(batch, like=like) for batch in zip(*gathered, strict=True))
         labels = _gathered(work.labels, rows_NB[now], sizes_N[now])
         yield from map(Part, features, labels, keys[now])
 

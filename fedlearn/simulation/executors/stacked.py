@@ -37,7 +37,7 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
 from fedlearn.algorithms.objectives import batch_weights
-from fedlearn.core.features import mapped
+from fedlearn.core.features import map_inputs
 from fedlearn.core.params import Layout
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.base import (
@@ -105,7 +105,7 @@ class _Run:
             return tensor.index_select(0, flat).view(*rows.shape, *tensor.shape[1:])
 
         return Batch(
-            self.inputs(mapped(gathered, work.features)),
+            self.inputs(map_inputs(gathered, work.features)),
             gathered(work.labels),
             self.weights_TKB[step, clients, :size],
             self.keys_TK[step, clients],

@@ -26,13 +26,13 @@ from fedlearn.algorithms.local import (
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.features import (
     Features,
-    arguments,
-    in_dtype,
-    mapped,
-    one_tensor,
-    rebuilt,
-    taken,
-    tensors_of,
+    cast_floats,
+    list_tensors,
+    map_inputs,
+    rebuild_inputs,
+    require_one_tensor,
+    split_arguments,
+    take_rows,
 )
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
@@ -114,7 +114,7 @@ class Batch(NamedTuple):
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors, always in the same order."""
-        return [*tensors_of(self.features), self.labels, self.weights, self.keys]
+        return [*list_tensors(self.features), self.labels, self.weights, self.keys]
 
     def examples(self, places: slice, *, draws: bool) -> "Batch":
         """Select some examples, and derive their dropout keys from those of the steps.
@@ -128,13 +128,13 @@ class Batch(NamedTuple):
         if draws:
             index = torch.arange(self.labels.shape[1], device=self.keys.device)[places]
             keys = example_keys(self.keys[:, None], index)
-        features = mapped(lambda tensor: tensor[:, places], self.features)
+        features = map_inputs(lambda tensor: tensor[:, places], self.features)
         return Batch(features, self.labels[:, places], weights, keys)
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Batch":
         """Build a batch of this structure from other :meth:`tensors`."""
         *inputs, labels, weights, keys = tensors
-        return Batch(rebuilt(inputs, like=self.features), labels, weights, keys)
+        return Batch(rebuild_inputs(inputs, like=self.features), labels, weights, keys)
 
 
 class StepResult(NamedTuple):
@@ -308,7 +308,7 @@ class BlockGradient:
         """
         if self.by_example:
             return tuple(self.trainable)
-        shape = tuple(tensor.shape[1:] for tensor in tensors_of(batch.features))
+        shape = tuple(tensor.shape[1:] for tensor in list_tensors(batch.features))
         if shape not in self._reached:
             trainable, statistics, frozen, constants = parts
             leaves = {name: v[0].detach().requires_grad_() for name, v in trainable.items()}
@@ -355,7 +355,7 @@ class BlockGradient:
     ) -> Tensor:
         """Compute one example's loss; changes to buffers are discarded."""
         features, label, key = example
-        alone = mapped(lambda tensor: tensor.unsqueeze(0), features)
+        alone = map_inputs(lambda tensor: tensor.unsqueeze(0), features)
         weights = torch.ones(1, dtype=self.layout.dtype, device=self.device)
         batch = (alone, label.unsqueeze(0), weights, key)
         loss, _ = self._loss(trainable, statistics, frozen, constants, *batch)
@@ -363,8 +363,10 @@ class BlockGradient:
 
     def _forward(self, tensors: Named, features: Features, labels: Tensor) -> tuple[Tensor, Tensor]:
         if self.layout.common_dtype is not None:  # as the sequential executor does
-            features = in_dtype(features, self.layout.common_dtype)
-        outputs = one_tensor(functional_call(self.module, tensors, *arguments(features)))
+            features = cast_floats(features, self.layout.common_dtype)
+        outputs = require_one_tensor(
+            functional_call(self.module, tensors, *split_arguments(features))
+        )
         return outputs, self.objective.losses(outputs, labels)
 
     # --- probes of the model ------------------------------------------------------------
@@ -394,7 +396,7 @@ class BlockGradient:
         if not self.objective.per_example:
             return True
         rows = rows[spread(len(rows), 8, like=rows)]
-        tried = tensors_of(taken(features, rows))
+        tried = list_tensors(take_rows(features, rows))
         if all(bool((tensor == tensor[:1]).all()) for tensor in tried):
             return None
         generator, results = global_generator(self.device), []
@@ -415,7 +417,7 @@ class BlockGradient:
             shift = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=self.device)
             tensors[name] = value + 0.01 * shift
         outputs, losses = self._forward(
-            tensors, self.inputs(taken(features, rows)), labels.index_select(0, rows)
+            tensors, self.inputs(take_rows(features, rows)), labels.index_select(0, rows)
         )
         per_example = [v for v in (losses, outputs) if v.shape[:1] == rows.shape]
         return [v[:1] for v in per_example] + [tensors[name] for name in self.statistics]

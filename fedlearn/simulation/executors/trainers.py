@@ -11,7 +11,7 @@ from torch import Tensor
 from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.lanes import DELTA, describe_misfit
 from fedlearn.algorithms.settings import settings_of
-from fedlearn.core.features import for_trainer, taken
+from fedlearn.core.features import cast_for_trainer, take_rows
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.session.results import train_and_reply
@@ -44,7 +44,7 @@ class TrainerExecutor:
         (client_id,) = work.client_ids.tolist()
         index = torch.from_numpy(work.rows_K[0]).to(work.labels.device)
         request, like = _request(work), work.params.vector
-        features = for_trainer(taken(work.features, index), like.dtype)
+        features = cast_for_trainer(take_rows(work.features, index), like.dtype)
         labels = work.labels.index_select(0, index)
         trainer = require_trainer(self._make_trainer(features, labels))
         settings, extra = split_settings(request.settings)

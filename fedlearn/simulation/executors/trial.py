@@ -21,7 +21,7 @@ from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.noised_gradients import quiet
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.params import Params, TensorSpec
-from fedlearn.core.randomness import Seed, global_generators_kept
+from fedlearn.core.randomness import Seed, preserve_global_generators
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.base import Executor, Trained, Work
 from fedlearn.simulation.executors.python_state import digests
@@ -133,7 +133,7 @@ def trial_of(
         return f"{spec.name!r} is {spec.dtype}, not {params.layout.dtype}, and trains as such"
     rows = (spread(len(work.labels), 5, like=work.labels) + shift) % len(work.labels)
     sample = _sample_of(work, rows.cpu().numpy())
-    with global_generators_kept() as have_moved, untouched(torch.default_generator):
+    with preserve_global_generators() as have_moved, untouched(torch.default_generator):
         first, second, third = models = [
             ResidentModel(make_model, objective, device=device, precision=precision)
             for _ in range(3)

@@ -7,7 +7,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 
 from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import ClientId
-from fedlearn.core.words import printable
+from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ProtocolError
 from fedlearn.identity.identity import Identity
 from fedlearn.secagg.keys import verify
@@ -229,7 +229,7 @@ def _describe_exception(reason: str) -> str:
     found = _EXCEPTION.fullmatch(reason)
     words = f"{found[1]}: {found[2]}" if found else reason
     advice = next((advice for missed, advice in _LEGACY.items() if missed in words), "")
-    text = f"the ClientApp raised {printable(' '.join(words.split()))}"
+    text = f"the ClientApp raised {replace_unprintable(' '.join(words.split()))}"
     return f"{text}; {advice}" if advice else text
 
 

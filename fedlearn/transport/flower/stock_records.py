@@ -34,7 +34,7 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
-from fedlearn.core.params import difference
+from fedlearn.core.params import compute_delta
 from fedlearn.errors import ConfigError, ProtocolError, RoundError
 
 ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
@@ -139,7 +139,7 @@ class StockRecords:
                     f"the array {name!r} is {_describe_tensor(local[own])}, but "
                     f"{_describe_tensor(sent)} was sent{_advise_on_dtype(local[own], sent)}"
                 )
-        delta = difference(local, request.tensors, order=request.order)
+        delta = compute_delta(local, request.tensors, order=request.order)
         return TrainReply(
             round_num=request.round_num,
             lanes={DELTA.name: delta},

@@ -25,7 +25,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.server_optimizers import SecondMoment, ServerAdaptive
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.cluster import Alone
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
@@ -151,7 +151,7 @@ def test_fedavgm_without_momentum_at_rate_one_is_fedavg_bit_for_bit() -> None:
 def test_fedsgd_is_one_gradient_step_on_the_pooled_data() -> None:
     """McMahan et al. 2017, section 2: E = 1 and B = infinity give w - eta * grad f(w)."""
     population, start = population_of(11, 2, 5, 1), initial(make_mlp)
-    gradient = loss_gradient(start, only(population.features), population.labels)
+    gradient = loss_gradient(start, require_single_input(population.features), population.labels)
     pooled = start.vector - 0.3 * gradient
     found = after_rounds(FedSGD(learning_rate=0.3), population, num_rounds=1)
     torch.testing.assert_close(found.vector, pooled, rtol=0.0, atol=1e-15)
@@ -178,7 +178,7 @@ def trained_alone(population: ArrayPopulation, rows: slice) -> Tensor:
     model = make_mlp()
     initial(make_mlp).load_into(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LOCAL.learning_rate)
-    features, labels = only(population.features)[rows], population.labels[rows]
+    features, labels = require_single_input(population.features)[rows], population.labels[rows]
     for _ in range(LOCAL.epochs):
         for x, y in zip(features.split(4), labels.split(4), strict=True):
             optimizer.zero_grad()

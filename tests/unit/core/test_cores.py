@@ -12,10 +12,10 @@ from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core import cores
-from fedlearn.core.cores import on_all_cores
+from fedlearn.core.cores import run_on_all_cores
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import Layout, Params
-from fedlearn.core.soundness import MAX_DELTA, unsound
+from fedlearn.core.soundness import MAX_DELTA, describe_unsound
 from fedlearn.rounds.updates import validate
 from fedlearn.transport.base import Arrival
 
@@ -30,7 +30,7 @@ def use(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_element_is_in_one_part(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parts as cores, unless that leaves too little for each."""
     use(num, monkeypatch)
-    parts = on_all_cores(LARGE, lambda part: part)
+    parts = run_on_all_cores(LARGE, lambda part: part)
     assert len(parts) == min(num, 3)
     assert [place for part in parts for place in (part.start, part.stop)][1:-1:2] == [
         part.start for part in parts[1:]
@@ -42,14 +42,14 @@ def test_parts_run_together_and_few_elements_here(monkeypatch: pytest.MonkeyPatc
     """Each waits for the others: one after the other they would never meet."""
     use(3, monkeypatch)
     met = threading.Barrier(3)
-    assert sorted(on_all_cores(LARGE, lambda _: met.wait(30.0))) == [0, 1, 2]
-    assert on_all_cores(10, lambda _: threading.get_ident()) == [threading.get_ident()]
+    assert sorted(run_on_all_cores(LARGE, lambda _: met.wait(30.0))) == [0, 1, 2]
+    assert run_on_all_cores(10, lambda _: threading.get_ident()) == [threading.get_ident()]
 
 
 def test_what_fails_in_a_part_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     use(2, monkeypatch)
     with pytest.raises(ZeroDivisionError):
-        on_all_cores(LARGE, lambda part: 1 // part.start)
+        run_on_all_cores(LARGE, lambda part: 1 // part.start)
 
 
 def test_the_mean_has_the_same_bits_on_any_number_of_cores(
@@ -91,4 +91,4 @@ def test_what_is_not_sound_is_found_in_every_part(
 
     assert isinstance(checked(), TrainReply)
     delta[place] = bad
-    assert checked() == Failure(unsound("delta"))
+    assert checked() == Failure(describe_unsound("delta"))

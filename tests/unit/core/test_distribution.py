@@ -3,12 +3,14 @@
 import numpy as np
 import pytest
 
-from fedlearn.core.distribution import distribution, split
+from fedlearn.core.distribution import split_statistic, summarize_metrics
 
 
 def test_quantiles_are_those_of_the_clients() -> None:
     """Of 0, 0.01, ..., 1."""
-    spread = distribution({"accuracy": np.linspace(0.0, 1.0, 101)}, directions={"accuracy": "max"})
+    spread = summarize_metrics(
+        {"accuracy": np.linspace(0.0, 1.0, 101)}, directions={"accuracy": "max"}
+    )
     assert spread["clients/accuracy_mean"] == pytest.approx(0.5)
     assert spread["clients/accuracy_p10"] == pytest.approx(0.1)
     assert spread["clients/accuracy_p50"] == pytest.approx(0.5)
@@ -18,7 +20,7 @@ def test_quantiles_are_those_of_the_clients() -> None:
 def test_the_worst_decile_is_that_of_the_declared_direction() -> None:
     """Ten of a hundred clients: by what is declared, not by what a name sounds like."""
     values = np.arange(100.0)
-    spread = distribution(
+    spread = summarize_metrics(
         {"accuracy": values, "loss": values, "perplexity": values, "lossless": values},
         directions={"accuracy": "max", "loss": "min", "perplexity": "min", "lossless": "max"},
     )
@@ -31,14 +33,14 @@ def test_the_worst_decile_is_that_of_the_declared_direction() -> None:
 
 def test_a_metric_that_nobody_declared_has_both_tails_and_no_worst_decile() -> None:
     """Which end is the worse one cannot be known."""
-    spread = distribution({"novelty": np.arange(100.0)}, directions={"accuracy": "max"})
+    spread = summarize_metrics({"novelty": np.arange(100.0)}, directions={"accuracy": "max"})
     parts = ("mean", "num_clients", "p10", "p50", "p90")
     assert sorted(spread) == [f"clients/novelty_{part}" for part in parts]
 
 
 def test_a_diverged_client_does_not_hide_the_others() -> None:
     """Non-finite values are left out; a metric without any other is absent."""
-    spread = distribution(
+    spread = summarize_metrics(
         {"loss": np.array([1.0, np.nan, np.inf]), "none": np.array([np.nan])},
         directions={"loss": "min", "none": "max"},
     )
@@ -49,5 +51,5 @@ def test_a_diverged_client_does_not_hide_the_others() -> None:
 
 def test_the_name_of_a_spread_says_of_what_it_is() -> None:
     """A metric's own name may end as a part does."""
-    assert split("clients/top_p10_worst_decile") == ("top_p10", "worst_decile")
-    assert split("top_p10") == ("top_p10", None)
+    assert split_statistic("clients/top_p10_worst_decile") == ("top_p10", "worst_decile")
+    assert split_statistic("top_p10") == ("top_p10", None)

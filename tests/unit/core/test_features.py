@@ -6,14 +6,14 @@ from torch import Tensor, nn
 
 from fedlearn.core.features import (
     Features,
-    called,
-    cut,
-    mapped,
-    named,
-    rebuilt,
+    call_module,
+    list_tensors,
+    map_inputs,
+    name_inputs,
+    rebuild_inputs,
     require_one_label_each,
-    taken,
-    tensors_of,
+    slice_rows,
+    take_rows,
 )
 from fedlearn.errors import DataError
 
@@ -37,21 +37,21 @@ def test_parts_of_features_have_their_form(form: str) -> None:
     """Rows and slices, the same of every tensor."""
     whole = FORMS[form]
     for part, rows in (
-        (taken(whole, torch.tensor([2, 0])), [2, 0]),
-        (cut(whole, slice(1, 3)), [1, 2]),
+        (take_rows(whole, torch.tensor([2, 0])), [2, 0]),
+        (slice_rows(whole, slice(1, 3)), [1, 2]),
     ):
         assert type(part) is type(whole)
-        assert named(part).keys() == named(whole).keys()
-        for mine, every in zip(tensors_of(part), tensors_of(whole), strict=True):
+        assert name_inputs(part).keys() == name_inputs(whole).keys()
+        for mine, every in zip(list_tensors(part), list_tensors(whole), strict=True):
             assert torch.equal(mine, every[rows])
 
 
 def test_a_dict_has_one_order_whatever_it_was_written_in() -> None:
     """What is taken apart in one place is put together in another."""
     other: Features = {"ids": IDS, "mask": MASK}
-    assert [id(each) for each in tensors_of(other)] == [id(each) for each in (IDS, MASK)]
-    assert [id(each) for each in tensors_of(FORMS["dict"])] == [id(IDS), id(MASK)]
-    again = rebuilt(tensors_of(other), like=FORMS["dict"])
+    assert [id(each) for each in list_tensors(other)] == [id(each) for each in (IDS, MASK)]
+    assert [id(each) for each in list_tensors(FORMS["dict"])] == [id(IDS), id(MASK)]
+    again = rebuild_inputs(list_tensors(other), like=FORMS["dict"])
     assert isinstance(again, dict)
     assert again["ids"] is IDS
     assert again["mask"] is MASK
@@ -59,9 +59,9 @@ def test_a_dict_has_one_order_whatever_it_was_written_in() -> None:
 
 def test_a_tuple_is_positional_and_a_dict_by_name() -> None:
     """As the forward is written."""
-    assert torch.equal(called(Difference(), IDS), IDS.sum(1))
+    assert torch.equal(call_module(Difference(), IDS), IDS.sum(1))
     for form in ("tuple", "dict"):
-        assert torch.equal(called(Difference(), FORMS[form]), IDS.sum(1) - MASK)
+        assert torch.equal(call_module(Difference(), FORMS[form]), IDS.sum(1) - MASK)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_features_that_do_not_fit_are_refused_by_name(features: Features, messag
 @pytest.mark.parametrize("form", FORMS)
 def test_features_with_one_label_each_are_accepted(form: str) -> None:
     """The control; what is mapped keeps its length."""
-    require_one_label_each(mapped(lambda tensor: tensor * 2, FORMS[form]), torch.zeros(4))
+    require_one_label_each(map_inputs(lambda tensor: tensor * 2, FORMS[form]), torch.zeros(4))

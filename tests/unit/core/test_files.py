@@ -12,7 +12,7 @@ import pytest
 
 from fedlearn.core.files import (
     create_private,
-    disk_errors,
+    explain_disk_errors,
     make_private_folder,
     sync_folder,
     write_durably,
@@ -140,11 +140,11 @@ def test_names_are_synchronised_after_the_rename(
 
 def test_other_errors_pass(tmp_path: Path) -> None:
     """Only what the disk refuses is renamed."""
-    with pytest.raises(ValueError, match="ours"), disk_errors(tmp_path, raises=StoreError):
+    with pytest.raises(ValueError, match="ours"), explain_disk_errors(tmp_path, raises=StoreError):
         raise ValueError("ours")
     with (
         pytest.raises(StoreError, match=r"cannot read .*: No space left on device"),
-        disk_errors(tmp_path, raises=StoreError, doing="read"),
+        explain_disk_errors(tmp_path, raises=StoreError, doing="read"),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

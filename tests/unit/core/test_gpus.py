@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fedlearn.assembly.choices import choose_device
-from fedlearn.core.gpus import own_gpu
+from fedlearn.core.gpus import find_own_gpu
 from fedlearn.errors import ConfigError
 
 
@@ -20,13 +20,13 @@ def of_torchrun(local_rank: int, started: int) -> dict[str, str]:
 
 @pytest.mark.usefixtures("three_gpus")
 def test_a_gpu_is_that_of_the_rank_on_its_machine() -> None:
-    assert own_gpu({}) == torch.device("cuda", 0)
-    assert own_gpu(of_torchrun(2, 3)) == torch.device("cuda", 2)
+    assert find_own_gpu({}) == torch.device("cuda", 0)
+    assert find_own_gpu(of_torchrun(2, 3)) == torch.device("cuda", 2)
 
 
 def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert own_gpu(of_torchrun(3, 4)) is None
+    assert find_own_gpu(of_torchrun(3, 4)) is None
 
 
 @pytest.mark.usefixtures("three_gpus")
@@ -35,7 +35,7 @@ def test_too_few_are_told_to_every_process(local_rank: int) -> None:
     """The first one, too: it alone prints, and would wait for the others."""
     environ = of_torchrun(local_rank, 4)
     with pytest.raises(ConfigError, match=r"has started 4 processes .*, but there are 3; start 3"):
-        own_gpu(environ)
+        find_own_gpu(environ)
     with pytest.raises(ConfigError, match="there are 3"):
         choose_device("auto", environ)
     assert choose_device("cpu", environ) == torch.device("cpu")

@@ -13,9 +13,9 @@ from fedlearn.core.noise import (
     SecretStream,
     WordT,
     add_discrete_gaussian,
-    discrete_gaussian,
-    largest_sample,
-    proposals_for,
+    bound_sample,
+    build_proposals,
+    sample_discrete_gaussian,
 )
 from fedlearn.core.secret_bytes import SecretBytes
 
@@ -55,7 +55,7 @@ def fits(samples: NDArray[np.int64], *, sigma: float) -> bool:
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_samples_follow_the_distribution(sigma: float) -> None:
     """Each number as often as by its definition, and the exact second moment."""
-    assert fits(discrete_gaussian(sigma, 200_000, source=stream()), sigma=sigma)
+    assert fits(sample_discrete_gaussian(sigma, 200_000, source=stream()), sigma=sigma)
 
 
 @pytest.mark.parametrize(
@@ -67,13 +67,13 @@ def test_samples_follow_the_distribution(sigma: float) -> None:
 )
 def test_noise_of_another_scale_is_caught(sigma: float, factor: float) -> None:
     """The control of the test above: by half as much, by a third less, even by 2 %."""
-    assert not fits(discrete_gaussian(sigma * factor, 200_000, source=stream()), sigma=sigma)
+    assert not fits(sample_discrete_gaussian(sigma * factor, 200_000, source=stream()), sigma=sigma)
 
 
 def test_samples_of_a_large_sigma_have_its_moments_and_fill_the_low_bits() -> None:
     """Blocks of 2**16 numbers and more: variance, kurtosis, and every offset as often."""
     sigma, num = 3.0e6, 400_000
-    samples = discrete_gaussian(sigma, num, source=stream())
+    samples = sample_discrete_gaussian(sigma, num, source=stream())
     scaled = samples / sigma
     assert abs(scaled.mean()) < 5 / math.sqrt(num)
     assert abs((scaled**2).mean() - 1) < 5 * math.sqrt(2 / num)
@@ -84,7 +84,7 @@ def test_samples_of_a_large_sigma_have_its_moments_and_fill_the_low_bits() -> No
 
 def test_no_number_is_left_out_at_the_seam_of_the_signs() -> None:
     """A block of y = -1 ends right below 0: the two sides mirror each other there."""
-    samples = discrete_gaussian(40.0, 2_000_000, source=stream())
+    samples = sample_discrete_gaussian(40.0, 2_000_000, source=stream())
     for number in range(1, 9):
         below, above = (samples == -number).sum(), (samples == number).sum()
         assert abs(int(below) - int(above)) < 5 * math.sqrt(below + above)
@@ -92,16 +92,16 @@ def test_no_number_is_left_out_at_the_seam_of_the_signs() -> None:
 
 def test_two_streams_differ_and_one_key_repeats() -> None:
     """A fresh stream draws a key of its own."""
-    draws = [discrete_gaussian(9.0, 64, source=SecretStream.fresh()) for _ in range(2)]
+    draws = [sample_discrete_gaussian(9.0, 64, source=SecretStream.fresh()) for _ in range(2)]
     assert (draws[0] != draws[1]).any()
-    again = [discrete_gaussian(9.0, 64, source=stream(7)) for _ in range(2)]
+    again = [sample_discrete_gaussian(9.0, 64, source=stream(7)) for _ in range(2)]
     assert (again[0] == again[1]).all()
 
 
 def test_samples_are_added_to_what_is_there() -> None:
     """In 32 bits as in 64, and beyond a block of samples; control: another key adds others."""
-    samples = discrete_gaussian(1000.0, 70_000, source=stream())
-    assert (samples != discrete_gaussian(1000.0, 70_000, source=stream(1))).any()
+    samples = sample_discrete_gaussian(1000.0, 70_000, source=stream())
+    assert (samples != sample_discrete_gaussian(1000.0, 70_000, source=stream(1))).any()
     before = np.arange(70_000) - 35_000
     narrow, wide = before.astype(np.int32), before.astype(np.int64)
     add_discrete_gaussian(narrow, sigma=1000.0, source=stream())
@@ -113,7 +113,7 @@ def test_samples_are_added_to_what_is_there() -> None:
 @pytest.mark.parametrize("sigma", [1e-3, 0.7, 3.2, 1000.0, 2.0**21])
 def test_no_sample_is_beyond_the_largest(sigma: float) -> None:
     """The table's both ends are within it, and its far end is it."""
-    proposals, largest = proposals_for(sigma), largest_sample(sigma)
+    proposals, largest = build_proposals(sigma), bound_sample(sigma)
     s, rows = 1 << proposals.log_s, len(proposals.table)
     lowest, highest = s * proposals.least, s * (proposals.least + rows - 1) + s - 1
     assert -lowest == largest >= highest
@@ -142,7 +142,7 @@ def test_the_table_says_the_distribution_to_128_bits(sigma: float) -> None:
             total, term = total + term, term * halved / k
         return _rounded(_rounded(total) ** 1024)
 
-    proposals = proposals_for(sigma)
+    proposals = build_proposals(sigma)
     s, rows = 1 << proposals.log_s, range(len(proposals.table))
     near = [s * y if y >= 0 else s * y + s - 1 for y in (row + proposals.least for row in rows)]
     weights = [exponential(Fraction(-(x**2)) / (2 * Fraction(sigma) ** 2)) for x in near]
@@ -158,7 +158,7 @@ def _rounded(value: Fraction) -> Fraction:
 
 def test_a_draw_that_the_guide_leaves_open_is_settled_by_the_table() -> None:
     """Both sides of a bound, one unit of 2**-128 apart."""
-    proposals = proposals_for(3.2)
+    proposals = build_proposals(3.2)
     row = int(np.argmax(np.diff(np.array(proposals.table, dtype=float))))
     bound, more = proposals.table[row], 112
 
@@ -173,7 +173,7 @@ def test_a_draw_that_the_guide_leaves_open_is_settled_by_the_table() -> None:
 
 def test_a_proposal_that_32_bits_leave_open_is_settled_by_more() -> None:
     """Just below the chance it is accepted, just above not, and a tie asks again."""
-    proposals = proposals_for(50.0)
+    proposals = build_proposals(50.0)
     x, nearest = 102, 100
     chance = math.exp(-(x**2 - nearest**2) / (2 * 50.0**2))
     level = int(chance * 2**32)
@@ -187,4 +187,4 @@ def test_a_proposal_that_32_bits_leave_open_is_settled_by_more() -> None:
 def test_a_sigma_out_of_range_is_refused(sigma: float) -> None:
     """With the value."""
     with pytest.raises(ValueError, match="sigma is"):
-        discrete_gaussian(sigma, 1, source=stream())
+        sample_discrete_gaussian(sigma, 1, source=stream())

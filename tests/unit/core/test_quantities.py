@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedlearn.core.quantities import duration_text, time_unit
+from fedlearn.core.quantities import choose_time_unit, format_duration
 
 
 @given(st.floats(0, 86400.0 * 99))
 def test_a_duration_fits_its_column(seconds: float) -> None:
     """Eight characters hold any run up to a hundred days."""
-    assert len(duration_text(seconds)) <= 8
+    assert len(format_duration(seconds)) <= 8
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ def test_a_duration_fits_its_column(seconds: float) -> None:
 )
 def test_time_is_in_a_unit_a_person_reads(longest_s: float, unit: str) -> None:
     """No axis says 86,400 seconds."""
-    assert time_unit(longest_s)[0] == unit
+    assert choose_time_unit(longest_s)[0] == unit

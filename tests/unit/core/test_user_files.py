@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.core.user_files import module_in
+from fedlearn.core.user_files import import_file
 
 
 @pytest.fixture(autouse=True)
@@ -20,14 +20,14 @@ def test_a_file_may_import_its_neighbor(tmp_path: Path, monkeypatch: pytest.Monk
     (folder / "model.py").write_text("from layers_of_mine import WIDTH\n")
     (folder / "layers_of_mine.py").write_text("WIDTH = 3\n")
     monkeypatch.chdir(tmp_path)
-    assert module_in(Path("project/model.py")).WIDTH == 3
-    assert module_in(folder / "model.py") is module_in(Path("project/model.py"))
+    assert import_file(Path("project/model.py")).WIDTH == 3
+    assert import_file(folder / "model.py") is import_file(Path("project/model.py"))
 
 
 def test_a_file_that_raises_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):
-        module_in(path)
+        import_file(path)
     path.write_text("WIDTH = 3\n")
-    assert module_in(path).WIDTH == 3
+    assert import_file(path).WIDTH == 3

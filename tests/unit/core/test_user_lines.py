@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import fedlearn.core.user_files
-from fedlearn.core.user_files import module_in
-from fedlearn.core.user_lines import describe_error, user_line
+from fedlearn.core.user_files import import_file
+from fedlearn.core.user_lines import describe_error, find_user_line
 
 SOURCE = """import asyncio, concurrent.futures, dataclasses, functools, json
 import torch
@@ -108,7 +108,7 @@ def test_the_innermost_line_of_the_users_file_is_named(
     source: Path, called: str, named: str
 ) -> None:
     """Not one of the library which it calls, nor one that a library has generated."""
-    assert user_line(error_of(getattr(module_in(source), called))) == line_of(source, named)
+    assert find_user_line(error_of(getattr(import_file(source), called))) == line_of(source, named)
 
 
 def test_a_callback_is_named_although_a_library_wraps_its_error(
@@ -117,8 +117,8 @@ def test_a_callback_is_named_although_a_library_wraps_its_error(
     """The library's error is raised further out than the one that it was raised from."""
     (site_packages / "fedlearn_test_wrapper.py").write_text(WRAPPER)
     wrapper = importlib.import_module("fedlearn_test_wrapper")
-    body = module_in(source).in_torch
-    assert user_line(error_of(lambda: wrapper.call(body))) == line_of(source, "in_torch")
+    body = import_file(source).in_torch
+    assert find_user_line(error_of(lambda: wrapper.call(body))) == line_of(source, "in_torch")
 
 
 def test_an_installed_package_is_a_library_and_an_editable_one_is_the_users(
@@ -133,12 +133,12 @@ def test_an_installed_package_is_a_library_and_an_editable_one_is_the_users(
         (folder / f"{name}.py").write_text("def call(body):\n    body()  # call\n")
         error = error_of(partial(importlib.import_module(name).call, partial(json.loads, "")))
         if folder == project:
-            assert user_line(error) == line_of(folder / f"{name}.py", "call")
+            assert find_user_line(error) == line_of(folder / f"{name}.py", "call")
         else:
-            assert str(user_line(error)).startswith(f"{json.decoder.__file__}:")
+            assert str(find_user_line(error)).startswith(f"{json.decoder.__file__}:")
     fixed = importlib.import_module("fedlearn_test_fixed")
-    error = error_of(partial(fixed.call, module_in(source).in_torch))
-    assert user_line(error) == line_of(source, "in_torch")
+    error = error_of(partial(fixed.call, import_file(source).in_torch))
+    assert find_user_line(error) == line_of(source, "in_torch")
 
 
 @pytest.mark.parametrize("filename", ["<ipython-input-3-0123abcd>", "<stdin>", "<string>"])
@@ -148,25 +148,25 @@ def test_a_cell_of_a_notebook_is_the_users(filename: str) -> None:
     exec(compile("import json\ndef load():\n    json.loads('')", filename, "exec"), names)  # noqa: S102 - as a notebook does
     load = names["load"]
     assert callable(load)
-    assert user_line(error_of(load)) == f"{filename}:3, in load"
+    assert find_user_line(error_of(load)) == f"{filename}:3, in load"
 
 
 def test_without_a_line_of_the_users_or_a_librarys_it_is_fedlearns() -> None:
     """An error of ours: the user's files are not where to look."""
-    place = str(user_line(error_of(partial(module_in, Path("none.txt")))))
+    place = str(find_user_line(error_of(partial(import_file, Path("none.txt")))))
     assert place.startswith(f"{fedlearn.core.user_files.__file__}:")
 
 
 def test_a_file_that_is_no_python_is_named_itself(source: Path) -> None:
     """None of its lines was reached."""
     source.write_text("\n\nx = = 1\n")
-    assert user_line(error_of(partial(module_in, source))) == f"{source}:3"
+    assert find_user_line(error_of(partial(import_file, source))) == f"{source}:3"
 
 
 def test_the_line_that_a_thread_has_reached_is_named() -> None:
     """Here it is that of this test."""
     here = sys._getframe()  # noqa: SLF001 - no other way
-    assert user_line(here) == f"{__file__}:{here.f_lineno}, in {here.f_code.co_name}"
+    assert find_user_line(here) == f"{__file__}:{here.f_lineno}, in {here.f_code.co_name}"
 
 
 def test_without_any_line_there_are_the_words_alone() -> None:

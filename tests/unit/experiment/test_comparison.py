@@ -9,7 +9,7 @@ import pytest
 from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
-from fedlearn.core.quantities import number_text
+from fedlearn.core.quantities import format_number
 from fedlearn.experiment.comparison import Comparison, Measure, compare
 from fedlearn.experiment.history import History, series
 from fedlearn.experiment.summary import Counts, summarize
@@ -318,7 +318,7 @@ def test_a_hostile_name_cannot_steer_the_terminal() -> None:
 def test_the_better_of_two(a: float, b: float, less: object, better: str | None) -> None:
     """A run without a value loses; of equal values neither is better."""
     assert less is None or isinstance(less, bool)
-    measure = Measure(name="m", a=a, b=b, text=number_text, less_is_better=less)
+    measure = Measure(name="m", a=a, b=b, text=format_number, less_is_better=less)
     assert measure.better() == better
 
 

@@ -14,7 +14,7 @@ from sqlalchemy import update
 from fedlearn.assembly import build_deployment
 from fedlearn.config import Config, from_mapping, load, resolve_addresses
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.json_values import leaves
+from fedlearn.core.json_values import iterate_leaves
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.progress import JsonProgress
@@ -70,7 +70,7 @@ def rewrite(database: Database, name: str, change: Callable[[Tree], Tree]) -> No
 def test_every_key_may_be_younger_than_a_run() -> None:
     """For each key, its default gives the behaviour of versions without it."""
     tree = tree_of(Config())
-    for key in [key for key, _ in leaves(tree)]:
+    for key in [key for key, _ in iterate_leaves(tree)]:
         assert config_of(replace(RUN, config=without(tree, key))) == Config(), key
 
 

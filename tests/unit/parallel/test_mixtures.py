@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.parallel.mixtures import Mixture, passes_over
@@ -32,7 +32,7 @@ def _mixture(weights: list[float], *, num_examples: int = 7) -> Mixture:
 
 def _read(mixture: Mixture, positions: range) -> list[tuple[int, float]]:
     features, labels = mixture.batch(positions)
-    return list(zip(labels.tolist(), only(features).tolist(), strict=True))
+    return list(zip(labels.tolist(), require_single_input(features).tolist(), strict=True))
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_each_stream_is_read_in_its_own_order() -> None:
     for number, stream in enumerate(mixture.streams):
         mine = [feature for owner, feature in read if owner == number]
         features, _ = stream.batch(range(len(mine)))
-        assert only(features).tolist() == mine
+        assert require_single_input(features).tolist() == mine
 
 
 def test_places_inside_a_block_are_dealt_out() -> None:
@@ -104,7 +104,7 @@ def test_a_small_share_has_its_part_of_a_longer_block() -> None:
 
 def test_one_data_set_is_a_mixture_and_the_length_is_the_sum() -> None:
     alone = _mixture([3.0])
-    assert [feature for _, feature in _read(alone, range(7))] == only(
+    assert [feature for _, feature in _read(alone, range(7))] == require_single_input(
         alone.streams[0].batch(range(7))[0]
     ).tolist()
     assert (len(alone), len(_mixture([1, 1, 1]))) == (7, 7 + 8 + 9)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.parallel.mixtures import Mixture
@@ -94,7 +94,9 @@ def _read(stream: Stream, *, num_workers: int, steps: range) -> list[tuple[Tenso
         device=_CPU,
         check=_take_any,
     ) as batches:
-        return [(only(features).clone(), labels.clone()) for features, labels in batches]
+        return [
+            (require_single_input(features).clone(), labels.clone()) for features, labels in batches
+        ]
 
 
 @pytest.mark.slow
@@ -113,7 +115,7 @@ def test_batches_are_those_of_the_stream(tmp_path: Path, num_workers: int) -> No
         assert len(read) == len(steps)
         for step, (features, labels) in zip(steps, read, strict=True):
             expected, numbers = stream.batch(_second_half(step))
-            assert torch.equal(features, only(expected))
+            assert torch.equal(features, require_single_input(expected))
             assert torch.equal(labels, numbers)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.parallel.streams import LastUsed, Shuffled, passes
 from fedlearn.training.local_data import TensorData
@@ -48,7 +48,7 @@ def test_positions_are_the_same_however_they_are_cut(num_examples: int, cuts: li
 
 def test_features_stay_with_their_labels() -> None:
     features, labels = _stream(30).batch(range(70))
-    assert torch.equal(only(features), labels.float())
+    assert torch.equal(require_single_input(features), labels.float())
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.parallel.table_stream import TableFiles, TableStream
@@ -40,7 +40,7 @@ def _written(folder: Path, *, sizes: list[int]) -> Path:
 
 def _labels(stream: TableStream, positions: range) -> list[int]:
     features, labels = stream.batch(positions)
-    assert only(features)[:, 0].tolist() == labels.tolist()
+    assert require_single_input(features)[:, 0].tolist() == labels.tolist()
     found: list[int] = labels.tolist()
     return found
 

@@ -17,7 +17,7 @@ from fedlearn.core.codec import encode
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Params
-from fedlearn.core.reported import MAX_METRICS
+from fedlearn.core.reported_metrics import MAX_METRICS
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.updates import MAX_EXAMPLES
 from fedlearn.transport.memory import Handler, MemoryChannel

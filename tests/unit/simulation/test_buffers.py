@@ -23,7 +23,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.core.soundness import unsound
+from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.engine import Engine
@@ -298,7 +298,7 @@ def test_failures_are_told_and_others_take_their_place() -> None:
         for each in one.participations
         if each.status is Status.FAILED
     }
-    assert reasons == {7: DROPPED_OUT, 4: unsound("delta")}
+    assert reasons == {7: DROPPED_OUT, 4: describe_unsound("delta")}
 
 
 def test_a_round_that_nobody_fills_has_no_aggregate() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
@@ -535,7 +535,9 @@ def test_features_that_are_several_inputs_are_not_fused(tmp_path: Path) -> None:
     """A chain takes one tensor; the other executors pass the inputs as the features define them."""
     of_one = job(chain, num_clients=1)
     assert isinstance(of_one.population, ArrayPopulation)
-    by_name = replace(of_one.population, features={"input": only(of_one.population.features)})
+    by_name = replace(
+        of_one.population, features={"input": require_single_input(of_one.population.features)}
+    )
     several = replace(of_one, population=by_name)
     says = "the features are input 'input', where one tensor is needed"
     clock = Ticking(9.0, 1.0, 1.0, 9.0, 4.0, 4.0)

@@ -29,7 +29,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.core.soundness import is_sound, unsound
+from fedlearn.core.soundness import describe_unsound, is_sound
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.engine import Engine, deal, shared
 from fedlearn.simulation.executors.base import Trained, Work
@@ -164,7 +164,7 @@ def test_diverged_clients_are_quarantined_and_replaced(value: float, block_size:
     assert with_status(collected, Status.FAILED) == [1, 4, 6]
     assert with_status(collected, Status.LATE) == [9, 10, 11]
     reasons = {p.reason for p in collected.participations if p.status is Status.FAILED}
-    assert reasons == {unsound("delta")}
+    assert reasons == {describe_unsound("delta")}
     assert mean_of(collected).tolist() == pytest.approx([25 / 6] * 2)
     assert [c for block in executor.blocks for c in block] == list(range(9))
 

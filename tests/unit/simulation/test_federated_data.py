@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
-from fedlearn.core.features import Features, Inputs, only
+from fedlearn.core.features import Features, Inputs, require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.experiment.simulate import simulate
@@ -60,7 +60,9 @@ def _rows(data: FederatedData) -> list[list[float]]:
     result = []
     for client in range(data.population.num_clients):
         loaded = data.population.load(np.array([client]))
-        result.append(sorted(only(loaded.features)[torch.from_numpy(loaded.rows), 0].tolist()))
+        result.append(
+            sorted(require_single_input(loaded.features)[torch.from_numpy(loaded.rows), 0].tolist())
+        )
     return result
 
 
@@ -68,11 +70,11 @@ def test_arrays_are_divided_into_clients_and_a_test_set() -> None:
     """Every example belongs to one client or to the test set, which has a fifth of each class."""
     data = _from_arrays()
     clients = _rows(data)
-    everything = sorted(sum(clients, only(data.test.features)[:, 0].tolist()))
+    everything = sorted(sum(clients, require_single_input(data.test.features)[:, 0].tolist()))
     assert everything == _FEATURES[:, 0].tolist()
     assert torch.bincount(data.test.labels).tolist() == [4, 4, 4]
-    assert only(data.stored_test.features).dtype == torch.float64
-    assert only(data.test.features).dtype == torch.float32
+    assert require_single_input(data.stored_test.features).dtype == torch.float64
+    assert require_single_input(data.test.features).dtype == torch.float32
     assert data.feature_shape == (2,)
     assert data.test.num_classes == 3
 
@@ -141,8 +143,8 @@ def test_features_keep_their_dtype_in_memory(given: str, kept: torch.dtype) -> N
     features = (_FEATURES % 2).astype(given)
     data = _from_arrays(features=features, labels=_LABELS.tolist())
     assert (
-        only(data.stored_test.features).dtype
-        == only(data.population.load(_FIRST).features).dtype
+        require_single_input(data.stored_test.features).dtype
+        == require_single_input(data.population.load(_FIRST).features).dtype
         == kept
     )
     assert data.test.labels.dtype == torch.int64
@@ -154,7 +156,9 @@ def test_the_callers_array_is_not_shared() -> None:
     data = from_arrays(mine, _LABELS, partition=Iid(4), test=(mine, _LABELS), seed=0)
     mine[:] = -1.0
     assert (
-        only(data.test.features).min() == only(data.population.load(_FIRST).features).min() == 0.0
+        require_single_input(data.test.features).min()
+        == require_single_input(data.population.load(_FIRST).features).min()
+        == 0.0
     )
 
 
@@ -240,7 +244,7 @@ def test_a_torch_dataset_is_divided_by_the_labels_given() -> None:
     )
     assert _rows(data) == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0, 10.0, 11.0]]
     assert data.test.num_classes == 5
-    assert only(data.test.features)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert require_single_input(data.test.features)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_a_torch_dataset_that_does_not_fit_is_refused() -> None:
@@ -268,7 +272,9 @@ def test_an_npz_equals_its_arrays(tmp_path: Path) -> None:
     )
     made = _from_arrays(partition=Natural(), groups=_LABELS * 10, seed=3)
     assert _rows(read) == _rows(made)
-    assert torch.equal(only(read.test.features), only(made.test.features))
+    assert torch.equal(
+        require_single_input(read.test.features), require_single_input(made.test.features)
+    )
 
 
 def _from_archive(path: Path, *, test: tuple[str, str] | float) -> FederatedData:
@@ -680,8 +686,8 @@ def test_users_with_a_row_each_are_not_lost_to_the_test_set(
     num_held_out = len(data.test.labels)
     assert data.population.num_examples(np.arange(100)).sum() + num_held_out == 760
     unmoved = from_arrays(x, y, partition=Iid(3), test_fraction=0.2, seed=0)
-    given_back = set(only(unmoved.test.features)[:, 0].tolist()) - set(
-        only(data.test.features)[:, 0].tolist()
+    given_back = set(require_single_input(unmoved.test.features)[:, 0].tolist()) - set(
+        require_single_input(data.test.features)[:, 0].tolist()
     )
     assert {users[int(row)] >= 60 for row in given_back} == {True}
     assert f"all examples of {len(given_back)} of 100 clients, such as user-0" in (
@@ -693,5 +699,7 @@ def test_no_warning_where_no_user_is_lost(capsys: pytest.CaptureFixture[str]) ->
     """Users with enough examples are divided as before."""
     plain = _from_arrays()
     grouped = _from_arrays(groups=np.arange(60) // 20, partition=Natural())
-    assert torch.equal(only(plain.test.features), only(grouped.test.features))
+    assert torch.equal(
+        require_single_input(plain.test.features), require_single_input(grouped.test.features)
+    )
     assert "clients_keep" not in capsys.readouterr().out

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.parquet import (
@@ -79,7 +79,7 @@ def _parquet(
 def _clients(loaded: ClientRows) -> Iterator[tuple[Tensor, Tensor]]:
     for start, end in zip(loaded.offsets[:-1], loaded.offsets[1:], strict=True):
         rows = torch.from_numpy(loaded.rows[start:end])
-        yield only(loaded.features)[rows], loaded.labels[rows]
+        yield require_single_input(loaded.features)[rows], loaded.labels[rows]
 
 
 def _assert_owners(population: Population, *, asked: list[int]) -> None:
@@ -139,8 +139,8 @@ def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
     population = _parquet(_written(tmp_path / "t.parquet", table=table), columns=columns)
     _assert_owners(population, asked=[3, 2])
     loaded = population.load(np.array([2]))
-    assert only(loaded.features).shape == (3, 1, 2)
-    assert only(loaded.features).dtype == torch.float64
+    assert require_single_input(loaded.features).shape == (3, 1, 2)
+    assert require_single_input(loaded.features).dtype == torch.float64
 
 
 def test_the_cache_keeps_the_row_groups_used_last(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
     population = _parquet(path, columns=columns, cache_bytes=10**6)
     assert pa.total_allocated_bytes() - before < 2_000_000
     for client in range(0, 20_000, 4000):
-        assert only(population.load(np.array([client])).features).shape == (4, 100)
+        assert require_single_input(population.load(np.array([client])).features).shape == (4, 100)
     assert pa.total_allocated_bytes() - before < 2_000_000
 
 
@@ -310,9 +310,11 @@ def test_nested_lists_become_images(tmp_path: Path) -> None:
     path = _written(tmp_path / "t.parquet", table=table)
     columns = _of_file(path)
     assert columns.inputs[0].shape == (2, 3)
-    assert torch.equal(only(read_parquet(path, columns=columns).features), pixels.reshape(8, 2, 3))
+    assert torch.equal(
+        require_single_input(read_parquet(path, columns=columns).features), pixels.reshape(8, 2, 3)
+    )
     second = _parquet(path, columns=columns).load(np.array([1])).features
-    assert torch.equal(only(second), pixels.reshape(8, 2, 3)[2:4])
+    assert torch.equal(require_single_input(second), pixels.reshape(8, 2, 3)[2:4])
 
 
 def test_an_index_that_pandas_wrote_is_no_feature(tmp_path: Path) -> None:
@@ -349,7 +351,7 @@ def test_a_test_table_is_read_whole_without_a_client_column(tmp_path: Path) -> N
     _written(tmp_path / "0.parquet", table=table.slice(0, 5), row_group_size=2)
     _written(tmp_path / "1.parquet", table=table.slice(5))
     examples = read_parquet(tmp_path, columns=_COLUMNS)
-    assert only(examples.features)[:, 0].tolist() == np.sort(_OWNERS).tolist()
+    assert require_single_input(examples.features)[:, 0].tolist() == np.sort(_OWNERS).tolist()
     assert examples.labels.tolist() == (np.sort(_OWNERS) % 3).tolist()
     assert (examples.num_classes, examples.groups) == (3, None)
     floats = table.set_column(1, "digit", pa.array(np.linspace(0.0, 1.0, 8)))
@@ -364,7 +366,7 @@ def test_fractions_are_not_cut_off_to_the_integers_of_another_file(tmp_path: Pat
     whole = pa.table({"user": owners, "age": owners, "digit": owners % 3})
     path = _written(tmp_path / "0.parquet", table=whole)
     columns = _of_file(path)
-    assert only(read_parquet(path, columns=columns).features).dtype == torch.int64
+    assert require_single_input(read_parquet(path, columns=columns).features).dtype == torch.int64
     halves = whole.set_column(1, "age", pa.array(owners + 0.5))
     _written(tmp_path / "1.parquet", table=halves)
     with pytest.raises(DataError, match=r"'age' is double, which torch\.int64 would round"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from fedlearn.core.features import Features, only
+from fedlearn.core.features import Features, require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.partition import Iid, Partition
@@ -53,7 +53,7 @@ def _arrays(
 def _clients(loaded: ClientRows) -> Iterator[tuple[Tensor, Tensor]]:
     for start, end in zip(loaded.offsets[:-1], loaded.offsets[1:], strict=True):
         rows = torch.from_numpy(loaded.rows[start:end])
-        yield only(loaded.features)[rows], loaded.labels[rows]
+        yield require_single_input(loaded.features)[rows], loaded.labels[rows]
 
 
 def _assert_owners(population: Population, *, asked: list[int]) -> None:

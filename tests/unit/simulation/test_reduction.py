@@ -15,7 +15,7 @@ from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-from fedlearn.core.soundness import unsound
+from fedlearn.core.soundness import describe_unsound
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
 
 PARAMS = Params.of(nn.Linear(2, 1))
@@ -95,7 +95,7 @@ def test_what_is_not_sound_is_left_out(reduction: Reduction, lane: str, value: f
     updates = block([1, 2, 3])
     updates.lanes[lane][1][-1] = value
     reduction.begin(places(1, 2, 3), Alone())
-    assert fold(reduction, updates, 0, 1, 2) == [None, unsound(lane), None]
+    assert fold(reduction, updates, 0, 1, 2) == [None, describe_unsound(lane), None]
     end(reduction)
     aggregate = reduction.close()
     assert aggregate.num_clients == 2

@@ -16,7 +16,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-from fedlearn.core.soundness import unsound
+from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.round import (
     RoundPlan,
     RoundResult,
@@ -136,7 +136,7 @@ def test_nothing_is_counted_twice_and_nothing_is_lost(late: LateUpdates) -> None
     assert len(executor.trained) == len(set(executor.trained))
     assert len(counted) == sum(client != 5 for client, _ in executor.trained)
     reasons = {row.reason for _, row in rows(rounds) if row.status is Status.FAILED}
-    assert reasons == {DROPPED_OUT, unsound("delta")}
+    assert reasons == {DROPPED_OUT, describe_unsound("delta")}
     assert {row.status for _, row in rows(rounds)} >= {Status.REPORTED, Status.LATE, Status.FAILED}
 
 

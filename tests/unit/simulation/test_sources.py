@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation import sources
@@ -48,10 +48,13 @@ def _examples(path: Path, *, groups: str | None = "who") -> Examples:
 def test_digits_are_split_by_class_and_scaled() -> None:
     """A fifth of every class is held out, and pixels are in [0, 1]."""
     data = digits(test_fraction=0.2, seed=Seed(0))
-    assert only(data.train.features).shape == (1438, 64)
-    assert only(data.test.features).shape == (359, 64)
-    assert only(data.train.features).dtype == torch.float32
-    assert [float(extreme) for extreme in only(data.train.features).aminmax()] == [0.0, 1.0]
+    assert require_single_input(data.train.features).shape == (1438, 64)
+    assert require_single_input(data.test.features).shape == (359, 64)
+    assert require_single_input(data.train.features).dtype == torch.float32
+    assert [float(extreme) for extreme in require_single_input(data.train.features).aminmax()] == [
+        0.0,
+        1.0,
+    ]
     train, test = (torch.bincount(part.labels).float() for part in (data.train, data.test))
     assert (test / (train + test)).sub(0.2).abs().max() < 0.004
 
@@ -61,7 +64,7 @@ def test_the_digits_are_those_of_scikit_learn() -> None:
     """scikit-learn reads the same values, but must be imported first."""
     pixels, classes = import_module("sklearn.datasets").load_digits(return_X_y=True)
     data = digits(test_fraction=0.2, seed=Seed(0))
-    ours = torch.cat([only(part.features) for part in (data.train, data.test)])
+    ours = torch.cat([require_single_input(part.features) for part in (data.train, data.test)])
     labels = torch.cat([data.train.labels, data.test.labels])
     found = torch.cat([ours * 16.0, labels[:, None]], dim=1).int().tolist()
     expected = np.column_stack([pixels, classes]).astype(int).tolist()
@@ -80,7 +83,8 @@ def test_digits_that_are_not_there_are_said_to_be_missing(monkeypatch: pytest.Mo
 def test_the_seed_alone_decides_what_is_held_out() -> None:
     """The same seed holds out the same digits, and another seed holds out others."""
     first, again, other = (
-        only(digits(test_fraction=0.2, seed=Seed(value)).test.features) for value in (0, 0, 1)
+        require_single_input(digits(test_fraction=0.2, seed=Seed(value)).test.features)
+        for value in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -100,10 +104,12 @@ def test_a_split_holds_out_of_every_class_alike_and_keeps_rows_together() -> Non
     labels = torch.tensor([0] * 80 + [1] * 20)
     data = _labelled(labels, num_classes=2).split(fraction=0.1, seed=Seed(0))
     assert torch.bincount(data.test.labels).tolist() == [8, 2]
-    rows = torch.cat([only(part.features)[:, 0].long() for part in (data.train, data.test)])
+    rows = torch.cat(
+        [require_single_input(part.features)[:, 0].long() for part in (data.train, data.test)]
+    )
     assert sorted(rows.tolist()) == list(range(100))
     for part in (data.train, data.test):
-        kept = only(part.features)[:, 0].long()
+        kept = require_single_input(part.features)[:, 0].long()
         assert torch.equal(part.labels, labels[kept])
         assert part.groups is not None
         assert part.groups.tolist() == (kept % 7).tolist()
@@ -160,9 +166,9 @@ def test_mnist_keeps_its_writers(tmp_path: Path) -> None:
     """Features are images in [0, 1]; groups are the writers; the file may have any name."""
     path = _mnist(tmp_path).rename(tmp_path / "written.npz")
     images = mnist_by_writer(path)
-    assert only(images.train.features).shape == (6, 1, 28, 28)
-    assert only(images.test.features).shape == (3, 1, 28, 28)
-    assert 0.9 < only(images.train.features).max() <= 1.0
+    assert require_single_input(images.train.features).shape == (6, 1, 28, 28)
+    assert require_single_input(images.test.features).shape == (3, 1, 28, 28)
+    assert 0.9 < require_single_input(images.train.features).max() <= 1.0
     assert images.train.labels.tolist() == [0, 1, 2, 3, 4, 5]
     assert images.train.groups is not None
     assert images.train.groups.tolist() == [0, 0, 1, 1, 2, 2]
@@ -176,7 +182,7 @@ def test_the_real_mnist_has_539_writers_and_others_in_the_test() -> None:
     assert data.test.groups is not None
     train, test = (set(part.tolist()) for part in (data.train.groups, data.test.groups))
     assert (len(train), len(test), len(train & test)) == (539, 297, 0)
-    assert only(data.train.features).shape == (60_000, 1, 28, 28)
+    assert require_single_input(data.train.features).shape == (60_000, 1, 28, 28)
 
 
 @_NEEDS_DATA
@@ -193,7 +199,7 @@ def test_the_real_traces_carry_a_model() -> None:
 def test_an_archive_gives_features_labels_and_groups(tmp_path: Path) -> None:
     """Bytes become float32 and whole labels int64; groups are unchanged."""
     examples = _examples(_archive(tmp_path / "d.npz"))
-    assert torch.equal(only(examples.features), torch.arange(24.0).reshape(6, 2, 2))
+    assert torch.equal(require_single_input(examples.features), torch.arange(24.0).reshape(6, 2, 2))
     assert examples.labels.tolist() == [0, 1, 0, 1, 0, 1]
     assert examples.groups is not None
     assert examples.groups.tolist() == ["a", "a", "b", "b", "c", "c"]

@@ -22,7 +22,7 @@ from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.core.soundness import unsound
+from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.population import BootstrapPopulation
@@ -147,7 +147,7 @@ def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
     assert trained == [0, 1, 2]
     assert closed_s == 2.0
     assert [row.status for row in rows] == ["reported", "failed", "reported", "late", "late"]
-    assert rows[1].reason == unsound("delta")
+    assert rows[1].reason == describe_unsound("delta")
 
 
 def test_a_client_that_drops_is_never_trained() -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 import fedlearn as fl
 from fedlearn.client import TorchTrainer
-from fedlearn.core.features import named
+from fedlearn.core.features import name_inputs
 from fedlearn.errors import DataError
 from fedlearn.training.local_data import read_rows
 
@@ -48,7 +48,7 @@ def image(index: int) -> torch.Tensor:
 
 def read(dataset: Any) -> tuple[Mapping[str, torch.Tensor], torch.Tensor]:
     features, labels = read_rows(dataset, rows=np.array([4, 1]), key=0)
-    return named(features), labels
+    return name_inputs(features), labels
 
 
 IMAGES = torch.stack([image(4), image(1)])

@@ -9,7 +9,7 @@ import pyarrow.ipc
 import pytest
 import torch
 
-from fedlearn.core.features import only
+from fedlearn.core.features import require_single_input
 from fedlearn.errors import DataError
 from fedlearn.training.tables import RowGroups, Table, columns_of_file
 from tests.tables import WIDTH, table, write
@@ -29,8 +29,8 @@ def _rows(path: Path, *, cache_bytes: int = 10**6) -> RowGroups:
 def _assert_rows(rows: RowGroups, asked: list[int]) -> None:
     features, labels = rows.take(np.array(asked, np.int64))
     assert labels.tolist() == asked
-    assert only(features)[:, 0].tolist() == asked
-    assert only(features).shape == (len(asked), WIDTH)
+    assert require_single_input(features)[:, 0].tolist() == asked
+    assert require_single_input(features).shape == (len(asked), WIDTH)
 
 
 def _replaced(column: str, values: pa.Array) -> pa.Table:

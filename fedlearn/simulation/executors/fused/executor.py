@@ -29,7 +29,7 @@ from fedlearn.algorithms.local import (
     takes_flat,
 )
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weights
-from fedlearn.core.features import Features, only
+from fedlearn.core.features import Features, require_single_input
 from fedlearn.core.params import Layout
 from fedlearn.errors import DataError
 from fedlearn.simulation.executors.base import (
@@ -79,7 +79,7 @@ def describe_misfit(
     if labels.dim() != 1 or labels.dtype != torch.int64:
         return f"labels are {labels.dtype} {list(labels.shape)}, not one int64 class an example"
     try:
-        tensor = only(features)
+        tensor = require_single_input(features)
         outputs = chain.shapes(tuple(tensor.shape[1:]))[-1]
     except (DataError, ValueError) as error:
         return str(error)
@@ -175,7 +175,7 @@ class FusedExecutor:
         not allocate memory again and again.
         """
         _, num_clients, batch_size = work.schedule.weights_TKB.shape
-        shape, like = tuple(only(work.features).shape[1:]), work.params.vector
+        shape, like = tuple(require_single_input(work.features).shape[1:]), work.params.vector
         last = self._last
         if last is not None and last.example_shape == shape and last.device == like.device:
             if num_clients <= last.num_clients and batch_size <= last.batch_size:
@@ -201,7 +201,7 @@ def _train(
 ) -> NDArray[np.float64]:
     """Train the clients in ``workspace`` and return their mean losses, each before its step."""
     plan, stack, is_flat = work.schedule, workspace.stack, takes_flat(work.local)
-    features_NF = only(work.features).flatten(1)
+    features_NF = require_single_input(work.features).flatten(1)
     weights_TKB = batch_weights(
         objective, work.labels, rows_TKB=plan.rows_TKB, weights_TKB=plan.weights_TKB
     )

@@ -10,18 +10,18 @@ MAX_METRICS = 64
 MAX_NAME = 64
 
 
-def named(metrics: Mapping[str, float]) -> dict[str, float]:
+def select_recordable(metrics: Mapping[str, float]) -> dict[str, float]:
     """Select the metrics of a reply that may be recorded, limiting their number and their names.
 
     Example:
-        >>> named({"grad_norm": 0.5, "": 1.0, "x" * 65: 1.0})
+        >>> select_recordable({"grad_norm": 0.5, "": 1.0, "x" * 65: 1.0})
         {'grad_norm': 0.5}
     """
     sound = [name for name in metrics if 0 < len(name) <= MAX_NAME and name.isprintable()]
     return {name: metrics[name] for name in sound[:MAX_METRICS]}
 
 
-def usual(num_named: Mapping[str, int], *, num_replies: int) -> list[str]:
+def list_majority_names(num_named: Mapping[str, int], *, num_replies: int) -> list[str]:
     """Return the names that more than half of the replies have, sorted.
 
     A name that only few clients report is a mistake or an attack, not a measurement. There are
@@ -45,7 +45,7 @@ class WeightedMeans:
         ``loss`` is left out: it is recorded in the client's participation.
         """
         self.num_replies += 1
-        for name, value in named(metrics).items():
+        for name, value in select_recordable(metrics).items():
             if name != "loss" and math.isfinite(value):
                 self._sums[name] = self._sums.get(name, 0.0) + num_examples * value
                 self._weights[name] = self._weights.get(name, 0) + num_examples
@@ -56,6 +56,6 @@ class WeightedMeans:
 
         Only of names that more than half of the reports have, and only finite means.
         """
-        names = usual(self._counts, num_replies=self.num_replies)
+        names = list_majority_names(self._counts, num_replies=self.num_replies)
         means = {name: self._sums[name] / self._weights[name] for name in names}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}
