@@ -13,6 +13,7 @@ from fedlearn.core.mkl_environment import prepare_for_mkl
 if TYPE_CHECKING:
     from fedlearn.algorithms.adam import LocalAdam as LocalAdam
     from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
+    from fedlearn.algorithms.aggregations import iter_spans as iter_spans
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
@@ -20,10 +21,15 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.lanes import LaneSpec as LaneSpec
     from fedlearn.algorithms.lanes import Over as Over
     from fedlearn.algorithms.lanes import Updates as Updates
+    from fedlearn.algorithms.lanes import stack_rows as stack_rows
     from fedlearn.algorithms.local import LocalSgd as LocalSgd
     from fedlearn.algorithms.local import LocalUpdate as LocalUpdate
+    from fedlearn.algorithms.local import LocalUpdateWrapper as LocalUpdateWrapper
     from fedlearn.algorithms.local import LocalWork as LocalWork
     from fedlearn.algorithms.local import MemorySpec as MemorySpec
+    from fedlearn.algorithms.local import Moment as Moment
+    from fedlearn.algorithms.local import add_scaled as add_scaled
+    from fedlearn.algorithms.local import flatten_rows as flatten_rows
     from fedlearn.algorithms.median import CoordinateMedian as CoordinateMedian
     from fedlearn.algorithms.metrics import R2 as R2
     from fedlearn.algorithms.metrics import BinaryAuc as BinaryAuc
@@ -52,10 +58,17 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.sampling import CyclicSampler as CyclicSampler
     from fedlearn.algorithms.sampling import PoissonSampler as PoissonSampler
     from fedlearn.algorithms.sampling import UniformSampler as UniformSampler
+    from fedlearn.algorithms.server_optimizers import SecondMoment as SecondMoment
+    from fedlearn.algorithms.server_optimizers import ServerAdaptive as ServerAdaptive
+    from fedlearn.algorithms.server_optimizers import ServerOptimizer as ServerOptimizer
+    from fedlearn.algorithms.server_optimizers import ServerSgd as ServerSgd
     from fedlearn.algorithms.staleness import StalenessWeight as StalenessWeight
-    from fedlearn.algorithms.strategy import Stepped as Stepped
+    from fedlearn.algorithms.strategy import StepResult as StepResult
     from fedlearn.algorithms.strategy import Strategy as Strategy
+    from fedlearn.algorithms.strategy import StrategyWrapper as StrategyWrapper
     from fedlearn.algorithms.transforms import ClippedUpdates as ClippedUpdates
+    from fedlearn.algorithms.transforms import Transform as Transform
+    from fedlearn.core.randomness import Seed as Seed
     from fedlearn.errors import FedlearnError as FedlearnError
     from fedlearn.experiment.run import Run as Run
     from fedlearn.experiment.simulate import simulate as simulate
@@ -79,11 +92,14 @@ if TYPE_CHECKING:
 #: Public names by the module from which they are imported at their first use.
 _HOME = {
     "algorithms.adam": "LocalAdam",
-    "algorithms.aggregations": "WeightedMean",
+    "algorithms.aggregations": "WeightedMean iter_spans",
     "algorithms.asynchronous": "Asynchrony Buffered",
     "algorithms.gradient_clipping": "ClippedGradients",
-    "algorithms.lanes": "Aggregate LaneSpec Over Updates",
-    "algorithms.local": "LocalSgd LocalUpdate LocalWork MemorySpec",
+    "algorithms.lanes": "Aggregate LaneSpec Over Updates stack_rows",
+    "algorithms.local": (
+        "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled "
+        "flatten_rows"
+    ),
     "algorithms.median": "CoordinateMedian",
     "algorithms.metrics": "R2 BinaryAuc BinaryF1 Metric",
     "algorithms.objectives": "BinaryCrossEntropy CrossEntropy CustomLoss MeanSquaredError",
@@ -95,8 +111,10 @@ _HOME = {
     ),
     "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler",
     "algorithms.staleness": "StalenessWeight",
-    "algorithms.strategy": "Stepped Strategy",
-    "algorithms.transforms": "ClippedUpdates",
+    "algorithms.strategy": "StepResult Strategy StrategyWrapper",
+    "algorithms.server_optimizers": "SecondMoment ServerAdaptive ServerOptimizer ServerSgd",
+    "algorithms.transforms": "ClippedUpdates Transform",
+    "core.randomness": "Seed",
     "errors": "FedlearnError",
     "experiment.run": "Run",
     "experiment.simulate": "simulate",

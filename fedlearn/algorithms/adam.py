@@ -14,7 +14,7 @@ from fedlearn.algorithms.local import (
     MemorySpec,
     Moment,
     Tensors,
-    sums,
+    add_scaled,
 )
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.ranges import BelowOne, NotNegative, Positive
@@ -74,7 +74,7 @@ class LocalAdam(LocalWork):
         if self.weight_decay and self.decoupled:
             torch._foreach_mul_(list(x), 1.0 - rate * self.weight_decay)
         elif self.weight_decay:
-            directions = sums(directions, x, factor=self.weight_decay)
+            directions = add_scaled(directions, x, factor=self.weight_decay)
         num_steps = list(memory["num_steps"])
         torch._foreach_add_(num_steps, 1.0)
         steps_KT = torch.cat(num_steps, dim=1).double()  # T tensors

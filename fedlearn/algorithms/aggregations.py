@@ -63,7 +63,7 @@ class FullAggregation(Protocol):
 
         Args:
             updates: Updates of all clients that count, at least one, in order of arrival. Do not
-                write to the rows; :func:`spans` iterates over them in bounded memory.
+                write to the rows; :func:`iter_spans` iterates over them in bounded memory.
         """
 
 
@@ -220,11 +220,11 @@ def require_weighted_mean(aggregation: object) -> WeightedMean:
     raise ConfigError(f"{problem}; aggregate by fl.WeightedMean, or switch secure aggregation off")
 
 
-def spans(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
+def iter_spans(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
     """Iterate over B rows of n numbers in bounded memory: yield column slices and values [B, span].
 
     Example:
-        >>> [(part.start, values.tolist()) for part, values in spans([torch.ones(2)])]
+        >>> [(part.start, values.tolist()) for part, values in iter_spans([torch.ones(2)])]
         [(0, [[1.0, 1.0]])]
     """
     size = rows[0].numel()

@@ -38,17 +38,17 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Over
 from fedlearn.algorithms.local import (
     MODEL,
-    Around,
     LocalSgd,
     LocalUpdate,
+    LocalUpdateWrapper,
     Memory,
     MemorySpec,
     Moment,
     Tensors,
-    sums,
+    add_scaled,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.algorithms.strategy import State, StepResult, Strategy
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, NotNegative, Ranged
 
@@ -56,7 +56,7 @@ _OWN, _HAS_OWN, _PULLED = "own_model", "has_own_model", "is_pulled"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElasticForce(Ranged, Around):
+class ElasticForce(Ranged, LocalUpdateWrapper):
     r"""SGD on the client's own model :math:`W_i`, which the first step pulls to the global one.
 
     The client sends :math:`\eta \rho (W_i - C)`, computed before its first step, as the delta. Its
@@ -143,7 +143,7 @@ class ElasticForce(Ranged, Around):
 
     def _forces(self, memory: Memory, broadcast: Memory) -> list[Tensor]:
         r"""Return :math:`\eta \rho (W_i - C)` as of before the first step."""
-        forces = sums(memory[_OWN], broadcast[MODEL], factor=-1.0)
+        forces = add_scaled(memory[_OWN], broadcast[MODEL], factor=-1.0)
         torch._foreach_mul_(forces, self.share)
         return forces
 
@@ -152,7 +152,7 @@ def without_force(local: LocalUpdate) -> LocalUpdate:
     """Remove the elastic force from an update, which then sends the model that it trains."""
     if isinstance(local, ElasticForce):
         return local.inner
-    if isinstance(local, Around):
+    if isinstance(local, LocalUpdateWrapper):
         inner = without_force(local.inner)
         return local if inner is local.inner else replace(local, inner=inner)
     return local
@@ -219,7 +219,7 @@ class ElasticAveraging(Ranged, Strategy):
             "gains; of another model, or weighted by staleness, the models would not keep their sum"
         )
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Return the global model, moved by the sum of the forces.
 
         Raises:
@@ -232,4 +232,4 @@ class ElasticAveraging(Ranged, Strategy):
                 "that report in a round"
             )
         summing = ServerSgd(learning_rate=float(count), momentum=0.0)
-        return Stepped(*summing.step(params, aggregate.lanes[DELTA.name], state))
+        return StepResult(*summing.step(params, aggregate.lanes[DELTA.name], state))

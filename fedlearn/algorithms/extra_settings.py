@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fedlearn.algorithms.local import Around, LocalUpdate
+from fedlearn.algorithms.local import LocalUpdate, LocalUpdateWrapper
 from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.core.messages import ClientId, Scalar, Settings
 
@@ -22,7 +22,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtraSettings(Around):
+class ExtraSettings(LocalUpdateWrapper):
     """Adds free-form settings to a local update.
 
     Attributes:

@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 import torch
 from annotated_types import doc
 
-from fedlearn.algorithms.local import Around, Memory, Moment, Tensors
+from fedlearn.algorithms.local import LocalUpdateWrapper, Memory, Moment, Tensors
 from fedlearn.core.ranges import Positive, Ranged
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedGradients(Ranged, Around):
+class ClippedGradients(Ranged, LocalUpdateWrapper):
     r"""Scales each step's gradient :math:`g` by :math:`\min(1, C / \|g\|_2)`.
 
     C is ``gradient_clip_norm``. The norm is that of all trainable parameters

@@ -19,7 +19,7 @@ from fedlearn.core.params import Layout
 Rows: TypeAlias = Tensor | Sequence[Tensor]
 
 
-def matrix(rows: Rows) -> Tensor:
+def stack_rows(rows: Rows) -> Tensor:
     """Return rows as one tensor [B, n]; separate rows are copied."""
     return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
 
@@ -125,7 +125,7 @@ class Updates:
 
     def delta_parts(self) -> tuple[Tensor, Tensor]:
         """Split the deltas into trainable parameters [B, Q] and running statistics [B, P - Q]."""
-        deltas_BP = matrix(self.lanes[DELTA.name])
+        deltas_BP = stack_rows(self.lanes[DELTA.name])
         num_elements = deltas_BP.shape[1]
         num_trained = num_elements if self.num_trained is None else self.num_trained
         trained, statistics = deltas_BP.split([num_trained, num_elements - num_trained], dim=1)

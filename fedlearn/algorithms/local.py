@@ -252,13 +252,13 @@ class Drifting(Protocol):
 
 def drift_of(local: LocalUpdate) -> Drifting:
     """Return the wrapped update that defines the drift; it may be ``local`` itself."""
-    while isinstance(local, Around) and not isinstance(local, Drifting):
+    while isinstance(local, LocalUpdateWrapper) and not isinstance(local, Drifting):
         local = local.inner
     assert isinstance(local, Drifting)  # callers have an affine step with a shift
     return local
 
 
-def short_cut(local: LocalUpdate) -> Callable[[Moment], Affine | None] | None:
+def find_affine_step(local: LocalUpdate) -> Callable[[Moment], Affine | None] | None:
     """Return the method ``affine`` if it is valid for this update, else ``None``.
 
     With it, an executor can fuse the step with the matrix product that computes the gradient.
@@ -325,7 +325,7 @@ class LocalSgd(LocalWork):
         """Take one step, in place on ``x`` and the velocity."""
         directions = list(grads)
         if self.weight_decay:
-            directions = sums(directions, x, factor=self.weight_decay)
+            directions = add_scaled(directions, x, factor=self.weight_decay)
         if self.momentum:
             velocity = list(memory["velocity"])
             torch._foreach_mul_(velocity, self.momentum)
@@ -335,7 +335,7 @@ class LocalSgd(LocalWork):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Around:
+class LocalUpdateWrapper:
     """Base class of local updates that wrap another; everything not overridden is the inner one's.
 
     The outermost wrapper acts first and passes its gradients on to the next. A subclass that does
@@ -365,7 +365,7 @@ class Around:
 
     def affine(self, moment: Moment) -> Affine | None:
         """Return the inner update's step in affine form, if it has one."""
-        inner = short_cut(self.inner)
+        inner = find_affine_step(self.inner)
         return None if inner is None else inner(moment)
 
     def step(
@@ -405,10 +405,10 @@ def require_update(local: object, *, name: str) -> None:
         )
 
 
-def pieces_of(local: LocalUpdate) -> Iterator[LocalUpdate]:
+def iter_updates(local: LocalUpdate) -> Iterator[LocalUpdate]:
     """Yield an update and all that it wraps, the innermost first."""
-    if isinstance(local, Around):
-        yield from pieces_of(local.inner)
+    if isinstance(local, LocalUpdateWrapper):
+        yield from iter_updates(local.inner)
     yield local
 
 
@@ -420,7 +420,7 @@ def takes_flat(local: LocalUpdate) -> bool:
     a rule per layer. A flat tensor has no room for one number per original tensor, so a lane or
     draws over ``Over.TENSORS`` rule it out.
     """
-    is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in pieces_of(local))
+    is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in iter_updates(local))
     extents = [lane.over for lane in local.lanes]
     extents += [spec.over for spec in local.memory.values() if spec.draws is not None]
     return is_declared and Over.TENSORS not in extents
@@ -428,16 +428,16 @@ def takes_flat(local: LocalUpdate) -> bool:
 
 def has_report(local: LocalUpdate) -> bool:
     """Return whether an update overrides ``report``."""
-    nothing = (LocalWork.report, Around.report)
-    return any(type(piece).report not in nothing for piece in pieces_of(local))
+    nothing = (LocalWork.report, LocalUpdateWrapper.report)
+    return any(type(piece).report not in nothing for piece in iter_updates(local))
 
 
-def sums(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
+def add_scaled(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
     """Compute ``left + factor * right``, pair by pair, in new tensors."""
     return list(torch._foreach_add(list(left), list(right), alpha=factor))  # noqa: SLF001 - as torch.optim does
 
 
-def new_memory(
+def make_memory(
     local: LocalUpdate, x: Tensors, *, kept: Mapping[str, Tensor]
 ) -> dict[str, list[Tensor]]:
     """Allocate the memory for ``x`` [K, ...] and fill it; see :func:`load_client_state`."""
@@ -497,10 +497,10 @@ def report_of(
 ) -> LocalReport:
     """Call :meth:`LocalUpdate.report` after the last step, and join its tensors to rows."""
     reported = local.report(x, memory, broadcast=broadcast, num_steps=num_steps)
-    lanes = {name: rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
+    lanes = {name: flatten_rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
     kept = {
         # With flat parameters, memory over TENSORS has one number: repeat it for each tensor.
-        name: rows(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
+        name: flatten_rows(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
         for name, spec in local.memory.items()
         if spec.is_kept
     }
@@ -559,7 +559,7 @@ def count_writes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor._version for tensor in tensors)  # noqa: SLF001 - as autograd does
 
 
-def rows(tensors: Tensors) -> Tensor:
+def flatten_rows(tensors: Tensors) -> Tensor:
     """Concatenate tensors [K, ...] into one row per client: [K, n]."""
     return torch.cat([value.reshape(len(value), -1) for value in tensors], dim=1)
 

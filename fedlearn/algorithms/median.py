@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import spans
+from fedlearn.algorithms.aggregations import iter_spans
 from fedlearn.algorithms.lanes import Lanes, Rows, Updates
 
 
@@ -46,7 +46,7 @@ def _sort_columns(values: Tensor) -> Tensor:
 
 def _median(rows: Rows) -> Tensor:
     median, half = torch.empty_like(rows[0]), len(rows) // 2
-    for part, values in spans(rows):
+    for part, values in iter_spans(rows):
         ordered = _sort_columns(values)
         upper = ordered[half]
         median[part] = upper if len(rows) % 2 else (ordered[half - 1] + upper) / 2

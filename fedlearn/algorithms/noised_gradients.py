@@ -25,12 +25,12 @@ from torch import Tensor
 
 from fedlearn.algorithms.local import (
     Affine,
-    Around,
     LocalUpdate,
+    LocalUpdateWrapper,
     Memory,
     Moment,
     Tensors,
-    short_cut,
+    find_affine_step,
 )
 from fedlearn.algorithms.transforms import norms
 from fedlearn.core.noise import SecretStream, add_discrete_gaussian, bound_sample
@@ -59,7 +59,7 @@ _NEXT_TO_NOTHING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoisedGradients(Ranged, Around):
+class NoisedGradients(Ranged, LocalUpdateWrapper):
     r"""Clips the gradient of each example to an L2 norm C, and adds noise of z C to their sum.
 
     It must be the outermost update. Trainers and executors pass the examples' gradients to
@@ -209,7 +209,7 @@ class NoisedGradients(Ranged, Around):
             broadcast: The broadcast, along ``x``.
             moment: The time of the step.
         """
-        affine_at = short_cut(self.inner)
+        affine_at = find_affine_step(self.inner)
         affine = None if affine_at is None else affine_at(moment)
         is_one = len(set(sizes_K)) == 1 and all(
             a.dtype == b.dtype for a, b in zip(x, sums, strict=True)

@@ -11,7 +11,7 @@ from fedlearn.algorithms.local import (
     Memory,
     Moment,
     Tensors,
-    pieces_of,
+    iter_updates,
 )
 from fedlearn.core.ranges import Count
 
@@ -56,5 +56,5 @@ def keeps_something(local: LocalUpdate) -> bool:
         >>> keeps_something(OwnTraining())
         True
     """
-    is_own = any(isinstance(each, OwnTraining) for each in pieces_of(local))
+    is_own = any(isinstance(each, OwnTraining) for each in iter_updates(local))
     return is_own or any(spec.is_kept for spec in local.memory.values())

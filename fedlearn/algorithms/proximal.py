@@ -5,7 +5,15 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from annotated_types import doc
 
-from fedlearn.algorithms.local import Affine, Around, Memory, Moment, Tensors, short_cut, sums
+from fedlearn.algorithms.local import (
+    Affine,
+    LocalUpdateWrapper,
+    Memory,
+    Moment,
+    Tensors,
+    add_scaled,
+    find_affine_step,
+)
 from fedlearn.core.ranges import NotNegative, Ranged
 
 Pull: TypeAlias = Annotated[
@@ -14,7 +22,7 @@ Pull: TypeAlias = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proximal(Ranged, Around):
+class Proximal(Ranged, LocalUpdateWrapper):
     r"""Adds :math:`\mu (x - x_0)` to each gradient, where :math:`x_0` is the global model.
 
     :math:`\mu` is ``proximal``.
@@ -30,7 +38,7 @@ class Proximal(Ranged, Around):
 
     def affine(self, moment: Moment) -> Affine | None:
         """Return the inner update's affine step with the proximal term, if it has one."""
-        inner = short_cut(self.inner)
+        inner = find_affine_step(self.inner)
         if inner is None or (rule := inner(moment)) is None:
             return None
         # scale * (g + mu (x - x_0)) = scale * g + (scale mu) x - (scale mu) x_0
@@ -41,6 +49,6 @@ class Proximal(Ranged, Around):
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step by the gradients of the loss and the proximal term."""
-        pull = sums(x, broadcast["model"], factor=-1.0)
-        directions = sums(grads, pull, factor=self.proximal)
+        pull = add_scaled(x, broadcast["model"], factor=-1.0)
+        directions = add_scaled(grads, pull, factor=self.proximal)
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)

@@ -8,19 +8,19 @@ from annotated_types import Gt, Le, doc
 
 from fedlearn.algorithms.local import (
     Affine,
-    Around,
+    LocalUpdateWrapper,
     Memory,
     Moment,
     Tensors,
-    pieces_of,
-    short_cut,
+    find_affine_step,
+    iter_updates,
 )
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.core.ranges import Count, Ranged, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduledRate(Ranged, Around):
+class ScheduledRate(Ranged, LocalUpdateWrapper):
     r"""Multiplies the inner learning rate by a factor of the round and of the local step.
 
     In round r, from 0, the factor is :math:`\gamma^r` (``rate_decay``), or with ``cosine_rounds`` R
@@ -64,7 +64,7 @@ class ScheduledRate(Ranged, Around):
                 f"rate_decay is {self.rate_decay}, but cosine_rounds is another schedule; give one "
                 "of them"
             )
-        if any(isinstance(piece, ControlVariates) for piece in pieces_of(self.inner)):
+        if any(isinstance(piece, ControlVariates) for piece in iter_updates(self.inner)):
             raise ValueError(
                 "ScheduledRate is around ControlVariates, whose mean of gradients is that of steps "
                 "at a constant rate; leave the schedule out under SCAFFOLD"
@@ -82,7 +82,7 @@ class ScheduledRate(Ranged, Around):
 
     def affine(self, moment: Moment) -> Affine | None:
         """Return the inner update's affine step at the scheduled rate, if it has one."""
-        inner = short_cut(self.inner)
+        inner = find_affine_step(self.inner)
         return None if inner is None else inner(self._apply_schedule(moment))
 
     def step(

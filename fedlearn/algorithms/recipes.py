@@ -32,7 +32,7 @@ from fedlearn.algorithms.server_optimizers import (
     SquareDecay,
 )
 from fedlearn.algorithms.staleness import StalenessWeight
-from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.algorithms.strategy import State, StepResult, Strategy
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.params import Params
@@ -65,9 +65,9 @@ class Algorithm(Strategy):
         """Return the optimiser's state."""
         return self.server_optimizer.init(params)
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the optimiser's step with the aggregated delta."""
-        return Stepped(*self.server_optimizer.step(params, aggregate.lanes[DELTA.name], state))
+        return StepResult(*self.server_optimizer.step(params, aggregate.lanes[DELTA.name], state))
 
 
 @explain_calls

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from fedlearn.algorithms.extra_settings import ExtraSettings, split_settings
-from fedlearn.algorithms.local import Around, LocalUpdate, LocalWork
+from fedlearn.algorithms.local import LocalUpdate, LocalUpdateWrapper, LocalWork
 from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.core.messages import ClientId, Scalar, Settings
 from fedlearn.errors import ConfigError
@@ -104,7 +104,7 @@ def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> 
 
 def _with_rate(local: LocalUpdate, rate: float) -> LocalUpdate:
     """Replace an update's learning rate; raises ValueError if it has none."""
-    if isinstance(local, Around):
+    if isinstance(local, LocalUpdateWrapper):
         return replace(local, inner=_with_rate(local.inner, rate))
     if not isinstance(local, LocalWork) or not hasattr(local, _RATE):
         raise ValueError(

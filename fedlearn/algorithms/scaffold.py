@@ -22,16 +22,16 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Over
 from fedlearn.algorithms.local import (
     Affine,
-    Around,
     LocalSgd,
+    LocalUpdateWrapper,
     Memory,
     MemorySpec,
     Moment,
     Tensors,
-    sums,
+    add_scaled,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.algorithms.strategy import State, StepResult, Strategy
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, Positive, Ranged
 
@@ -39,7 +39,7 @@ _CONTROL, _COUNTS = "control", "num_gradients"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ControlVariates(Around):
+class ControlVariates(LocalUpdateWrapper):
     r"""SGD along :math:`g - c_i + c`; afterwards :math:`c_i` becomes the mean of the gradients.
 
     Option II of the paper: :math:`c_i^+ = c_i - c + (x - y_i) / (K \eta_l)`. In steps in which a
@@ -90,7 +90,7 @@ class ControlVariates(Around):
 
     def drift(self, memory: Memory, *, broadcast: Memory) -> list[Tensor]:
         """Return :math:`c - c_i`."""
-        return sums(broadcast[_CONTROL], memory[_CONTROL], factor=-1.0)
+        return add_scaled(broadcast[_CONTROL], memory[_CONTROL], factor=-1.0)
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
         """Count a gradient of each tensor in each step."""
@@ -107,7 +107,7 @@ class ControlVariates(Around):
         """
         _require_constant_rate(moment)
         torch._foreach_add_(list(memory[_COUNTS]), 1.0)
-        directions = sums(grads, self.drift(memory, broadcast=broadcast), factor=1.0)
+        directions = add_scaled(grads, self.drift(memory, broadcast=broadcast), factor=1.0)
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
 
     def report(
@@ -207,7 +207,7 @@ class ScaffoldAveraging(Ranged, Strategy):
         """Broadcast the server's control variate."""
         return {_CONTROL: state[_CONTROL]}
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Return the next model and control variate.
 
         Raises:
@@ -221,4 +221,4 @@ class ScaffoldAveraging(Ranged, Strategy):
                 "contributed; it is the number of clients in the population"
             )
         control: Tensor = state[_CONTROL] + share * aggregate.lanes[_CONTROL]
-        return Stepped(moved, {_CONTROL: control})
+        return StepResult(moved, {_CONTROL: control})

@@ -18,13 +18,19 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, LocalWork, pieces_of
+from fedlearn.algorithms.local import (
+    LocalSgd,
+    LocalUpdate,
+    LocalUpdateWrapper,
+    LocalWork,
+    iter_updates,
+)
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
-from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, ToldBelow, Transform
+from fedlearn.algorithms.transforms import ClipIndicator, ClippedUpdates, NoisedUpdates, Transform
 from fedlearn.core.messages import Scalar, Settings
 from fedlearn.errors import ConfigError, SettingsRefused
 
@@ -49,7 +55,7 @@ UPDATES: Mapping[str, _Kind] = {
 #: The transforms that every client knows, by their names in settings.
 TRANSFORMS: Mapping[str, type[Transform]] = {
     "clipped_update": ClippedUpdates,
-    "told_below": ToldBelow,
+    "told_below": ClipIndicator,
     "noised_update": NoisedUpdates,
 }
 
@@ -80,7 +86,7 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
         ('sgd proximal', 1, 0.5)
     """
     names, settings = list[str](), dict[str, Scalar]()
-    pieces = [*pieces_of(local), *transforms]
+    pieces = [*iter_updates(local), *transforms]
     first_transform = len(pieces) - len(transforms)
     for place, piece in enumerate(pieces):
         if isinstance(piece, ExtraSettings):
@@ -133,7 +139,7 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
     for name, kind, values in _read_all(settings, known):
         if _is_transform(name):
             continue
-        if (update is None) == issubclass(kind, Around):
+        if (update is None) == issubclass(kind, LocalUpdateWrapper):
             raise SettingsRefused(
                 f"local setting {PIECES!r} is {settings[PIECES]!r}; it names one update first, "
                 "then what is around it"
@@ -220,20 +226,20 @@ def has_own_noise(settings: Settings) -> bool:
 
 def adds_own_noise(local: LocalUpdate, transforms: Sequence[Transform]) -> bool:
     """Return whether clients add their own noise; :func:`has_own_noise` tells it from settings."""
-    pieces = (*pieces_of(local), *transforms)
+    pieces = (*iter_updates(local), *transforms)
     return any(isinstance(piece, NoisedGradients | NoisedUpdates) for piece in pieces)
 
 
 def is_own(local: LocalUpdate) -> bool:
     """Return whether a user's own class is part of an update."""
     standard = {*UPDATES.values(), ExtraSettings}
-    return any(type(piece) not in standard for piece in pieces_of(local))
+    return any(type(piece) not in standard for piece in iter_updates(local))
 
 
 def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
     """Return the user's own classes among updates; raise ConfigError if two have the same name."""
     standard = {*UPDATES.values(), ExtraSettings}
-    kinds = (type(piece) for each in updates for piece in pieces_of(each))
+    kinds = (type(piece) for each in updates for piece in iter_updates(each))
     return _distinct((kind for kind in kinds if kind not in standard), what="local updates")
 
 

@@ -19,7 +19,7 @@ State: TypeAlias = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Stepped:
+class StepResult:
     """The result of a server step: the next model and state, and metrics to record."""
 
     params: Params
@@ -85,13 +85,13 @@ class Strategy(Protocol):
         """Return the state before the first round; empty by default."""
         return {}
 
-    def begin(self, params: Params) -> "Stepped":
+    def begin(self, params: Params) -> "StepResult":
         """Return the model and state before the first round.
 
         By default these are ``params`` and :meth:`init`. A strategy may train the model on the
         coordinator first and return that model. The metrics are recorded with the first round.
         """
-        return Stepped(params, self.init(params))
+        return StepResult(params, self.init(params))
 
     def at(self, state: State) -> "Strategy":
         """Return the strategy for the round that begins with this state; itself by default.
@@ -108,7 +108,7 @@ class Strategy(Protocol):
         """
         return {}
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Compute the next model and state; must not write to its arguments."""
         ...
 
@@ -180,7 +180,7 @@ class StrategyWrapper(Strategy):
         """Return the inner strategy's state."""
         return self.inner.init(params)
 
-    def begin(self, params: Params) -> Stepped:
+    def begin(self, params: Params) -> StepResult:
         """Begin the inner strategy, and add the wrapper's own state."""
         begun = self.inner.begin(params)
         return replace(begun, state={**self.init(begun.params), **begun.state})
@@ -199,7 +199,7 @@ class StrategyWrapper(Strategy):
         """Return the inner strategy's broadcast."""
         return self.inner.broadcast(self.inner_state(state))
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the inner strategy's step; the wrapper's own state is unchanged."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         return replace(stepped, state={**stepped.state, **{name: state[name] for name in self.own}})

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.lanes import DELTA, LaneSpec, Rows, Updates, matrix
+from fedlearn.algorithms.lanes import DELTA, LaneSpec, Rows, Updates, stack_rows
 from fedlearn.core.noise import SecretStream, sample_discrete_gaussian
 from fedlearn.core.randomness import Seed, preserve_global_generators, seed_global_generators
 from fedlearn.core.ranges import Positive, Ranged
@@ -92,7 +92,7 @@ def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
     names = found[0].lanes.keys()
     if any(each.lanes.keys() != names for each in found):
         raise UnusableResult(f"{type(transform).__name__} returned other lanes for other clients")
-    lanes = {name: torch.cat([matrix(each.lanes[name]) for each in found]) for name in names}
+    lanes = {name: torch.cat([stack_rows(each.lanes[name]) for each in found]) for name in names}
     return replace(updates, lanes=lanes)
 
 
@@ -174,7 +174,7 @@ BELOW = LaneSpec(name="below_norm", over=1, weighted=False, bound=0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToldBelow(Ranged):
+class ClipIndicator(Ranged):
     """Has each client report whether its delta's L2 norm is at most a bound: the lane ``BELOW``.
 
     The norm is that of :class:`ClippedUpdates`: running statistics are not counted.
@@ -233,7 +233,7 @@ class NoisedUpdates(Ranged):
                 f"the lane {bare[0]!r} would leave this client without noise, beside an update "
                 "with some; take an algorithm whose clients send updates alone"
             )
-        delta = matrix(updates.lanes[DELTA.name])
+        delta = stack_rows(updates.lanes[DELTA.name])
         step = self.clip_norm / _LEVELS
         sigma = self.noise_multiplier * (_LEVELS + delta.shape[1] ** 0.5 / 2.0)
         noised = torch.empty_like(delta)
@@ -273,7 +273,7 @@ def clip_rows(rows: Rows, *, bound: float) -> Tensor:
         tensor([[1.5000, 2.0000],
                 [0.3000, 0.4000]])
     """
-    values_BN = matrix(rows)
+    values_BN = stack_rows(rows)
     norms_B = torch.linalg.vector_norm(values_BN, dim=1, dtype=torch.float64)
     scale_B = (bound / norms_B).clamp(max=1.0)
     return torch.where(

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, WeightedMean
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Updates
 from fedlearn.algorithms.objectives import CrossEntropy
-from fedlearn.algorithms.strategy import State, Stepped, Strategy, StrategyWrapper
+from fedlearn.algorithms.strategy import State, StepResult, Strategy, StrategyWrapper
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.distribution import Direction
 from fedlearn.core.features import Features, call_module
@@ -245,7 +245,7 @@ class Distilling(StrategyWrapper):
         inner = self.inner.at(self.inner_state(state))
         return replace(self, inner=inner, base=state[_MODEL], num_rounds=int(state[_ROUNDS]))
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the inner strategy's step, and store the new model in the state."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         own = {_MODEL: stepped.params.vector, _ROUNDS: state[_ROUNDS] + 1}

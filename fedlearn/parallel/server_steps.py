@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate
-from fedlearn.algorithms.strategy import State, Stepped, StrategyWrapper
+from fedlearn.algorithms.strategy import State, StepResult, StrategyWrapper
 from fedlearn.core.params import Params
 from fedlearn.parallel.task import TrainingState
 
@@ -48,7 +48,7 @@ class ServerSteps(StrategyWrapper):
         """Return the inner strategy's state, and that of a training without any steps."""
         return {**self.inner.init(params), **_without_model(TrainingState(model={}), 0)}
 
-    def begin(self, params: Params) -> Stepped:
+    def begin(self, params: Params) -> StepResult:
         """Train the model before the first round; return it with the strategy's state."""
         standing, metrics = TrainingState(model=params.named()), {}
         if self.num_steps:
@@ -58,9 +58,9 @@ class ServerSteps(StrategyWrapper):
             standing = replace(standing, optimizer={})  # no later training needs it
         begun = self.inner.begin(params)
         state = {**begun.state, **_without_model(standing, 0)}
-        return Stepped(begun.params, state, {**begun.metrics, **metrics})
+        return StepResult(begun.params, state, {**begun.metrics, **metrics})
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the inner strategy's step; after every k-th round, train the new model."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         num_rounds = int(state[_ROUNDS]) + 1
@@ -68,7 +68,7 @@ class ServerSteps(StrategyWrapper):
         if not self.every_rounds or num_rounds % self.every_rounds:
             return replace(stepped, state={**stepped.state, **_without_model(standing, num_rounds)})
         trained, loss = self.train(standing, standing.step_num + self.round_steps)
-        return Stepped(
+        return StepResult(
             with_state(stepped.params, trained),
             {**stepped.state, **_without_model(trained, num_rounds)},
             {**stepped.metrics, "server_loss": loss},

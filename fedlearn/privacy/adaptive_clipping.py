@@ -29,8 +29,8 @@ import torch
 from annotated_types import Gt, Lt
 
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec
-from fedlearn.algorithms.strategy import State, Stepped, Strategy
-from fedlearn.algorithms.transforms import BELOW, ToldBelow, Transform
+from fedlearn.algorithms.strategy import State, StepResult, Strategy
+from fedlearn.algorithms.transforms import BELOW, ClipIndicator, Transform
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Positive, Ranged
 from fedlearn.privacy.bounded_sum import BoundedUpdates
@@ -120,7 +120,7 @@ class AdaptivelyBoundedUpdates(BoundedUpdates):
     @property
     def transforms(self) -> Sequence[Transform]:
         """The inner strategy's transforms, then the comparison of the delta with the clip norm."""
-        return (*self.inner.transforms, ToldBelow(asked_norm=self.clip_norm))
+        return (*self.inner.transforms, ClipIndicator(asked_norm=self.clip_norm))
 
     def init(self, params: Params) -> State:
         """Return the inner strategy's state with the first clip norm."""
@@ -133,14 +133,14 @@ class AdaptivelyBoundedUpdates(BoundedUpdates):
         summed = replace(self.summed, bounds=bounds)
         return replace(self, inner=self.inner.at(self.inner_state(state)), summed=summed)
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the inner strategy's step, and update the clip norm."""
         lanes = {name: lane for name, lane in aggregate.lanes.items() if name != BELOW.name}
         stepped = super().step(params, replace(aggregate, lanes=lanes), state)
         share = float(aggregate.lanes[BELOW.name]) + 0.5  # bits are sent as 1/2 or -1/2
         following = self.adaptive.next_norm(self.clip_norm, share=share)
         moved = torch.tensor(following, dtype=torch.float64)
-        return Stepped(
+        return StepResult(
             stepped.params,
             {**stepped.state, _CLIP_NORM: moved},
             {**stepped.metrics, "clip_norm": self.clip_norm},

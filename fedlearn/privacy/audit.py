@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 from scipy.stats import beta, binom, norm
 from torch import Tensor
 
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, matrix
-from fedlearn.algorithms.strategy import State, Stepped, StrategyWrapper
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, stack_rows
+from fedlearn.algorithms.strategy import State, StepResult, StrategyWrapper
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.noise import SecretStream
 from fedlearn.core.params import Params
@@ -170,7 +170,7 @@ class CanaryUpdates:
 
     def __call__(self, updates: Updates) -> Updates:
         """Return the canaries' updates, for the same clients."""
-        delta = matrix(updates.lanes[DELTA.name])
+        delta = stack_rows(updates.lanes[DELTA.name])
         rows = self.canaries.contributions(updates.client_ids, delta.shape[1]).to(delta)
         return replace(updates, lanes={**updates.lanes, DELTA.name: rows})
 
@@ -193,7 +193,7 @@ class OwnNumbers:
 
     def __call__(self, updates: Updates) -> Updates:
         """Return the updates with zeros in all other coordinates."""
-        rows = matrix(updates.lanes[DELTA.name]).clone()
+        rows = stack_rows(updates.lanes[DELTA.name]).clone()
         holders = torch.arange(rows.shape[1]) % len(self.canaries.is_in) // self.per_client
         for row, client_id in zip(rows, updates.client_ids, strict=True):
             row.mul_((holders == client_id).to(row))
@@ -252,7 +252,7 @@ class ReleaseRecorder(StrategyWrapper):
         seen = torch.zeros_like(params.vector)
         return {**self.inner.init(params), SEEN: seen, _ROUND: torch.tensor(0)}
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the inner strategy's step, and add the release to the weighted sum."""
         stepped = super().step(params, aggregate, state)
         released, round_num = aggregate.lanes[DELTA.name], int(state[_ROUND])

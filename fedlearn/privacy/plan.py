@@ -12,7 +12,7 @@ from typing import ClassVar, Self
 
 from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
-from fedlearn.algorithms.local import LocalUpdate, pieces_of
+from fedlearn.algorithms.local import LocalUpdate, iter_updates
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.sampling import CohortSampler
@@ -516,7 +516,7 @@ class ExampleLevelPlan(PrivacyPlan):
                 f"a client would train for {local.work.epochs} epochs, but {self.epochs} are "
                 "accounted for; give no client more than the algorithm's own local update has"
             )
-        for component in pieces_of(local):
+        for component in iter_updates(local):
             if isinstance(component, OwnTraining) or type(component) not in UPDATES.values():
                 raise ValueError(
                     f"the local update {type(component).__name__} may use the examples "

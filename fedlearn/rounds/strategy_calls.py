@@ -13,12 +13,12 @@ from torch import Tensor
 from fedlearn.algorithms.lanes import Aggregate, Lanes, describe_misfit
 from fedlearn.algorithms.local import read_only, require_broadcast
 from fedlearn.algorithms.metrics import RESERVED, explain_reserved
-from fedlearn.algorithms.strategy import State, Stepped, Strategy
+from fedlearn.algorithms.strategy import State, StepResult, Strategy
 from fedlearn.core.params import Params
 from fedlearn.errors import RoundError
 
 
-def call_begin(strategy: Strategy, params: Params) -> Stepped:
+def call_begin(strategy: Strategy, params: Params) -> StepResult:
     """Call ``strategy.begin`` for the initial model and state, and convert metrics to floats.
 
     Raises:
@@ -62,7 +62,7 @@ def call_broadcast(strategy: Strategy, state: State, params: Params) -> Lanes:
     return broadcast
 
 
-def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> StepResult:
     """Call ``strategy.step`` on the aggregate of a round, and convert its metrics to floats.
 
     Raises:
@@ -84,7 +84,7 @@ def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: S
             stepped = strategy.step(params, aggregate, state)
     except ValueError as error:
         raise RoundError(str(error)) from error
-    if not isinstance(stepped, Stepped):
+    if not isinstance(stepped, StepResult):
         raise RoundError(f"{who}.step returned {type(stepped).__name__}; it returns a Stepped")
     _require_model(stepped.params.vector, params, aggregate, who=who, rule=rule)
     _require_state(stepped.state, who=f"{who}.step")

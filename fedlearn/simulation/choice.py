@@ -22,7 +22,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import nn
 
 from fedlearn.algorithms.lanes import Lanes
-from fedlearn.algorithms.local import LocalUpdate, pieces_of
+from fedlearn.algorithms.local import LocalUpdate, iter_updates
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import Objective
@@ -295,7 +295,7 @@ def _objection(job: Job, kind: ExecutorKind, trial: Trial) -> str | None:
 
 def _by_trainers(job: Job) -> Choice:
     seen = set[str]()
-    for piece in pieces_of(job.local):
+    for piece in iter_updates(job.local):
         new = [lane.name for lane in piece.lanes if lane.name not in seen]
         if new and type(piece) in UPDATES.values():
             raise EngineError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, merge
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds, refusal
-from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, matrix
+from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, stack_rows
 from fedlearn.algorithms.transforms import is_clipped
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
@@ -197,7 +197,7 @@ class Gathered:
         self._weights[index] = some.weights_B
         self._based_on[index] = torch.tensor(some.based_on, dtype=torch.float64)
         for name, rows in some.lanes.items():
-            self._rows[name][index] = matrix(rows)
+            self._rows[name][index] = stack_rows(rows)
         self._clipped.add(sent, reasons)
         return reasons
 
@@ -224,7 +224,8 @@ class Gathered:
         client_ids = [client_id for wave in waves for client_id in wave.client_ids]
         weights_B = torch.cat([wave.weights_B for wave in waves])
         lanes = {
-            name: torch.cat([matrix(wave.lanes[name]) for wave in waves]) for name in self._sizes
+            name: torch.cat([stack_rows(each.lanes[name]) for each in waves])
+            for name in self._sizes
         }
         based_on = [each for wave in waves for each in wave.based_on]
         num_trained = self.params.layout.num_trainable
@@ -270,7 +271,7 @@ def only(updates: Updates, rows: NDArray[np.int64]) -> Updates:
     if len(rows) == len(updates.client_ids):
         return updates
     index = torch.from_numpy(rows)
-    lanes: Mapping[str, Tensor] = {name: matrix(r)[index] for name, r in updates.lanes.items()}
+    lanes: Mapping[str, Tensor] = {name: stack_rows(r)[index] for name, r in updates.lanes.items()}
     client_ids, based_on = (
         [each[row] for row in rows.tolist()] for each in (updates.client_ids, updates.based_on)
     )

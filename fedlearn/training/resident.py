@@ -28,10 +28,10 @@ from fedlearn.algorithms.local import (
     along,
     along_trainable,
     count_writes,
+    find_affine_step,
     load_client_state,
-    new_memory,
+    make_memory,
     report_of,
-    short_cut,
     takes_flat,
 )
 from fedlearn.algorithms.metrics import Measures, Metric
@@ -596,7 +596,7 @@ class Training:
         self._model, self._params, self._together = model, params, together
         self._noised = local if isinstance(local, NoisedGradients) else None
         self._local = local if self._noised is None else self._noised.inner
-        self._round_num, self._short_cut = round_num, short_cut(self._local)
+        self._round_num, self._short_cut = round_num, find_affine_step(self._local)
         self._takes_any_layout = takes_flat(self._local)
         if not self._takes_any_layout:
             model.lay_out_plainly()
@@ -606,7 +606,7 @@ class Training:
         }
         self._is_own, self._seed = is_own(local), Seed(0)  # each client has one
         self._draws = Draws(self._local, ())
-        self.memory = new_memory(local, model.trainable_stack, kept={})
+        self.memory = make_memory(local, model.trainable_stack, kept={})
         self.num_steps = 0
         self._does_step: bool | None = None  # unknown
 

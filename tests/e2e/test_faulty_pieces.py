@@ -49,18 +49,18 @@ class Plain(fl.Strategy):
 
     def step(
         self, params: Params, aggregate: fl.Aggregate, state: Mapping[str, Tensor]
-    ) -> fl.Stepped:
+    ) -> fl.StepResult:
         """Return the sum."""
-        return fl.Stepped(params.with_vector(params.vector + aggregate.lanes["delta"]), state)
+        return fl.StepResult(params.with_vector(params.vector + aggregate.lanes["delta"]), state)
 
 
 class InPlace(Plain):
     """Writes to the given model, which may be the best one so far."""
 
-    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
+    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.StepResult:
         """Add to the model in place."""
         params.vector.add_(aggregate.lanes["delta"])
-        return fl.Stepped(params, state)
+        return fl.StepResult(params, state)
 
 
 class Forgetful(Plain):
@@ -74,17 +74,17 @@ class Forgetful(Plain):
 class Double(Plain):
     """Returns the model in another precision."""
 
-    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
+    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.StepResult:
         """Widen it."""
-        return fl.Stepped(params.with_vector(params.vector.double()), state)
+        return fl.StepResult(params.with_vector(params.vector.double()), state)
 
 
 class Exploding(Plain):
     """Divides by zero."""
 
-    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
+    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.StepResult:
         """Make it infinite."""
-        return fl.Stepped(params.with_vector(params.vector / 0.0), state)
+        return fl.StepResult(params.with_vector(params.vector / 0.0), state)
 
 
 class Counting(Plain):
@@ -98,7 +98,7 @@ class Counting(Plain):
 class Claiming(Plain):
     """Returns a metric with the name of an evaluated one."""
 
-    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
+    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.StepResult:
         """Measure."""
         return replace(super().step(params, aggregate, state), metrics={"accuracy": 1.0})
 
@@ -106,7 +106,7 @@ class Claiming(Plain):
 class Listing(Plain):
     """Returns many numbers under one name."""
 
-    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.Stepped:
+    def step(self, params: Params, aggregate: fl.Aggregate, state: Any) -> fl.StepResult:
         """Measure."""
         metrics: Any = {"norms": torch.ones(3)}
         return replace(super().step(params, aggregate, state), metrics=metrics)

@@ -110,7 +110,7 @@ def same(first: fl.Run, second: fl.Run) -> bool:
 # ---- What it comes to ---------------------------------------------------------------------
 
 
-def pieces_of(training: dict[str, Any]) -> Simulation:  # Any: values of a table
+def components_of(training: dict[str, Any]) -> Simulation:  # Any: values of a table
     """Build the simulation of :func:`run`."""
     values = {
         "data": {"source": "python", "factory": "argument:data"},
@@ -170,7 +170,7 @@ def test_each_model_is_that_of_a_script(num_steps: int, every: int) -> None:
     """AdamW's moments and the order of examples continue from one training to the next."""
     between = {"every_rounds": every, "round_steps": 3} if every else {}
     training = {"num_steps": num_steps, "learning_rate": 0.02, **between}
-    models, components = Models(), pieces_of(training)
+    models, components = Models(), components_of(training)
     finished = run(fl.FedAvg(WHOLE), training, callbacks=[models])
     expected = by_hand(components, every=every, round_steps=3)
     assert len(models.found) == len(expected) == 4
@@ -188,7 +188,7 @@ def test_moments_that_began_anew_would_be_seen() -> None:
     """The control of the test above: without the moments the model is another one."""
     training = {"every_rounds": 1, "round_steps": 3, "learning_rate": 0.02}
     goes_on = run(fl.FedAvg(WHOLE), training).weights(best=False)
-    forgets = by_hand(pieces_of(training), every=1, round_steps=2)[-1]
+    forgets = by_hand(components_of(training), every=1, round_steps=2)[-1]
     assert not torch.allclose(goes_on["0.weight"], forgets["0.weight"], atol=1e-3)
 
 

@@ -34,10 +34,10 @@ class Halving(fl.Strategy):
         rate = self.local.learning_rate * float(state["factor"])
         return replace(self, local=replace(self.local, learning_rate=rate))
 
-    def step(self, params: Params, aggregate: fl.Aggregate, state: State) -> fl.Stepped:
+    def step(self, params: Params, aggregate: fl.Aggregate, state: State) -> fl.StepResult:
         """Add the mean."""
         vector = params.vector + aggregate.lanes["delta"]
-        return fl.Stepped(params.with_vector(vector), {"factor": state["factor"] / 2.0})
+        return fl.StepResult(params.with_vector(vector), {"factor": state["factor"] / 2.0})
 
 
 pytestmark = pytest.mark.usefixtures("surroundings")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.algorithms.aggregations import spans
+from fedlearn.algorithms.aggregations import iter_spans
 from fedlearn.algorithms.lanes import Aggregate, Rows, Updates
 from fedlearn.algorithms.local import Memory, Moment, Tensors
 from fedlearn.core.randomness import Seed
@@ -67,12 +67,12 @@ class Nova(fl.Strategy):
         """Keep nothing."""
         return {}
 
-    def step(self, params: Any, aggregate: Aggregate, state: Mapping[str, Tensor]) -> fl.Stepped:
+    def step(self, params: Any, aggregate: Aggregate, state: Mapping[str, Tensor]) -> fl.StepResult:
         """Move parameters by the mean step times the mean number of steps."""
         delta, tau = aggregate.lanes["delta"], aggregate.lanes["tau"]
         last = params.layout.num_trainable
         moved = torch.cat([delta[:last] * tau, delta[last:]])
-        return fl.Stepped(params.with_vector(params.vector + moved), {})
+        return fl.StepResult(params.with_vector(params.vector + moved), {})
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class TrimmedMean:
 
     def _mean(self, rows: Rows) -> Tensor:
         mean, cut = torch.empty_like(rows[0]), min(TRIMMED, (len(rows) - 1) // 2)
-        for part, values in spans(rows):
+        for part, values in iter_spans(rows):
             mean[part] = values.sort(dim=0).values[cut : len(rows) - cut].mean(dim=0)
         return mean
 

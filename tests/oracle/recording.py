@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms import noised_gradients, transforms
-from fedlearn.algorithms.lanes import Updates, matrix
+from fedlearn.algorithms.lanes import Updates, stack_rows
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.core.clock import SystemClock
@@ -149,7 +149,7 @@ class Recording:
 
     def _updates(self, right: Method) -> Method:
         def noised(own: NoisedUpdates, updates: Updates) -> Updates:
-            before = matrix(updates.lanes["delta"]).clone()
+            before = stack_rows(updates.lanes["delta"]).clone()
             self._taken()
             after: Updates = right(own, updates)
             whose = zip(updates.client_ids, updates.based_on, strict=True)

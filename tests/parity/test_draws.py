@@ -14,9 +14,9 @@ from torch import Tensor
 from fedlearn.algorithms.draws import BEGIN, REPORT, Draws, client_seed
 from fedlearn.algorithms.lanes import LaneSpec, Over
 from fedlearn.algorithms.local import (
-    Around,
     LocalSgd,
     LocalUpdate,
+    LocalUpdateWrapper,
     Memory,
     MemorySpec,
     Moment,
@@ -55,7 +55,7 @@ class StochasticSign(Remembering):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dithered(Around):
+class Dithered(LocalUpdateWrapper):
     """Starts near the model, and rounds it at random before it is sent; reports its draws."""
 
     @property
@@ -182,7 +182,7 @@ def test_draws_are_new_for_each_client_round_step_name_and_seed() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainRandom(Around):
+class PlainRandom(LocalUpdateWrapper):
     """Draws from a global generator in one of its methods."""
 
     where: str

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.lanes import LaneSpec
 from fedlearn.algorithms.local import (
-    Around,
     LocalSgd,
     LocalUpdate,
+    LocalUpdateWrapper,
     Memory,
     MemorySpec,
     Tensors,
-    pieces_of,
+    iter_updates,
 )
 from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
 from fedlearn.algorithms.proximal import Proximal
@@ -138,7 +138,7 @@ def work_for(
         device=CPU,
     )
     kept = torch.randn(len(sizes), params.layout.size, dtype=dtype) * 0.01
-    is_controlled = any(isinstance(piece, ControlVariates) for piece in pieces_of(local))
+    is_controlled = any(isinstance(piece, ControlVariates) for piece in iter_updates(local))
     return Work(
         params=params,
         local=local,
@@ -244,7 +244,7 @@ def test_any_ragged_block_equals_the_reference_in_float64(
 
 def changed(rule: LocalUpdate, wrong: Callable[[LocalSgd], LocalSgd]) -> LocalUpdate:
     """Replace the SGD inside a rule."""
-    if isinstance(rule, Around):
+    if isinstance(rule, LocalUpdateWrapper):
         return replace(rule, inner=changed(rule.inner, wrong))
     assert isinstance(rule, LocalSgd)
     return wrong(rule)

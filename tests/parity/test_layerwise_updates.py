@@ -17,9 +17,9 @@ from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.lanes import LaneSpec, Over
 from fedlearn.algorithms.local import (
     Affine,
-    Around,
     LocalSgd,
     LocalUpdate,
+    LocalUpdateWrapper,
     LocalWork,
     Memory,
     MemorySpec,
@@ -100,7 +100,7 @@ class Muonlike(LocalWork):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedLayers(Around):
+class ClippedLayers(LocalUpdateWrapper):
     """Clips the gradient of each layer separately."""
 
     max_norm: float = 0.1
@@ -131,7 +131,7 @@ class ByShape(LocalWork):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LargestChange(Around):
+class LargestChange(LocalUpdateWrapper):
     """Reports the change of each tensor, and the largest of them."""
 
     @property
@@ -150,7 +150,7 @@ class LargestChange(Around):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnStart(Around):
+class OwnStart(LocalUpdateWrapper):
     """Halves the first layer at the start of a round, and counts the rounds."""
 
     @property
@@ -164,7 +164,7 @@ class OwnStart(Around):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LastLayerSent(Around):
+class LastLayerSent(LocalUpdateWrapper):
     """Sends only the last layer: the values of ``x`` at the end are the update."""
 
     def report(
@@ -332,7 +332,9 @@ class CountedSgd(LocalSgd):
 
 
 @pytest.mark.parametrize("around", [OwnStart, LastLayerSent, LargestChange])
-def test_a_wrapper_that_leaves_the_step_alone_keeps_the_short_cut(around: type[Around]) -> None:
+def test_a_wrapper_that_leaves_the_step_alone_keeps_the_short_cut(
+    around: type[LocalUpdateWrapper],
+) -> None:
     """The fused executor never calls the step then, but does for a wrapper that changes it."""
     counted = CountedSgd(epochs=1, batch_size=4, learning_rate=0.1)
     CountedSgd.calls.clear()

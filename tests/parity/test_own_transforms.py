@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.collecting import RoundRequest
-from fedlearn.algorithms.lanes import LaneSpec, matrix
+from fedlearn.algorithms.lanes import LaneSpec, stack_rows
 from fedlearn.algorithms.settings import require_honoured, settings_of, transforms_from
 from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, Transform
 from fedlearn.client.judging import noise_share
@@ -50,7 +50,7 @@ class Scaled:
     factor: float
 
     def __call__(self, updates: fl.Updates) -> fl.Updates:
-        delta = matrix(updates.lanes["delta"]) * self.factor
+        delta = stack_rows(updates.lanes["delta"]) * self.factor
         return replace(updates, lanes={**updates.lanes, "delta": delta})
 
 
@@ -61,7 +61,7 @@ class DitheredDelta:
     grid: float
 
     def __call__(self, updates: fl.Updates) -> fl.Updates:
-        delta = matrix(updates.lanes["delta"]) * updates.weights_B[:, None]
+        delta = stack_rows(updates.lanes["delta"]) * updates.weights_B[:, None]
         delta.copy_((delta / self.grid + torch.rand_like(delta)).floor() * self.grid)
         return replace(updates, lanes={**updates.lanes, "delta": delta})
 
@@ -71,7 +71,7 @@ class Centered:
     """Subtracts the mean over the rows, which leaves nothing of a single client."""
 
     def __call__(self, updates: fl.Updates) -> fl.Updates:
-        delta = matrix(updates.lanes["delta"])
+        delta = stack_rows(updates.lanes["delta"])
         return replace(updates, lanes={"delta": delta - delta.mean(0)})
 
 
@@ -290,10 +290,10 @@ class Watching(fl.Strategy):
     local: fl.LocalUpdate
     aggregation = fl.WeightedMean(by_examples=True)
 
-    def step(self, params: Any, aggregate: Any, state: Any) -> fl.Stepped:
+    def step(self, params: Any, aggregate: Any, state: Any) -> fl.StepResult:
         vector = params.vector + aggregate.lanes["delta"]
         first, second = aggregate.lanes["counts"].tolist()
-        return fl.Stepped(params.with_vector(vector), {}, {"first": first, "second": second})
+        return fl.StepResult(params.with_vector(vector), {}, {"first": first, "second": second})
 
 
 class Counter:

@@ -18,7 +18,7 @@ from fedlearn.algorithms.aggregations import LaneSums, SumAggregation, WeightedM
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.recipes import FedAvg, FedMedian
-from fedlearn.algorithms.strategy import Bounded, State, Stepped, Strategy, StrategyWrapper
+from fedlearn.algorithms.strategy import Bounded, State, StepResult, Strategy, StrategyWrapper
 from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import load
@@ -368,7 +368,7 @@ class Turns(StrategyWrapper):
     def at(self, state: State) -> Strategy:
         return replace(self, inner=self.later) if int(state["rounds"]) else self
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         stepped = super().step(params, aggregate, state)
         return replace(stepped, state={**stepped.state, "rounds": state["rounds"] + 1})
 

@@ -32,7 +32,7 @@ from fedlearn.algorithms.local import (
     Moment,
     along_trainable,
     load_client_state,
-    new_memory,
+    make_memory,
     report_of,
 )
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
@@ -278,7 +278,7 @@ class StackedExecutor:
                 height, self._layout.size, dtype=self._layout.dtype, device=self._device
             )
         if grows or local.memory != self._specs:
-            memory = new_memory(local, list(self._stack.trainable.values()), kept={})
+            memory = make_memory(local, list(self._stack.trainable.values()), kept={})
             self._stack, self._specs = replace(self._stack, memory=memory), local.memory
             self._prefixes.clear()
 

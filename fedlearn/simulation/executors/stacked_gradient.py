@@ -20,7 +20,7 @@ from fedlearn.algorithms.local import (
     Memory,
     Moment,
     along,
-    short_cut,
+    find_affine_step,
     takes_flat,
 )
 from fedlearn.algorithms.objectives import Objective
@@ -177,7 +177,7 @@ class StepResult(NamedTuple):
         """Take the step of the local update, in place on ``stack``."""
         for name, value in stack.statistics.items():
             value.copy_(self.statistics[name])
-        affine_at = short_cut(local)
+        affine_at = find_affine_step(local)
         affine = None if affine_at is None else affine_at(moment)
         if affine is not None and not affine.shift:
             # A fused multiplication and step reads and writes the weights only once.

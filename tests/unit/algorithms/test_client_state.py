@@ -16,7 +16,7 @@ from fedlearn.algorithms.client_state import (
     to_tensors,
 )
 from fedlearn.algorithms.lanes import Over
-from fedlearn.algorithms.local import LocalSgd, MemorySpec, new_memory
+from fedlearn.algorithms.local import LocalSgd, MemorySpec, make_memory
 from fedlearn.core.params import Params
 
 KEEPING = LocalSgd(epochs=1, batch_size=1, learning_rate=0.1, momentum=0.9, keep_momentum=True)
@@ -46,8 +46,8 @@ def test_a_client_by_itself_gets_what_it_kept_and_no_zeros() -> None:
 def test_what_is_kept_is_used_only_if_the_rule_keeps_it() -> None:
     """Memory that the update does not keep starts at zero, even if a kept value is passed."""
     x, rows = [torch.zeros(1, 3)], stack_states(kept(), [2])
-    assert new_memory(KEEPING, x, kept=rows)["velocity"][0].tolist() == [[3.0, 4.0, 5.0]]
-    assert new_memory(FORGETTING, x, kept=rows)["velocity"][0].tolist() == [[0.0, 0.0, 0.0]]
+    assert make_memory(KEEPING, x, kept=rows)["velocity"][0].tolist() == [[3.0, 4.0, 5.0]]
+    assert make_memory(FORGETTING, x, kept=rows)["velocity"][0].tolist() == [[0.0, 0.0, 0.0]]
 
 
 def test_a_client_that_diverged_keeps_what_it_had() -> None:

@@ -14,7 +14,7 @@ from fedlearn.algorithms.collecting import RoundRequest, collect_from
 from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce, without_force
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.lanes import Aggregate
-from fedlearn.algorithms.local import LocalSgd, Memory, Moment, Tensors, new_memory
+from fedlearn.algorithms.local import LocalSgd, Memory, Moment, Tensors, make_memory
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
@@ -264,7 +264,7 @@ def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -
     own = {"own_model": torch.tensor([[1.0, 2.0]]), "has_own_model": torch.ones(1, 1)}
     x = [torch.zeros(1, 1), torch.zeros(1, 1)]
     broadcast = {"model": [torch.zeros(1, 1), torch.zeros(1, 1)]}
-    memory = new_memory(local, x, kept=own)
+    memory = make_memory(local, x, kept=own)
     local.begin(x, memory, broadcast=broadcast)
     assert [value.item() for value in x] == [1.0, 2.0]
     reached = {name: values if len(values) == 1 else values[:1] for name, values in memory.items()}

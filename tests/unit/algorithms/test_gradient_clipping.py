@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.local import LocalSgd, Moment, short_cut
+from fedlearn.algorithms.local import LocalSgd, Moment, find_affine_step
 
 SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=1.0)
 SHAPES = ((3, 5), (3,), ())
@@ -79,8 +79,8 @@ def test_gradients_are_only_read() -> None:
 
 def test_a_clipped_step_has_no_short_cut() -> None:
     """Executors that fuse the step into a matrix product would not clip."""
-    assert short_cut(SGD) is not None
-    assert short_cut(ClippedGradients(inner=SGD, gradient_clip_norm=1.0)) is None
+    assert find_affine_step(SGD) is not None
+    assert find_affine_step(ClippedGradients(inner=SGD, gradient_clip_norm=1.0)) is None
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms import noised_gradients
-from fedlearn.algorithms.local import LocalSgd, Moment, new_memory
+from fedlearn.algorithms.local import LocalSgd, Moment, make_memory
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients, quiet
 from fedlearn.core.noise import SecretStream, add_discrete_gaussian
 from fedlearn.errors import SettingsRefused
@@ -203,7 +203,7 @@ def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
     assert isinstance(rule, NoisedGradients)
     grads, moment = gradients(5, scale=10.0), Moment(round_num=0, step=0)
     found, expected = ([torch.ones(2, *shape) for shape in SHAPES] for _ in range(2))
-    kept, same = (new_memory(inner, found, kept={}) for _ in range(2))
+    kept, same = (make_memory(inner, found, kept={}) for _ in range(2))
     sums = rule.clipped(grads, all_real(grads))
     gradient = rule.noised([each.clone() for each in sums], sizes, like=expected)
     inner.step(expected, gradient, same, broadcast={}, moment=moment)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlearn.algorithms.local import LocalUpdate, Moment, short_cut
+from fedlearn.algorithms.local import LocalUpdate, Moment, find_affine_step
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.settings import require_honoured, settings_of
 from fedlearn.errors import SettingsRefused
@@ -14,7 +14,7 @@ def test_it_is_a_local_update_without_lanes_and_memory() -> None:
     """Clients send only the delta."""
     own = OwnTraining()
     assert isinstance(own, LocalUpdate)
-    assert (list(own.lanes), dict(own.memory), short_cut(own)) == ([], {}, None)
+    assert (list(own.lanes), dict(own.memory), find_affine_step(own)) == ([], {}, None)
 
 
 def test_a_trainer_that_honours_nothing_is_asked_for_nothing() -> None:

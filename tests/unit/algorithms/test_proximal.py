@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.local import MODEL, LocalSgd, LocalUpdate, Moment, short_cut
+from fedlearn.algorithms.local import MODEL, LocalSgd, LocalUpdate, Moment, find_affine_step
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 
@@ -26,7 +26,7 @@ PULLED = Proximal(inner=replace(SGD, weight_decay=0.1), proximal=0.3)
 )
 def test_the_short_cut_is_the_step(local: LocalUpdate) -> None:
     """Executors may use either."""
-    affine, moment = short_cut(local), Moment(2, 5)
+    affine, moment = find_affine_step(local), Moment(2, 5)
     assert affine is not None
     taken = affine(moment)
     assert taken is not None
@@ -45,5 +45,5 @@ def test_the_short_cut_is_the_step(local: LocalUpdate) -> None:
 )
 def test_what_has_no_short_cut_gets_none_by_a_pull(inner: LocalUpdate) -> None:
     """An affine form would skip the inner update's own step."""
-    affine = short_cut(Proximal(inner=inner, proximal=0.3))
+    affine = find_affine_step(Proximal(inner=inner, proximal=0.3))
     assert affine is None or affine(Moment(0, 0)) is None

@@ -7,7 +7,14 @@ import pytest
 import torch
 
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.local import Affine, LocalSgd, Moment, Tensors, new_memory, short_cut
+from fedlearn.algorithms.local import (
+    Affine,
+    LocalSgd,
+    Moment,
+    Tensors,
+    find_affine_step,
+    make_memory,
+)
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 
 SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.5, weight_decay=0.1)
@@ -54,7 +61,7 @@ def test_a_scheduled_step_is_that_of_another_rate(inner: LocalSgd) -> None:
     optimizer = torch.optim.SGD(
         [theirs], lr=0.5, momentum=inner.momentum, weight_decay=inner.weight_decay
     )
-    memory = new_memory(schedule, ours, kept={})
+    memory = make_memory(schedule, ours, kept={})
     for round_num in range(4):  # one step per round, with the same memory
         grad = torch.tensor([1.0, -2.0, 0.5]) * (round_num + 1)
         optimizer.param_groups[0]["lr"] = 0.5 * 0.5**round_num
@@ -67,7 +74,7 @@ def test_a_scheduled_step_is_that_of_another_rate(inner: LocalSgd) -> None:
 def test_schedules_around_schedules_multiply() -> None:
     """A cosine over rounds around a warm-up within a round."""
     both = ScheduledRate(inner=ScheduledRate(inner=SGD, warmup_steps=2), cosine_rounds=2)
-    affine = short_cut(both)
+    affine = find_affine_step(both)
     assert affine is not None
     found = affine(at(1))
     assert found is not None
@@ -77,7 +84,7 @@ def test_schedules_around_schedules_multiply() -> None:
 def test_the_short_cut_is_the_step() -> None:
     """Executors may use either."""
     schedule = ScheduledRate(inner=SGD, rate_decay=0.7, warmup_steps=3)
-    affine = short_cut(schedule)
+    affine = find_affine_step(schedule)
     assert affine is not None
     for moment in (at(0), at(2, 1), at(5, 9)):
         taken = affine(moment)
@@ -109,7 +116,7 @@ class Reversed(LocalSgd):
 )
 def test_what_has_no_short_cut_gets_none_by_a_schedule(inner: Any) -> None:
     """An affine form would skip the inner update's own step."""
-    affine = short_cut(ScheduledRate(inner=inner, rate_decay=0.9))
+    affine = find_affine_step(ScheduledRate(inner=inner, rate_decay=0.9))
     assert affine is None or affine(at(0)) is None
 
 

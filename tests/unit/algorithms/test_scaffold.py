@@ -16,15 +16,15 @@ from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import (
     MODEL,
-    Around,
     LocalSgd,
     LocalUpdate,
+    LocalUpdateWrapper,
     Moment,
     along_trainable,
     drift_of,
-    new_memory,
+    find_affine_step,
+    make_memory,
     report_of,
-    short_cut,
 )
 from fedlearn.algorithms.objectives import CustomLoss
 from fedlearn.algorithms.proximal import Proximal
@@ -163,7 +163,7 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     own = torch.tensor([[-0.7, 0.1]], dtype=torch.float64)
     broadcast = along_trainable(layout, start, {"control": control})
     x = [start.clone()[None]]
-    memory = new_memory(local, x, kept={"control": own})
+    memory = make_memory(local, x, kept={"control": own})
     gradients = []
     for step in range(5):
         gradients.append(A[0] * (x[0] - B[0]))
@@ -184,9 +184,9 @@ def test_the_short_cut_is_the_step(pull: float | None) -> None:
         torch.tensor([each]).double()
         for each in ([1.0, -3.0], [0.3, 0.2], [0.5, 2.0], [0.1, 0.4], [-0.2, 0.6])
     )
-    broadcast, memory = {MODEL: [model], "control": [server]}, new_memory(local, [x], kept={})
+    broadcast, memory = {MODEL: [model], "control": [server]}, make_memory(local, [x], kept={})
     memory["control"][0].copy_(client)
-    short, moment = short_cut(local), Moment(2, 0)
+    short, moment = find_affine_step(local), Moment(2, 0)
     assert short is not None
     taken = short(moment)
     assert taken is not None
@@ -194,7 +194,7 @@ def test_the_short_cut_is_the_step(pull: float | None) -> None:
     expected = taken.keep * x + taken.scale * grad + taken.pull * model + taken.shift * drift
     local.step([x], [grad], memory, broadcast=broadcast, moment=moment)
     torch.testing.assert_close(x, expected)
-    counted = new_memory(local, [x], kept={})
+    counted = make_memory(local, [x], kept={})
     drift_of(local).count_steps(counted, num_steps=torch.ones(1).double())
     assert counted["num_gradients"] == memory["num_gradients"]
 
@@ -207,7 +207,7 @@ def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
     broadcast = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})
     own = torch.tensor([[-0.7, 0.1], [0.2, 0.3]]).double()
     x = [torch.tensor([[3.0, -4.0], [0.01, 0.0]]).double()]
-    memory = new_memory(local, x, kept={"control": own})
+    memory = make_memory(local, x, kept={"control": own})
     memory["num_gradients"][0].fill_(5.0)
     num_steps = torch.tensor([5.0, 5.0]).double()
     reported = report_of(local, x, memory, broadcast=broadcast, num_steps=num_steps, layout=layout)
@@ -227,7 +227,7 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
     broadcast = along_trainable(layout, start, {"control": control})
     for num_reached, expected in ((0, 0.0), (2, 0.5), (4, 1.0)):
         x, kept = [start.clone()[None]], {"control": torch.tensor([[-0.7, 0.1]]).double()}
-        memory = new_memory(local, x, kept=kept)
+        memory = make_memory(local, x, kept=kept)
         for step in range(num_reached):
             local.step(
                 x, [torch.ones(1, 2).double()], memory, broadcast=broadcast, moment=Moment(0, step)
@@ -237,7 +237,7 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
         torch.testing.assert_close(memory["control"][0], mean, rtol=0.0, atol=1e-12)
 
 
-class Halved(Around):
+class Halved(LocalUpdateWrapper):
     """A user's wrapper that changes the learning rate."""
 
     def step(self, x: Any, grads: Any, memory: Any, *, broadcast: Any, moment: Moment) -> None:
@@ -258,7 +258,7 @@ def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
     x = [torch.zeros(1, 2).double()]
     own, broadcast = Halved(inner=local), {"control": [torch.zeros(1, 2).double()]}
     with pytest.raises(ValueError, match=r"multiplies the learning rate by 0\.5"):
-        own.step(x, x, new_memory(own, x, kept={}), broadcast=broadcast, moment=Moment(0, 0))
+        own.step(x, x, make_memory(own, x, kept={}), broadcast=broadcast, moment=Moment(0, 0))
 
 
 def test_few_clients_of_many_move_the_servers_control_by_their_share() -> None:

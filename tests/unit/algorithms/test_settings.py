@@ -7,7 +7,14 @@ import pytest
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate, LocalWork, Memory, Moment
+from fedlearn.algorithms.local import (
+    LocalSgd,
+    LocalUpdate,
+    LocalUpdateWrapper,
+    LocalWork,
+    Memory,
+    Moment,
+)
 from fedlearn.algorithms.local import Tensors as Stack
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
@@ -53,7 +60,7 @@ class SignSgd(LocalWork):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halved(Around):
+class Halved(LocalUpdateWrapper):
     """A wrapper defined by the user, without fields."""
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
-from fedlearn.algorithms.local import Around, LocalSgd, LocalUpdate
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalUpdateWrapper
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
@@ -39,7 +39,7 @@ INNER: Mapping[str, LocalUpdate] = {
     "adam": ADAM,
     "adamw": replace(ADAM, decoupled=True),
 }
-AROUND: Mapping[str, Callable[[LocalUpdate], Around]] = {
+AROUND: Mapping[str, Callable[[LocalUpdate], LocalUpdateWrapper]] = {
     "proximal": lambda inner: Proximal(inner=inner, proximal=PULL),
     "clipped": lambda inner: ClippedGradients(inner=inner, gradient_clip_norm=BOUND),
     "scheduled": lambda inner: ScheduledRate(inner=inner, rate_decay=0.8, warmup_steps=3),

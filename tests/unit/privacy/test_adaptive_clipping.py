@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedlearn.algorithms.cohorts import FixedCohorts
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, matrix
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, stack_rows
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAdam, FedAvg
 from fedlearn.algorithms.strategy import State, Strategy
-from fedlearn.algorithms.transforms import BELOW, ToldBelow, norms
+from fedlearn.algorithms.transforms import BELOW, ClipIndicator, norms
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -137,10 +137,10 @@ def test_clients_tell_whether_they_were_below() -> None:
     """At the norm counts as below; rows that lie apart tell the same; all else is as it was."""
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.inf, 0.0], [6.0, 8.0]])
     for each in (rows, list(rows)):
-        told = ToldBelow(asked_norm=5.0)(
+        told = ClipIndicator(asked_norm=5.0)(
             Updates([ClientId(n) for n in range(4)], torch.ones(4), {"delta": each}, [0] * 4)
         )
-        assert matrix(told.lanes[BELOW.name]).tolist() == [[0.5], [0.5], [-0.5], [-0.5]]
+        assert stack_rows(told.lanes[BELOW.name]).tolist() == [[0.5], [0.5], [-0.5], [-0.5]]
         assert told.lanes["delta"] is each
 
 

@@ -17,7 +17,7 @@ from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedYogi
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.algorithms.strategy import State, Stepped
+from fedlearn.algorithms.strategy import State, StepResult
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import decode, encode
@@ -242,10 +242,10 @@ def test_a_run_that_is_extended_on_its_way_has_the_rounds_of_one_begun_so(
 class Begins(Algorithm):
     """A strategy with metrics of its start and of each step."""
 
-    def begin(self, params: Params) -> Stepped:
-        return Stepped(params, self.init(params), {"warm": 0.5})
+    def begin(self, params: Params) -> StepResult:
+        return StepResult(params, self.init(params), {"warm": 0.5})
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         return replace(super().step(params, aggregate, state), metrics={"said": 1.0})
 
 
@@ -267,7 +267,7 @@ def test_what_a_strategy_says_as_it_begins_stands_in_the_first_record() -> None:
 class Spends(Algorithm):
     """A strategy with a metric that has the name of the privacy budget spent."""
 
-    def step(self, params: Params, aggregate: Aggregate, state: State) -> Stepped:
+    def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         return replace(super().step(params, aggregate, state), metrics={"epsilon": 1.0})
 
 

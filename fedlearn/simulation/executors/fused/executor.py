@@ -21,11 +21,11 @@ from fedlearn.algorithms.local import (
     Moment,
     along_trainable,
     drift_of,
+    find_affine_step,
     has_report,
-    new_memory,
+    make_memory,
     report_of,
     require_broadcast,
-    short_cut,
     takes_flat,
 )
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weights
@@ -129,7 +129,7 @@ class FusedExecutor:
         stack, is_flat = workspace.stack, takes_flat(work.local)
         params = stack.params(num_clients, is_flat=is_flat)
         broadcast = _broadcast_along(work, is_flat=is_flat)
-        memory, draws = new_memory(work.local, params, kept=work.kept), work.draws()
+        memory, draws = make_memory(work.local, params, kept=work.kept), work.draws()
         draws.fill(memory, BEGIN)
         work.local.begin(params, memory, broadcast=broadcast)
         stack.refresh(num_clients)
@@ -262,7 +262,7 @@ def _rules(work: Work) -> Sequence[Affine] | None:
 
     ``None``: some step is not affine, so the local update needs the gradients in memory.
     """
-    affine_at, num_steps = short_cut(work.local), work.schedule.num_steps
+    affine_at, num_steps = find_affine_step(work.local), work.schedule.num_steps
     if affine_at is None:
         return None
     found = [affine_at(Moment(work.round_num, step)) for step in range(num_steps)]
