@@ -482,5 +482,5 @@ def _operator(config: Path) -> Iterator["Operator"]:
             "--config, or write one: `fedlearn init`"
         )
     places = Places.of(load_serving(config), environ=os.environ)
-    with places.database() as database:
+    with places.open_database() as database:
         yield Operator(places, database, SystemClock())

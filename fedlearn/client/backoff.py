@@ -24,7 +24,7 @@ class Reconnection:
         ConfigError: A value is out of range.
 
     Example:
-        >>> Reconnection(max_backoff_s=10.0).absence_s(1e9)
+        >>> Reconnection(max_backoff_s=10.0).clamp_absence_s(1e9)
         3600.0
     """
 
@@ -47,7 +47,7 @@ class Reconnection:
         if wrong := describe_out_of_range(self):
             raise ConfigError(f"reconnection.{wrong}")
 
-    def absence_s(self, asked_s: float) -> float:
+    def clamp_absence_s(self, asked_s: float) -> float:
         """Clamp the absence that a coordinator asks for, ``asked_s``, which may even be NaN."""
         # The order of the arguments matters: max(_LEAST_S, nan) is _LEAST_S.
         return min(max(_LEAST_S, asked_s), self.max_absence_s)

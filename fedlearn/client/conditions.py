@@ -86,9 +86,9 @@ class Conditions:
 
     Example:
         >>> night = Conditions(on_power=True, between=("22:00", "06:00"))
-        >>> night.unmet(Facts(on_power=True), local=datetime(2026, 1, 1, 23, 30))
+        >>> night.find_unmet(Facts(on_power=True), local=datetime(2026, 1, 1, 23, 30))
         ()
-        >>> night.unmet(Facts(), local=datetime(2026, 1, 1, 6, 0))
+        >>> night.find_unmet(Facts(), local=datetime(2026, 1, 1, 6, 0))
         ('on_power (unknown)', 'between 22:00 and 06:00')
     """
 
@@ -119,7 +119,7 @@ class Conditions:
                 "to train at any time"
             )
 
-    def unmet(self, facts: Facts, *, local: datetime) -> tuple[str, ...]:
+    def find_unmet(self, facts: Facts, *, local: datetime) -> tuple[str, ...]:
         """Describe each condition that does not hold; one that is unknown does not hold."""
         unmet = []
         for name in ("on_power", "idle", "unmetered"):

@@ -154,7 +154,7 @@ class Connector:
         if asked_s is None:
             pause_s = self.backoff.next_s()
         else:
-            pause_s = self._connection.reconnection.absence_s(asked_s)
+            pause_s = self._connection.reconnection.clamp_absence_s(asked_s)
         _log.debug("pause", pause_s=pause_s, asked_s=asked_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
@@ -165,14 +165,14 @@ class Connector:
         """Erase the secrets of abandoned sessions, including the shares of other clients."""
         before_unix_s = self._clock.unix_s() - _ABANDONED_S
         for run_id in self._home.list_stale_runs(before_unix_s=before_unix_s):
-            state = self._home.state(run_id)
+            state = self._home.load_state(run_id)
             if (ended := end_session_after_failure(state)) != state:
                 _log.info("session_expired", run_id=run_id)
-                self._home.set_state(run_id, ended)
+                self._home.save_state(run_id, ended)
 
     async def _ensure_enrolment(self) -> Enrolment:
         """Return the existing enrolment, or enrol now if there is none or a new invitation."""
-        current = self._home.keys.enrolment()
+        current = self._home.keys.load_enrolment()
         given = None if self._invitation is None else Invitation.load(self._invitation)
         if current is not None and (given is None or current.has_redeemed(given)):
             return current

@@ -64,7 +64,7 @@ class WorkControl:
     def saved(self) -> Mapping[str, Tensor]:
         """Load the task's checkpoint; empty if there is none, or it is damaged."""
         try:
-            content = self._home.checkpoint()
+            content = self._home.load_checkpoint()
             return safetensors.torch.load(content) if content else {}
         except SafetensorError as error:
             log = structlog.get_logger(__name__)
@@ -80,6 +80,6 @@ class WorkControl:
             name: each.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, each in tensors.items()
         }
-        self._home.set_checkpoint(safetensors.torch.save(own))
+        self._home.save_checkpoint(safetensors.torch.save(own))
         end_s = self._clock.now_s()
         self._next_checkpoint_s = end_s + _CHECKPOINT_SPACING * (end_s - begin_s)

@@ -79,7 +79,7 @@ def diagnose(
     """
     try:
         invited = Invitation.load(invitation)
-        enrolment = Home(home).keys.enrolment()
+        enrolment = Home(home).keys.load_enrolment()
     except DeploymentError as error:
         yield Finding("invitation", CheckOutcome.BAD, str(error))
         return
@@ -101,7 +101,7 @@ def _check_invitation(
     invited: Invitation, enrolment: Enrolment | None, *, now_unix_s: float
 ) -> Finding:
     if enrolment is not None and enrolment.has_redeemed(invited):
-        advice = enrolment.renewal_advice(now_unix_s=now_unix_s)
+        advice = enrolment.describe_renewal(now_unix_s=now_unix_s)
         outcome = CheckOutcome.OK if advice is None else CheckOutcome.WARNING
         return Finding("invitation", outcome, advice or f"{invited.name} is enrolled")
     now = utc(now_unix_s)

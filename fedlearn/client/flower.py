@@ -77,7 +77,7 @@ def client_app(
         require_no_daily_limit(policy, source="the policy of this node")
         judge = Judge(policy)
         trainer = _LazyTrainer(node, make_trainer)
-        secure = judge.secure_client(
+        secure = judge.build_secure_client(
             node.client_id,
             keys.identity,
             coordinator_key=keys.coordinator_key,

@@ -136,11 +136,11 @@ class Home(ClientFolder):
         """Remove the task, its request and its checkpoint."""
         shutil.rmtree(self._task, ignore_errors=True)
 
-    def checkpoint(self) -> bytes:
+    def load_checkpoint(self) -> bytes:
         """Load the current task's checkpoint; empty if there is none."""
         return read_or_empty(self._task / "checkpoint")
 
-    def set_checkpoint(self, content: bytes) -> None:
+    def save_checkpoint(self, content: bytes) -> None:
         """Save the current task's checkpoint durably."""
         write_private(self._task / "checkpoint", content)
 
@@ -150,7 +150,7 @@ class Home(ClientFolder):
         if folder.is_dir():
             remove_all([path for path in folder.iterdir() if path.name != run_id])
 
-    def state(self, run_id: str) -> bytes:
+    def load_state(self, run_id: str) -> bytes:
         """Load the client's state in a run; empty at first."""
         return read_or_empty(self._state_path(run_id))
 
@@ -161,7 +161,7 @@ class Home(ClientFolder):
             return []
         return [each.name for each in folder.iterdir() if each.stat().st_mtime < before_unix_s]
 
-    def set_state(self, run_id: str, state: bytes) -> None:
+    def save_state(self, run_id: str, state: bytes) -> None:
         """Replace the client's state in a run; use :meth:`hold` if a reply belongs to it."""
         write_private(self._state_path(run_id), state)
 

@@ -48,11 +48,11 @@ _IN_THE_CLEAR = {
 }
 
 
-def terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
+def build_terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
     """Derive the limits on a session's terms from a client's policy.
 
     Example:
-        >>> terms_policy(SecureAggregationPolicy(required=True)).min_cohort
+        >>> build_terms_policy(SecureAggregationPolicy(required=True)).min_cohort
         4
     """
     return TermsPolicy(
@@ -96,7 +96,7 @@ class Judge:
     policy: Policy
     is_bound: bool = False
 
-    def secure_client(
+    def build_secure_client(
         self,
         client_id: ClientId,
         identity: Identity,
@@ -121,13 +121,13 @@ class Judge:
             signer=identity,
             coordinator_key=coordinator_key,
             directory={client_id: identity.public_key},
-            policy=self.terms_policy(spent),
+            policy=self.build_terms_policy(spent),
             num_threads=num_threads,
         )
 
-    def terms_policy(self, spent: float) -> TermsPolicy:
+    def build_terms_policy(self, spent: float) -> TermsPolicy:
         """Derive the limits on terms, given the squared distances spent in the last 24 hours."""
-        policy = terms_policy(self.policy.secure_aggregation)
+        policy = build_terms_policy(self.policy.secure_aggregation)
         if self.policy.privacy.mode != "distributed":
             return policy
         return replace(policy, noise=self._noise_floor(spent))
@@ -287,7 +287,7 @@ class Judge:
                 limit=f"at most {policy.max_settings}",
             )
         for name, value in extra.items():
-            if (allowed := policy.objection(name, value)) is not None:
+            if (allowed := policy.find_objection(name, value)) is not None:
                 asked = f"the free-form setting {_quote(name)} = {_quote(value)}"
                 raise PolicyViolation(rule="extra", asked=asked, limit=allowed)
 

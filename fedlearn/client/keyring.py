@@ -64,7 +64,7 @@ class Enrolment:
         left_s = end_unix_s - now_unix_s
         return 0.0 < left_s <= _RENEW_SHARE * (end_unix_s - begin_unix_s)
 
-    def renewal_advice(self, *, now_unix_s: float) -> str | None:
+    def describe_renewal(self, *, now_unix_s: float) -> str | None:
         """Describe the remedy if automatic renewal has failed; ``None`` if all is well.
 
         Without TLS there is no certificate to expire.
@@ -107,7 +107,7 @@ class Keyring:
 
     folder: Path
 
-    def enrolment(self) -> Enrolment | None:
+    def load_enrolment(self) -> Enrolment | None:
         """Load the client's enrolment; ``None`` if it is not enrolled.
 
         Any process may call this, even while another one replaces the keys.
@@ -160,7 +160,7 @@ class Keyring:
         A new lineage starts in another deployment, under another name, or when the present one has
         reached its maximal length.
         """
-        before, identity = self.enrolment(), self.load_next_identity()
+        before, identity = self.load_enrolment(), self.load_next_identity()
         if before is not None and before.lineage.num_rotations < MAX_SUCCESSIONS:
             mine = before.invitation
             if (mine.ca_pem, mine.name) == (invitation.ca_pem, invitation.name):
@@ -175,7 +175,7 @@ class Keyring:
         They replace the keys of an earlier enrolment; state, task, reply and pins stay. Pins of
         another deployment have no effect in this one.
         """
-        before, lineage = self.enrolment(), self.build_next_lineage(invitation)
+        before, lineage = self.load_enrolment(), self.build_next_lineage(invitation)
         identity = self.load_next_identity()
         # The statements in a lineage name the client id, so they are worthless under another one.
         if before is None or before.client_id != client_id:
@@ -217,7 +217,7 @@ class Keyring:
         Raises:
             DeploymentError: There are no keys to replace, or they were replaced too often.
         """
-        enrolment = self.enrolment()
+        enrolment = self.load_enrolment()
         if enrolment is None:
             raise DeploymentError(
                 f"{self.folder} is not enrolled, so there are no keys to replace; give the folder "

@@ -210,7 +210,7 @@ class ExtraPolicy:
 
     Example:
         >>> strict = ExtraPolicy(numbers=("temperature",), texts=(), truths=())
-        >>> strict.objection("temperature", 0.5), strict.objection("temperature", "hot")
+        >>> strict.find_objection("temperature", 0.5), strict.find_objection("temperature", "hot")
         (None, 'no texts')
     """
 
@@ -224,7 +224,7 @@ class ExtraPolicy:
         if wrong := describe_out_of_range(self):
             raise ConfigError(f"policy.extra.{wrong}")
 
-    def objection(self, name: str, value: object) -> str | None:
+    def find_objection(self, name: str, value: object) -> str | None:
         """Describe what the policy allows if it forbids this setting; ``None`` if it allows it."""
         match value:
             case bool():

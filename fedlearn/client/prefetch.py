@@ -64,7 +64,7 @@ class TrainingTimes:
 
 
 @dataclass(kw_only=True, eq=False)
-class Prefetcher:
+class ModelPrefetcher:
     """Prefetches a model so that it arrives shortly before the current training ends.
 
     Starting as late as possible gets the newest model. One model is fetched at a time; a fetch that

@@ -65,7 +65,7 @@ class KeyRotation:
         self._noted_s = min(self._noted_s, now_s)
         if is_connected and now_s < self._next_s:
             return False
-        is_between = not (run_id and is_in_session(self._home.state(run_id)))
+        is_between = not (run_id and is_in_session(self._home.load_state(run_id)))
         return is_between or now_s - self._noted_s > _SESSION_S
 
     def _should_renew(self, enrolment: Enrolment) -> bool:

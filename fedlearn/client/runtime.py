@@ -21,7 +21,7 @@ from fedlearn.client.expansion import MaskExpander
 from fedlearn.client.home import Home
 from fedlearn.client.live_session import LiveSession, cancel
 from fedlearn.client.options import Changes, RuntimeOptions
-from fedlearn.client.prefetch import Prefetcher
+from fedlearn.client.prefetch import ModelPrefetcher
 from fedlearn.client.sharing import make_client_trainer
 from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.client.work import Worker
@@ -95,7 +95,7 @@ class Runtime:
             on_event=on_event,
             exit_code=options.exit_code,
         )
-        self._prefetcher = Prefetcher(
+        self._prefetcher = ModelPrefetcher(
             home=self._home,
             clock=self._clock,
             post=self._events.put_nowait,
@@ -329,7 +329,7 @@ class Runtime:
         live = self._connector.live
         if task.key.kind != SECURE_KIND or live is None:
             return
-        secure = self._worker.secure_client(live.enrolment)
+        secure = self._worker.build_secure_client(live.enrolment)
         if secure is not None and state is not None:
             self._masks.follow(secure, state)
 
@@ -383,7 +383,7 @@ class Runtime:
         while True:
             facts = await asyncio.to_thread(self._device.gather_facts)
             now_unix_s = self._clock.unix_s()
-            unmet = self._conditions.unmet(facts, local=local_time(now_unix_s))
+            unmet = self._conditions.find_unmet(facts, local=local_time(now_unix_s))
             if unmet != self._here.unmet:
                 self._report_unmet(unmet)
             if facts != self._facts:
@@ -404,7 +404,7 @@ class Runtime:
         if enrolment is None or now_unix_s < self._next_look_unix_s:
             return
         self._next_look_unix_s = now_unix_s + _LOOK_AT_CERTIFICATE_S
-        if (advice := enrolment.renewal_advice(now_unix_s=now_unix_s)) is not None:
+        if (advice := enrolment.describe_renewal(now_unix_s=now_unix_s)) is not None:
             _log.warning("certificate_ends", advice=advice)
             self._on_event(AgentEvent.of(EventKind.EXPIRING, message=advice))
 

@@ -116,7 +116,7 @@ class Worker:
 
     def _end_secure_session(self, task: OpenTask) -> bytes | None:
         """Return the state without the session of ``task``; ``None`` if it does not change."""
-        before = self.home.state(task.key.run_id)
+        before = self.home.load_state(task.key.run_id)
         after = end_session_after_failure(before) if task.key.kind == SECURE_KIND else before
         return None if after == before else after
 
@@ -141,7 +141,7 @@ class Worker:
         session = ClientSession(
             enrolment.client_id,
             self.trainer,
-            self.secure_client(enrolment),
+            self.build_secure_client(enrolment),
             on_refusal=lambda words: loop.call_soon_threadsafe(
                 self._report_refusal, task.key, words
             ),
@@ -164,7 +164,7 @@ class Worker:
         """
         code = self.exit_code
         if num_crashes and code is not None:
-            may_resume = code < 0 and num_crashes == 1 and bool(self.home.checkpoint())
+            may_resume = code < 0 and num_crashes == 1 and bool(self.home.load_checkpoint())
             if not may_resume:
                 how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
                 return f"the training process ended during this task ({how})"
@@ -186,9 +186,9 @@ class Worker:
             num_evaluations_today=self.home.num_evaluations_today(now_unix_s),
         )
 
-    def secure_client(self, enrolment: Enrolment) -> SecureClient | None:
+    def build_secure_client(self, enrolment: Enrolment) -> SecureClient | None:
         """Build the client's side of secure aggregation; ``None`` without a coordinator key."""
-        return Judge(self.policy).secure_client(
+        return Judge(self.policy).build_secure_client(
             enrolment.client_id,
             enrolment.identity,
             coordinator_key=enrolment.invitation.coordinator_key,
@@ -254,7 +254,7 @@ class Worker:
     ) -> Event:
         """Answer the request on disk; runs in the training thread."""
         data = self.home.request.read_bytes()
-        before = self.home.state(task.key.run_id)
+        before = self.home.load_state(task.key.run_id)
         # Count and charge before the work begins, so that a crash cannot evade the limits.
         if isinstance(request, TrainRequest | SecureTrainRequest):
             self.home.count_task(self.clock.unix_s())
@@ -311,7 +311,7 @@ class Worker:
             return
         now_unix_s = self.clock.unix_s()
         spent = self.home.sum_spent_today(now_unix_s, without=session.id)
-        self.judge.terms_policy(spent).judge_noise(session.terms)
+        self.judge.build_terms_policy(spent).judge_noise(session.terms)
         corruption = self.policy.secure_aggregation.corruption
         squared = squared_distance(session.terms, corruption=corruption)
         self.home.spend(session.id, squared, now_unix_s)

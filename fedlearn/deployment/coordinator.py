@@ -219,11 +219,13 @@ class Coordinator:
         section, name = self.places.config.coordinator, self.places.run_name
         with ExitStack() as stack:
             telemetry = stack.enter_context(
-                Telemetry(section.http_address, self.snapshot, find_stuck_part=self._signs.stuck)
+                Telemetry(
+                    section.http_address, self.snapshot, find_stuck_part=self._signs.describe_stuck
+                )
             )
             self._signs.show(_ROUNDS)
             self._log.info("http", address=telemetry.address)
-            database = stack.enter_context(self._patiently(self.places.database))
+            database = stack.enter_context(self._patiently(self.places.open_database))
             self._patiently(
                 lambda: ensure_deployed(
                     database, self.components, name=name, clock=self.interruption
@@ -295,7 +297,7 @@ class Coordinator:
         """Serve clients over gRPC inside the block."""
         section = self.places.config.coordinator
         if not self.insecure:
-            self._authority = self.places.authority()
+            self._authority = self.places.open_authority()
         gateway = Gateway(
             build_component(GatewaySettings, section),
             registry=StoredRegistry(database, SystemClock()),
@@ -381,7 +383,7 @@ class Coordinator:
         registry = StoredRegistry(database, SystemClock())
         return Identities.of(
             run_id,
-            signer=self.places.authority().signer,
+            signer=self.places.open_authority().signer,
             directory=partial(load_identity_keys, registry, patiently=self._patiently),
         )
 

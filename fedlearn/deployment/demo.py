@@ -185,7 +185,7 @@ def _join(places: Places, number: int, processes: DemoProcesses) -> None:
     """Invite and enrol a client, and start its process."""
     name = f"client-{number}"
     path, home = processes.folder / f"{name}.invitation", Home(processes.folder / name)
-    with places.database() as database:
+    with places.open_database() as database:
         invitation = Operator(places, database, SystemClock()).invite(name, tags=(), path=path)
     address = invitation.token_addresses[0]
     certificate_pem, client_id = asyncio.run(

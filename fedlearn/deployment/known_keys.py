@@ -33,7 +33,7 @@ def load_known_keys(home: Home) -> tuple[Enrolment, Pins]:
     Raises:
         DeploymentError: The client is not enrolled, or a file is damaged.
     """
-    enrolment = home.keys.enrolment()
+    enrolment = home.keys.load_enrolment()
     if enrolment is None:
         raise DeploymentError(f"{home.folder} is not enrolled, so it has neither keys nor pins")
     return enrolment, home.keys.pin_file(enrolment).read()

@@ -19,7 +19,7 @@ class SignsOfLife:
         >>> signs = SignsOfLife(stuck_after_s=10.0, clock=clock)
         >>> signs.show("rounds")
         >>> clock.sleep(11.0)
-        >>> signs.stuck()
+        >>> signs.describe_stuck()
         'the thread of the rounds has shown no sign of life for 11 s'
     """
 
@@ -31,7 +31,7 @@ class SignsOfLife:
         """Record a sign of life of a thread, which may now sleep for ``sleeps_s``."""
         self._shown_s[thread] = self.clock.now_s() + sleeps_s
 
-    def stuck(self) -> str:
+    def describe_stuck(self) -> str:
         """Describe which threads are stuck, and for how long; empty if none is."""
         now_s = self.clock.now_s()
         silent = {thread: now_s - shown_s for thread, shown_s in self._shown_s.copy().items()}

@@ -73,7 +73,7 @@ class Operator:
         valid_s = section.invitation_valid_h * _HOUR_S
         authority, certificate_pem, tls_key_pem = None, b"", b""
         if not insecure:
-            authority = self.places.authority()
+            authority = self.places.open_authority()
             certificate_pem, tls_key_pem = authority.certify_invitation(name, valid_s=valid_s)
         draft = Invitation(
             name=name,
@@ -119,7 +119,7 @@ class Operator:
             )
             for client in active
         }
-        coordinator_key = self.places.authority().coordinator_key
+        coordinator_key = self.places.open_authority().coordinator_key
         roster = IdentityRoster(coordinator_key=coordinator_key, clients=entries)
         roster.save(path)
         return roster

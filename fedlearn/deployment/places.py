@@ -54,11 +54,11 @@ class Places:
         """Folder of the coordinator's keys and of the upload store."""
         return folder_of(self.config.coordinator.folder, runs_dir=self.addresses.runs_dir)
 
-    def database(self) -> Database:
+    def open_database(self) -> Database:
         """Open the database: see :func:`~fedlearn.experiment.site.open_database`."""
         return open_database(self.addresses)
 
-    def authority(self) -> Authority:
+    def open_authority(self) -> Authority:
         """Open the deployment's certificate authority, and create it if there is none.
 
         Raises:

@@ -188,7 +188,7 @@ class Site:
             changes=[*([HURRY] if self.hurries else []), *changes],
             variables={part.CLIENT: str(number), **variables},
         )
-        until(lambda: self.home(number).keys.enrolment() is not None, told=process.tail)
+        until(lambda: self.home(number).keys.load_enrolment() is not None, told=process.tail)
         return process
 
     def _own(self, options: Sequence[str]) -> Sequence[str]:
@@ -246,7 +246,7 @@ class Site:
         return Home(self.folder / f"client-{number}")
 
     def enrolment(self, number: int) -> Enrolment:
-        found = self.home(number).keys.enrolment()
+        found = self.home(number).keys.load_enrolment()
         assert found is not None
         return found
 
@@ -256,7 +256,7 @@ class Site:
 
     @contextmanager
     def database(self) -> Iterator[Database]:
-        with self.places.database() as database:
+        with self.places.open_database() as database:
             yield database
 
     def rounds(self) -> list[RoundRecord]:

@@ -92,7 +92,7 @@ def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None
     assert list(findings) == ["invitation", "disk", "connection", "TLS", "clock", "data"]
     assert all(finding.is_fine for finding in findings.values()), findings
     assert "17 examples" in findings["data"].message
-    assert Home(tmp_path / "home").keys.enrolment() is None
+    assert Home(tmp_path / "home").keys.load_enrolment() is None
 
 
 def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_certificate_that_ends_soon_is_a_warning(
     """With the remedy. A new invitation for the enrolled client is recognised as such."""
     invitation = coordinator.invite("laptop")
     home = enrolled(invitation, tmp_path)
-    enrolment = home.keys.enrolment()
+    enrolment = home.keys.load_enrolment()
     assert enrolment is not None
     left_s = expires_unix_s(enrolment.certificate_pem) - SystemClock().unix_s()
     clock = WrongClock(left_s - 10 * 86_400.0)

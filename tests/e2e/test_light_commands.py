@@ -89,7 +89,7 @@ def _deployed_run(surroundings: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert main(["init"]) == 0
     places = Places.of(load("coordinator.toml", overrides=()), environ={})
     ended = [Participation(ClientId(0), Status.FAILED, 1.0, reason="no data")]
-    with places.database() as database:
+    with places.open_database() as database:
         run = database.create(replace(RUN, name=places.run_name))
         deploy(database, run.name)
         for round_num in range(2):

@@ -70,7 +70,7 @@ def trained(coordinator: FakeCoordinator) -> float:
 
 
 def enrolment(folder: Path) -> Enrolment:
-    found = Home(folder / "home").keys.enrolment()
+    found = Home(folder / "home").keys.load_enrolment()
     assert found is not None
     return found
 

@@ -136,8 +136,8 @@ class Members:
         )
         run_id = self.local.run_id
         states = States(
-            lambda client_id: self.homes[client_id].state(run_id),
-            lambda client_id, state: self.homes[client_id].set_state(run_id, state),
+            lambda client_id: self.homes[client_id].load_state(run_id),
+            lambda client_id, state: self.homes[client_id].save_state(run_id, state),
         )
         return _sessions(simulation, channel, states, identities)
 

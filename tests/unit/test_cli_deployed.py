@@ -167,7 +167,7 @@ def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
     gateway, http = free_addresses(2)
     config = load(Path("coordinator.toml"), overrides=())
     places = Places.of(config, environ={})
-    with places.database() as database:
+    with places.open_database() as database:
         components = build_deployment(config, data_dir=Path())
         ensure_deployed(database, components, name="federation", clock=SystemClock())
         database.run("federation").finish(RunStatus.DONE, error="")
@@ -208,7 +208,7 @@ def test_rounds_tell_who_was_late_or_failed(capsys: pytest.CaptureFixture[str]) 
         metrics={},
     )
     values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
-    with places.database() as database:
+    with places.open_database() as database:
         run = database.run("federation")
         run.append(record)
         run.commit(Checkpoint(round_num=1, tensors={}, values=values))
@@ -231,14 +231,14 @@ def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixtur
     options = done_run(capsys)
     places = Places.of(load(Path("coordinator.toml"), overrides=()), environ={})
     wide = {"params/1.weight": torch.zeros(100, 64), "params/1.bias": torch.zeros(100)}
-    with places.database() as database:
+    with places.open_database() as database:
         run = database.run("federation")
         run.finish(RunStatus.RUNNING, error="")
         values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
         run.commit(Checkpoint(round_num=0, tensors=wide, values=values))
     told = typed(capsys, "coordinator", "--insecure", *options, code=2)
     assert "the model has 1.weight [128, 64], but the run began with 1.weight [100, 64]" in told
-    with places.database() as database:
+    with places.open_database() as database:
         assert database.run("federation").record.status is RunStatus.RUNNING
 
 
@@ -278,7 +278,7 @@ def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
 def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own key first, for others to compare; a client that runs is not meddled with."""
     home = joined_home(capsys)
-    enrolment = home.keys.enrolment()
+    enrolment = home.keys.load_enrolment()
     assert enrolment is not None
     told = typed(capsys, "pins", "home")
     own, other = told.splitlines()[1:]
@@ -296,7 +296,7 @@ def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[s
 def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """By its folder, or its name in the usual place."""
     home = joined_home(capsys)
-    enrolment = home.keys.enrolment()
+    enrolment = home.keys.load_enrolment()
     assert enrolment is not None
     with home.lock():
         assert "will be replaced" in typed(capsys, "rotate", "home")

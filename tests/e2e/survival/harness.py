@@ -261,7 +261,7 @@ def audit(site: VotingSite) -> None:
         Miscounted: A round is missing or recorded twice, a report is not in the model or is in it
             twice, or a client's reply was acknowledged but does not count.
     """
-    with site.places.database() as database:
+    with site.places.open_database() as database:
         run = database.run(RUN)
         status, records, checkpoint = run.record.status, run.rounds(), run.load()
     if status is not RunStatus.DONE:

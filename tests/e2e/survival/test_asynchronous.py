@@ -118,7 +118,7 @@ def audit(site: VotingSite) -> None:
             has a negative duration.
     """
     asynchrony = asynchrony_of(site)
-    with site.places.database() as database:
+    with site.places.open_database() as database:
         run = database.run(RUN)
         status, records, checkpoint = run.record.status, run.rounds(), run.load()
     if status is not RunStatus.DONE:

@@ -55,7 +55,7 @@ def audit(site: VotingSite, *, num_clients: int = NUM_CLIENTS) -> Counter[int]:
         Miscounted: An update is there twice or not at all, was acknowledged but does not count, or
             has a negative duration.
     """
-    with site.places.database() as database:
+    with site.places.open_database() as database:
         run = database.run(RUN)
         status, records, checkpoint = run.record.status, run.rounds(), run.load()
     if status is not RunStatus.DONE:

@@ -223,7 +223,7 @@ def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor,
 
 def final(site: VotingSite) -> Tensor:
     """Return the point at the end of the run."""
-    with site.places.database() as database:
+    with site.places.open_database() as database:
         run = database.run(RUN)
         assert run.record.status is RunStatus.DONE
         checkpoint = run.load()

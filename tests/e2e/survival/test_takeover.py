@@ -199,7 +199,7 @@ def check_model(site: VotingSite) -> None:
     expected = torch.zeros(ballots.MAX_ROUNDS, ballots.MAX_CLIENTS)
     expected[0, :2] = 1.0 / 2.0
     expected[1, :2] = expected[0, 2] = 1.0 / 3.0
-    with site.places.database() as database:
+    with site.places.open_database() as database:
         checkpoint = database.run(RUN).load()
     assert checkpoint is not None
     votes = checkpoint.tensors["params/votes"]

@@ -38,7 +38,7 @@ def test_waits_differ_between_clients() -> None:
 def test_no_coordinator_sends_a_client_away_for_ever_or_has_it_come_all_the_time(
     asked_s: float, granted_s: float
 ) -> None:
-    assert Reconnection(max_absence_s=90.0).absence_s(asked_s) == granted_s
+    assert Reconnection(max_absence_s=90.0).clamp_absence_s(asked_s) == granted_s
 
 
 def test_bounds_that_are_none_are_refused() -> None:

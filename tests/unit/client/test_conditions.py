@@ -26,8 +26,8 @@ def test_what_is_required_must_be_known_to_hold(
     settings: dict[str, Any] = {name: True}  # Any: mypy cannot know which field
     found: dict[str, Any] = {name: value}
     required, facts = Conditions(**settings), Facts(**found)
-    assert required.unmet(facts, local=NOON) == tuple(each.format(name) for each in words)
-    assert Conditions().unmet(facts, local=NOON) == ()
+    assert required.find_unmet(facts, local=NOON) == tuple(each.format(name) for each in words)
+    assert Conditions().find_unmet(facts, local=NOON) == ()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_times_of_day_may_pass_midnight(
 ) -> None:
     """The start time is included, the end time is not."""
     local = NOON.replace(hour=time[0], minute=time[1])
-    assert (Conditions(between=between).unmet(Facts(), local=local) == ()) is holds
+    assert (Conditions(between=between).find_unmet(Facts(), local=local) == ()) is holds
 
 
 @pytest.mark.parametrize("between", [("9:00", "17:00"), ("22:00", "24:00"), ("08:00", "08:00")])

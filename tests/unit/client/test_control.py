@@ -16,10 +16,10 @@ class SlowDisk(Home):
 
     clock = VirtualClock()
 
-    def set_checkpoint(self, content: bytes) -> None:
+    def save_checkpoint(self, content: bytes) -> None:
         """Let one second pass."""
         self.clock.sleep(1.0)
-        super().set_checkpoint(content)
+        super().save_checkpoint(content)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_nothing_or_nonsense_saved_is_nothing(home: Home) -> None:
     """The task then starts from the beginning."""
     control = silent(home, VirtualClock())
     assert control.saved() == {}
-    home.set_checkpoint(b"nonsense")
+    home.save_checkpoint(b"nonsense")
     assert control.saved() == {}
 
 

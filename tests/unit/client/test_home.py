@@ -86,7 +86,7 @@ def test_who_agrees_again_does_not_agree_to_what_a_revocation_has_left(
                 (home.folder / "consent").unlink()
         home.set_consent(granted=True)
         assert (home.recover() is not None) is again
-        assert home.state("run") == (b"state" if again else b"")
+        assert home.load_state("run") == (b"state" if again else b"")
     assert home.has_consent()
 
 
@@ -110,7 +110,7 @@ def test_the_folder_is_private(home: Home) -> None:
     """Other users must not read models trained on private data."""
     home.set_consent(granted=True)
     home.open_task(task())
-    home.set_checkpoint(b"tensors")
+    home.save_checkpoint(b"tensors")
     held = home.hold(task(), reply=b"reply", state=b"state")
     for path in (home.folder, home.folder / "state", held.path.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -174,19 +174,19 @@ def test_an_interrupted_task_is_continued(home: Home) -> None:
     """Its request and checkpoint are kept; another task starts without any."""
     home.open_task(task())
     home.request.write_bytes(b"requ")
-    home.set_checkpoint(b"half way")
+    home.save_checkpoint(b"half way")
     home.open_task(task())
-    assert (home.request.read_bytes(), home.checkpoint()) == (b"requ", b"half way")
+    assert (home.request.read_bytes(), home.load_checkpoint()) == (b"requ", b"half way")
     home.open_task(task(1))
-    assert (home.request.exists(), home.checkpoint()) == (False, b"")
+    assert (home.request.exists(), home.load_checkpoint()) == (False, b"")
 
 
 def test_a_request_with_other_bytes_is_another_task(home: Home) -> None:
     """Even if it has the same key."""
     home.open_task(task())
-    home.set_checkpoint(b"half way")
+    home.save_checkpoint(b"half way")
     home.open_task(task(digest=b"\2" * 32))
-    assert home.checkpoint() == b""
+    assert home.load_checkpoint() == b""
 
 
 def test_crashes_inside_a_task_are_counted(home: Home) -> None:
@@ -206,7 +206,7 @@ def test_a_reply_and_its_state_appear_together(home: Home) -> None:
     """The task is removed in the same step."""
     home.open_task(task())
     held = home.hold(task(), reply=b"reply", state=b"after")
-    assert (held.path.read_bytes(), home.state("run")) == (b"reply", b"after")
+    assert (held.path.read_bytes(), home.load_state("run")) == (b"reply", b"after")
     assert not home.request.parent.exists()
     assert Home(home.folder).recover() == held
 
@@ -215,7 +215,7 @@ def test_a_reply_without_state_leaves_the_state_alone(home: Home) -> None:
     """For example an evaluation or a failure."""
     home.hold(task(), reply=b"reply", state=b"after")
     home.hold(task(1), reply=b"failure", state=None)
-    assert home.state("run") == b"after"
+    assert home.load_state("run") == b"after"
 
 
 def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
@@ -223,10 +223,10 @@ def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
     home.hold(task(), reply=b"first", state=b"1")
     second = home.hold(task(1), reply=b"second", state=b"2")
     assert home.recover() == second
-    assert home.state("run") == b"2"
+    assert home.load_state("run") == b"2"
     home.drop(second)
     assert home.recover() is None
-    assert home.state("run") == b"2"
+    assert home.load_state("run") == b"2"
 
 
 def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
@@ -234,9 +234,9 @@ def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
     home.forget_other_runs("run")
     home.hold(task(), reply=b"reply", state=b"state")
     home.forget_other_runs("run")
-    assert home.state("run") == b"state"
+    assert home.load_state("run") == b"state"
     home.forget_other_runs("next")
-    assert home.state("run") == b""
+    assert home.load_state("run") == b""
 
 
 def find_half_written(folder: Path, name: str) -> Path:
@@ -300,10 +300,10 @@ def test_a_crash_at_any_step_loses_and_doubles_nothing(
     held = again.recover()
     assert held is not None
     if held.key == task(1).key:
-        assert (held.path.read_bytes(), again.state("run")) == (b"new reply", b"after")
+        assert (held.path.read_bytes(), again.load_state("run")) == (b"new reply", b"after")
         assert not again.request.parent.exists(), "it would be worked on again"
     else:
-        assert (held.path.read_bytes(), again.state("run")) == (b"old reply", b"before")
+        assert (held.path.read_bytes(), again.load_state("run")) == (b"old reply", b"before")
         assert again.open_task(task(1)) == 0
     assert len(list((home.folder / "spool").iterdir())) == 1
 
@@ -394,7 +394,7 @@ def test_the_notes_of_a_task_that_are_damaged_are_told(home: Home, content: byte
     with capture_logs() as logs:
         home.open_task(task())
     assert logs[0]["reason"].startswith(f"{folder / 'task.json'} does not hold a task's")
-    assert home.checkpoint() == b"", "it may be another task's"
+    assert home.load_checkpoint() == b"", "it may be another task's"
 
 
 def test_counts_that_cannot_be_read_are_not_taken_for_none(home: Home) -> None:
@@ -542,12 +542,12 @@ def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home)
 def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
     """A token works once, so the client has no more use for it, but a thief might."""
     identity = home.keys.load_next_identity()
-    assert home.keys.enrolment() is None
+    assert home.keys.load_enrolment() is None
     assert home.keys.load_next_identity().public_key == identity.public_key, (
         "tried again with these"
     )
     home.keys.enrol(invitation(b"token"), certificate_pem=b"certificate", client_id=ClientId(3))
-    found = Home(home.folder).keys.enrolment()
+    found = Home(home.folder).keys.load_enrolment()
     assert found is not None
     assert (found.client_id, found.certificate_pem) == (3, b"certificate")
     assert found.identity.public_key == identity.public_key
@@ -569,12 +569,12 @@ def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
     ]
     (home.folder / "identity").rename(home.folder / "identity.new")
     shutil.copytree(home.folder / "identity.new", home.folder / "identity.old")
-    found = home.keys.enrolment()
+    found = home.keys.load_enrolment()
     assert found is not None
     assert found.certificate_pem == b"second"
     home.recover()
     assert sorted(path.name for path in home.folder.glob("identity*")) == ["identity"]
-    again = home.keys.enrolment()
+    again = home.keys.load_enrolment()
     assert again is not None
     assert again.certificate_pem == b"second"
 
@@ -582,13 +582,13 @@ def test_a_second_enrolment_replaces_the_keys(home: Home) -> None:
 def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:
     home.keys.load_next_identity()
     home.keys.enrol(invitation(b"1"), certificate_pem=b"first", client_id=ClientId(3))
-    assert home.keys.enrolment() is not None, "the control"
+    assert home.keys.load_enrolment() is not None, "the control"
     path = home.folder / "identity" / "enrolment.json"
     for content, says in damaged(path.read_bytes(), key="redeemed"):
         path.write_bytes(content)
         words = rf"{path} does not hold an enrolment \({says}.*join with a new invitation"
         with pytest.raises(DeploymentError, match=words):
-            home.keys.enrolment()
+            home.keys.load_enrolment()
     path.unlink()
     with pytest.raises(DeploymentError, match=f"{path}, which .* is missing: remove"):
-        home.keys.enrolment()
+        home.keys.load_enrolment()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from fedlearn.client.judging import Judge, terms_policy
+from fedlearn.client.judging import Judge, build_terms_policy
 from fedlearn.client.policy import ExtraPolicy, Policy, SecureAggregationPolicy
 from fedlearn.core.messages import Settings
 from fedlearn.errors import ConfigError, PolicyViolation
@@ -139,12 +139,12 @@ def test_a_secure_update_is_taken_where_secure_aggregation_is_required() -> None
 
 def test_what_a_client_accepts_of_secure_aggregation_is_its_own_configuration() -> None:
     """By default a session must withstand an active coordinator."""
-    floor = terms_policy(Policy().secure_aggregation)
+    floor = build_terms_policy(Policy().secure_aggregation)
     assert (floor.adversary, floor.min_cohort) == (Adversary.ACTIVE_SERVER, 4)
     assert floor.max_releases_per_round == 2
     assert floor.allow_sparse
     lowered = SecureAggregationPolicy(adversary="honest-but-curious", allow_sparse=False)
-    lower = terms_policy(lowered)
+    lower = build_terms_policy(lowered)
     assert (lower.adversary, lower.allow_sparse) == (Adversary.HONEST_BUT_CURIOUS, False)
 
 

@@ -58,7 +58,9 @@ def test_a_certificate_is_renewed_in_the_last_third_of_its_time(
     at = {share: end_unix_s - share * span_s for share in (0.9, 0.34, 0.33, 0.01, 0.0)}
     due = {share: found.should_renew(now_unix_s=now) for share, now in at.items()}
     assert due == {0.9: False, 0.34: False, 0.33: True, 0.01: True, 0.0: False}
-    advised = {share: found.renewal_advice(now_unix_s=now) is not None for share, now in at.items()}
+    advised = {
+        share: found.describe_renewal(now_unix_s=now) is not None for share, now in at.items()
+    }
     assert advised == {0.9: False, 0.34: False, 0.33: False, 0.01: True, 0.0: True}
     assert not enrolment(b"damaged").should_renew(now_unix_s=0.0)
 
@@ -71,7 +73,7 @@ def test_the_advice_comes_a_month_before_the_end_and_stays(
 ) -> None:
     """The advice names the client, the time, and both commands."""
     end_unix_s = expires_unix_s(certified.certificate_pem)
-    advice = certified.renewal_advice(now_unix_s=end_unix_s - days_left * DAY_S)
+    advice = certified.describe_renewal(now_unix_s=end_unix_s - days_left * DAY_S)
     if words is None:
         assert advice is None
     else:
@@ -82,7 +84,7 @@ def test_the_advice_comes_a_month_before_the_end_and_stays(
 
 def test_a_damaged_certificate_has_the_same_remedy() -> None:
     """A client without TLS has no certificate to renew."""
-    advice = enrolment(b"certificate").renewal_advice(now_unix_s=0.0)
+    advice = enrolment(b"certificate").describe_renewal(now_unix_s=0.0)
     assert advice is not None
     assert advice.startswith("the certificate of clinic-a is damaged; ask")
-    assert enrolment(b"").renewal_advice(now_unix_s=1e12) is None
+    assert enrolment(b"").describe_renewal(now_unix_s=1e12) is None

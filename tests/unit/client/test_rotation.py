@@ -153,7 +153,7 @@ def test_a_lineage_of_another_key_is_damage(home: Home) -> None:
     enrolled(home, invitation(b"1"))
     (home.folder / "identity" / IDENTITY_FILE).write_bytes(Identity.create().pem)
     with pytest.raises(DeploymentError, match="is damaged"):
-        home.keys.enrolment()
+        home.keys.load_enrolment()
 
 
 def test_consent_that_is_revoked_leaves_pins_and_a_new_enrolment_too(home: Home) -> None:
@@ -234,7 +234,7 @@ class Client:
 
     @property
     def enrolment(self) -> Enrolment:
-        found = self.home.keys.enrolment()
+        found = self.home.keys.load_enrolment()
         assert found is not None
         return found
 

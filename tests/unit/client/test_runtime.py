@@ -408,7 +408,7 @@ def invitation_to(gateway: ScriptedGateway) -> Invitation:
 
 def finished(home: Home) -> int:
     """Return the number of finished tasks according to the client's state."""
-    state = home.state("run")
+    state = home.load_state("run")
     return int(load(state)["finished"]) if state else 0
 
 
@@ -424,7 +424,7 @@ def test_a_task_is_answered_signed_and_settled(home: Home, gateway: ScriptedGate
         envelope = result.envelope
         assert envelope.key == key(request, 0)
         assert envelope.digest == compute_digest(result.data)
-        identity = home.keys.enrolment()
+        identity = home.keys.load_enrolment()
         assert identity is not None
         signed = encode_signed_reply(envelope.key, client_id=3, digest=envelope.digest)
         assert verify(identity.identity.public_key, envelope.signature, signed)
@@ -493,7 +493,7 @@ def test_an_evaluation_leaves_the_state_alone(home: Home, gateway: ScriptedGatew
         running.wait_for(EventKind.CONNECTED)
         gateway.offer(EVALUATE)
         assert isinstance(decode(gateway.hear("result").data), EvaluateReply)
-    assert home.state("run") == b""
+    assert home.load_state("run") == b""
 
 
 def test_an_evaluation_is_told_as_one_of_the_round_before_it(
@@ -1265,7 +1265,7 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
         num_releases=1,
         survivors=(ClientId(1),),
     )
-    enrolment = secure_home.keys.enrolment()
+    enrolment = secure_home.keys.load_enrolment()
     assert enrolment is not None
     file = secure_home.keys.history_file(enrolment)
     file.write(History(releases=PastReleases((once,))))
@@ -1441,7 +1441,7 @@ def test_what_is_remembered_of_a_run_goes_with_the_next_run(
         gateway.run_id = "next"
         gateway.end_session()
         running.wait_for(EventKind.CONNECTED)
-        assert home.state("run") == b""
+        assert home.load_state("run") == b""
 
 
 def test_a_reply_that_is_too_large_is_a_failure(home: Home, gateway: ScriptedGateway) -> None:
@@ -1461,7 +1461,7 @@ def test_a_reply_that_is_too_large_is_a_failure(home: Home, gateway: ScriptedGat
         reply = decode(gateway.hear("result").data)
         assert isinstance(reply, Failure)
         assert "at most 10" in reply.reason
-    assert home.state("run") == b""
+    assert home.load_state("run") == b""
 
 
 def test_a_request_with_other_bytes_than_announced_is_a_failure(
@@ -1694,7 +1694,7 @@ def test_a_new_invitation_enrols(tmp_path: Path, gateway: ScriptedGateway) -> No
     with client(home, Quick(), invitation=file) as running:
         running.wait_for(EventKind.ENROLLED)
         running.wait_for(EventKind.CONNECTED)
-    enrolment = home.keys.enrolment()
+    enrolment = home.keys.load_enrolment()
     assert enrolment is not None
     assert enrolment.client_id == 3
     with client(home, Quick(), invitation=file) as running:
@@ -1744,7 +1744,7 @@ def test_a_client_takes_an_address_from_its_user(home: Home, gateway: ScriptedGa
 
 
 def known_addresses(home: Home) -> tuple[str, ...]:
-    enrolment = home.keys.enrolment()
+    enrolment = home.keys.load_enrolment()
     assert enrolment is not None
     return enrolment.invitation.addresses
 

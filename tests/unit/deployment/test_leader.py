@@ -45,7 +45,7 @@ def components(config: Config) -> assembly.Deployment:
 @pytest.fixture
 def database(places: Places, components: assembly.Deployment) -> Iterator[Database]:
     """A database with that run."""
-    with places.database() as database:
+    with places.open_database() as database:
         ensure_deployed(database, components, name=places.run_name, clock=SystemClock())
         yield database
 

@@ -13,18 +13,18 @@ def test_every_thread_that_is_stuck_is_named() -> None:
     """A thread that sleeps as announced is not stuck, nor is one that never showed itself."""
     clock = VirtualClock()
     signs = SignsOfLife(stuck_after_s=10.0, clock=clock)
-    assert signs.stuck() == ""
+    assert signs.describe_stuck() == ""
     signs.show("rounds")
     signs.show("database", sleeps_s=100.0)
     clock.sleep(10.0)
-    assert signs.stuck() == ""
+    assert signs.describe_stuck() == ""
     clock.sleep(1.0)
-    assert signs.stuck() == "the thread of the rounds has shown no sign of life for 11 s"
+    assert signs.describe_stuck() == "the thread of the rounds has shown no sign of life for 11 s"
     clock.sleep(100.0)
-    assert signs.stuck().count("no sign of life") == 2
+    assert signs.describe_stuck().count("no sign of life") == 2
     signs.show("rounds")
     signs.show("database")
-    assert signs.stuck() == ""
+    assert signs.describe_stuck() == ""
 
 
 def test_a_run_loop_that_looks_or_sleeps_shows_that_it_goes_on() -> None:

@@ -81,7 +81,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     """A deployed run in SQLite."""
     places = Places.of(config(tmp_path), environ={})
     clock = SystemClock()
-    with places.database() as database:
+    with places.open_database() as database:
         components = build_deployment(config(tmp_path), data_dir=tmp_path)
         ensure_deployed(database, components, name=places.run_name, clock=clock)
         yield Site(places, database, Operator(places, database, clock))
@@ -117,7 +117,7 @@ def test_an_invitation_names_the_addresses_and_the_authority(site: Site, tmp_pat
     assert found.token_addresses == found.addresses
     assert found.enrolment_addresses == ()
     assert json.loads(path.read_text())["fedlearn_invitation"] == 2
-    assert found.ca_pem == site.places.authority().ca_pem
+    assert found.ca_pem == site.places.open_authority().ca_pem
     assert path.stat().st_mode & 0o077 == 0
 
 
@@ -155,7 +155,7 @@ def test_an_address_that_nobody_can_reach_is_not_handed_out(tmp_path: Path) -> N
     section = {"address": "0.0.0.0:9440", "folder": str(tmp_path / "keys")}
     values = {"store": {"runs_dir": str(tmp_path / "runs")}, "coordinator": section}
     places = Places.of(from_mapping(values, source="test"), environ={})
-    with places.database() as database:
+    with places.open_database() as database:
         operator = Operator(places, database, SystemClock())
         with pytest.raises(DeploymentError, match=r"coordinator\.public_addresses"):
             operator.invite("clinic-a", tags=(), path=tmp_path / "a.invitation")
@@ -170,7 +170,7 @@ def test_a_roster_has_the_keys_of_active_clients(site: Site, tmp_path: Path) -> 
     site.operator.registry.revoke("a")
     found = site.operator.roster(path)
     assert IdentityRoster.load(path) == found
-    assert found.coordinator_key == site.places.authority().coordinator_key
+    assert found.coordinator_key == site.places.open_authority().coordinator_key
     assert [(each.name, each.key) for each in found.clients.values()] == [("b", b"b".ljust(32))]
 
 
@@ -453,7 +453,7 @@ def test_client_numbers_are_those_of_the_registry(site: Site) -> None:
 
 def test_a_deployed_run_is_not_resumed_as_a_simulation(site: Site) -> None:
     """Only its coordinator can continue it; the error says so, and no summary suggests it."""
-    with site.places.database() as database:
+    with site.places.open_database() as database:
         run = database.run("federation")
         assert run.record.is_deployed
         assert [record.is_deployed for record in database.runs()] == [True]
@@ -470,7 +470,7 @@ def test_a_deployed_run_is_not_resumed_as_a_simulation(site: Site) -> None:
 
 def test_a_deployed_run_without_a_checkpoint_names_its_coordinator(site: Site) -> None:
     """The error must not suggest the command that resumes a simulation."""
-    with site.places.database() as database:
+    with site.places.open_database() as database:
         lease = Lease(database, "federation", holder="me", ttl_s=60.0, clock=SystemClock())
         assert lease.try_acquire()
         with pytest.raises(StoreError, match="`fedlearn coordinator FILE`"):
