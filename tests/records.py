@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.runs import Database, Guard, sqlite_url, unguarded
+from fedlearn.store.runs import Database, Guard, allow_writes, sqlite_url
 
 #: A run that was begun and has no round yet.
 RUN = RunRecord(
@@ -24,7 +24,9 @@ RUN = RunRecord(
 
 
 @contextmanager
-def journals_in(folder: Path, *, guard: Guard = unguarded) -> Iterator[Callable[[], StoredJournal]]:
+def journals_in(
+    folder: Path, *, guard: Guard = allow_writes
+) -> Iterator[Callable[[], StoredJournal]]:
     """Yield what makes an empty journal, each of a run of its own."""
     with Database.open(sqlite_url(folder / "journals.db"), runs_dir=folder / "runs") as database:
         numbers = count()

@@ -450,10 +450,10 @@ def pins(
 def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
     """Tell the coordinator of ``config`` to run, pause or abort, unless its run is done."""
     from fedlearn.rounds.records import RunStatus
-    from fedlearn.store.lease import deployment
+    from fedlearn.store.lease import find_deployment
 
     with _operator(config) as operator:
-        name = deployment(operator.database, operator.places.run_name).name
+        name = find_deployment(operator.database, operator.places.run_name).name
         if operator.database.run(name).record.status is RunStatus.DONE:
             verb = "resume" if wanted == "run" else wanted
             typer.echo(f"{name} is done; nothing to {verb}")

@@ -10,14 +10,14 @@ from fedlearn.config.section import PathText, Problem, Section
 from fedlearn.config.tables import Use
 from fedlearn.core.ranges import NotNegative
 from fedlearn.core.redaction import remove_password
-from fedlearn.store.retention import USUAL, Retention
+from fedlearn.store.retention import DEFAULT_RETENTION, Retention
 
 
 @with_keys_of(
     Retention,
-    keep_last=USUAL.keep_last,
-    keep_every=USUAL.keep_every,
-    keep_best=USUAL.keep_best,
+    keep_last=DEFAULT_RETENTION.keep_last,
+    keep_every=DEFAULT_RETENTION.keep_every,
+    keep_best=DEFAULT_RETENTION.keep_best,
 )
 class StoreSection(Section):
     """Where the run is recorded, and which checkpoints are kept."""

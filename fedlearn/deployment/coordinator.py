@@ -53,7 +53,7 @@ from fedlearn.identity.registry import Registry
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.records import RunStatus
 from fedlearn.simulation.cluster import one_thread
-from fedlearn.store.lease import Lease, deployment
+from fedlearn.store.lease import Lease, find_deployment
 from fedlearn.store.patience import Patience
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.retention import Retention
@@ -256,7 +256,7 @@ class Coordinator:
         record = self._patiently(lambda: stored.record)
         if self.start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
             self._restart_for_clients(database, stored)
-        run_id = self._patiently(lambda: deployment(database, record.name).run_id)
+        run_id = self._patiently(lambda: find_deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             self._log.info("done_before", run=record.name)
             self.live_status.num_finished = record.num_rounds
@@ -283,7 +283,7 @@ class Coordinator:
 
     def _restart_for_clients(self, database: Database, stored: StoredRun) -> None:
         """Drop the uploads of clients and, if the last checkpoint is damaged, that checkpoint."""
-        dropped = deployment(database, stored.name).run_id
+        dropped = find_deployment(database, stored.name).run_id
         is_damaged = self.start is Start.FROM_PREVIOUS
         self._patiently(stored.rewind if is_damaged else stored.renew)
         self._remove_uploads(dropped)
@@ -341,7 +341,7 @@ class Coordinator:
                 prefetcher=channel if self._announces_models else None,
                 congestion=self._limit_in_flight(channel),
             ),
-            run_id=deployment(database, self.places.run_name).run_id,
+            run_id=find_deployment(database, self.places.run_name).run_id,
             notes=(f"clients are served at {gateway.address}",),
             restarts_open_round=False,  # the upload store has the replies to the earlier process
             num_needed=self.components.num_needed,
@@ -379,7 +379,7 @@ class Coordinator:
         """Return the keys that secure aggregation signs and verifies with, if it is on."""
         if self.insecure or self.components.secure is None:
             return None
-        run_id = deployment(database, self.places.run_name).run_id
+        run_id = find_deployment(database, self.places.run_name).run_id
         registry = StoredRegistry(database, SystemClock())
         return Identities.of(
             run_id,

@@ -110,7 +110,7 @@ def run(
         stored = database.run(name)
         # Nothing restarts a ServerApp that died, and waiting for its lease to expire would delay
         # the next `flwr run`. The lock shows at once that the process is gone.
-        with stored.held():
+        with stored.hold():
             if stored.record.status is RunStatus.DONE:
                 progress.start(stored.record, stored.path, ("this run is already done",))
                 progress.end(summarize(stored.record, stored.rounds()))

@@ -34,7 +34,7 @@ from fedlearn.experiment.privacy import skip_lost_turns, start_accounting
 from fedlearn.experiment.progress import RunProgress, raise_num_rounds
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.lease import Lease, deployment
+from fedlearn.store.lease import Lease, find_deployment
 from fedlearn.store.masked_sum import MaskedSumFile
 from fedlearn.store.patience import Patience, PatientCharges, PatientJournal
 from fedlearn.store.runs import Database, StoredRun
@@ -150,7 +150,7 @@ class Leader:
         try:
             if not self.patiently(lease.try_acquire):
                 self.live_status.phase = Phase.STANDBY
-                log.info("standby", run=name, holder=deployment(database, name).holder)
+                log.info("standby", run=name, holder=find_deployment(database, name).holder)
                 lease.acquire(is_stopped=self.interruption.is_given)
                 self.interruption.check()
             log.info("leading", run=name)
@@ -208,7 +208,7 @@ class Leader:
             names=clients.names,
             set_aside=clients.set_aside,
             set_aside_after=components.config.coordinator.set_aside_after,
-            streaks=patiently(stored.failing),
+            streaks=patiently(stored.load_failing),
         )
         live_status.failing = failing.status
         opening = self._build_opening(clients, components, journal)

@@ -24,7 +24,7 @@ from fedlearn.identity.registry import Contact, check_name
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.rounds.journal import Control, DeployedRun
 from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.store.lease import deployment, deployments, set_control
+from fedlearn.store.lease import find_deployment, list_deployments, set_control
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.rounds import RoundSummary
 from fedlearn.store.runs import Database
@@ -130,7 +130,7 @@ class Operator:
 
     def load_missed(self, *, first: int) -> dict[int, list[Participation]]:
         """Return the late and failed participations by round, from round ``first`` on."""
-        return self.database.run(self._load_run().name).missed(first=first)
+        return self.database.run(self._load_run().name).load_missed(first=first)
 
     def load_contacts(self) -> dict[ClientId, Contact]:
         """Return the last contact of each client.
@@ -144,7 +144,7 @@ class Operator:
 
     def counts_by_client(self) -> dict[ClientId, dict[Status, int]]:
         """Return each client's counts by final status in the run; empty before its first start."""
-        found = {each.name for each in deployments(self.database)}
+        found = {each.name for each in list_deployments(self.database)}
         name = self.places.run_name
         return self.database.run(name).counts_by_client() if name in found else {}
 
@@ -174,7 +174,7 @@ class Operator:
         return after is not None and after.holder != ""
 
     def _load_run(self) -> DeployedRun:
-        return deployment(self.database, self.places.run_name)
+        return find_deployment(self.database, self.places.run_name)
 
     def _await_beat(self, before: DeployedRun) -> DeployedRun | None:
         """Return the run once its holder has renewed or released it; ``None`` after a timeout.

@@ -9,7 +9,7 @@ from fedlearn.core.clock import Clock
 from fedlearn.deployment.places import folder_of, upload_store_path
 from fedlearn.errors import DeploymentError
 from fedlearn.rounds.records import Checkpoint
-from fedlearn.store.lease import Lease, deployment
+from fedlearn.store.lease import Lease, find_deployment
 from fedlearn.store.runs import Database, StoredRun
 
 #: Lease time while rolling back; a live coordinator renews its lease every second.
@@ -33,11 +33,11 @@ def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkp
     ends_s = clock.now_s() + 2 * _SILENCE_S
     if not lease.acquire(is_stopped=lambda: clock.now_s() > ends_s):
         raise DeploymentError(
-            f"{name} is coordinated by {deployment(database, name).holder}; stop that coordinator "
-            "first, and start it again afterwards"
+            f"{name} is coordinated by {find_deployment(database, name).holder}; stop that "
+            "coordinator first, and start it again afterwards"
         )
     try:
-        dropped = deployment(database, name).run_id
+        dropped = find_deployment(database, name).run_id
         run = database.run(name, guard=lease.guard)
         checkpoint = run.rewind(to=to)
         shutil.rmtree(upload_store_path(_folder(run), dropped), ignore_errors=True)

@@ -18,7 +18,7 @@ from fedlearn.core.clock import utc
 from fedlearn.core.json_files import require_json
 from fedlearn.errors import FedlearnError, StoreError
 from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.store.checkpoints import complete_checkpoints
+from fedlearn.store.checkpoints import find_complete_checkpoints
 from fedlearn.store.runs import CONFIG_FILE, Database
 
 
@@ -68,7 +68,7 @@ def _adopt(database: Database, name: str) -> int:
     """
     folder = database.runs_dir / name
     record = _record(folder)
-    files = complete_checkpoints(folder / "checkpoints")
+    files = find_complete_checkpoints(folder / "checkpoints")
     if not files:
         raise StoreError("no checkpoint of it is complete; start it again")
     num_finished = files[-1].round_num

@@ -16,7 +16,11 @@ from fedlearn.experiment.spending import ledger_of
 from fedlearn.privacy.events import Event
 from fedlearn.privacy.ledger import Budget, Charging
 from fedlearn.simulation.fingerprint import Fingerprint, fingerprint_of
-from fedlearn.store.charged_examples import ChargedExamples, charged_examples, remember_examples
+from fedlearn.store.charged_examples import (
+    ChargedExamples,
+    load_charged_examples,
+    remember_examples,
+)
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database, StoredRun
 
@@ -50,7 +54,7 @@ def choose_ledger(components: Simulation, database: Database | None, *, writes: 
     found = fingerprint_of(components.population)
     name = privacy.population
     if is_auto:
-        charged = [] if database is None else charged_examples(database)
+        charged = [] if database is None else load_charged_examples(database)
         name = _find_ledger(found, charged, by_user=privacy.mode != "example")
     if writes and database is not None and found.is_stable:
         # Little-endian, so that the database can be read on any machine.
@@ -191,7 +195,7 @@ def start_accounting(
     affordable = charging.count_affordable(due) if due > 0 else due
     if affordable < due:
         notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds to come")
-    num_lost = sum(ledger.spent_by_run().values()) - num_finished
+    num_lost = sum(ledger.load_spent_by_run().values()) - num_finished
     if num_lost > 0 and plan.takes_turns:
         notes.append(f"{num_lost} turns of earlier processes were lost: others are asked first")
     return PrivacyAccounting(notes, charging, num_lost)

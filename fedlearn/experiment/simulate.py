@@ -147,7 +147,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
                 f"fl.simulate(..., resume={name!r}) with the same arguments"
             )
         if _is_rank_0(site):
-            with stored.held():
+            with stored.hold():
                 pass  # fail before any data are read if another process holds the run
         config = config_of(record)
         components = build_simulation(config, data_dir=site.addresses.data_dir)
@@ -532,7 +532,7 @@ def _execute(
     def lead(cluster: Cluster) -> Run:
         with ExitStack() as stack:
             stored = open_run(site.database())
-            stack.enter_context(stored.held())
+            stack.enter_context(stored.hold())
             stored.retention = build_component(Retention, components.config.store)
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()

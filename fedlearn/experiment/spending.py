@@ -45,5 +45,5 @@ def load_spending(stored: StoredRun) -> Spending | None:
         target_delta=delta,
         adjacency=adjacencies.pop() if adjacencies else Adjacency.ADD_OR_REMOVE,
         num_charged=sum(spent.values()),
-        num_own=sum(ledger.spent_by_run().values()),
+        num_own=sum(ledger.load_spent_by_run().values()),
     )

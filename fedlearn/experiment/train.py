@@ -29,7 +29,7 @@ from fedlearn.parallel.server_steps import with_state
 from fedlearn.parallel.task import Evaluation, Progress, Task, TrainingState
 from fedlearn.parallel.worker import train_as_rank
 from fedlearn.simulation.cluster import under_torchrun
-from fedlearn.store.holding import held
+from fedlearn.store.holding import hold_run
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.trainer import UNATTENDED
 
@@ -276,7 +276,7 @@ def _lock_folder(folder: Path, environ: Mapping[str, str], *, is_kept: bool) -> 
         return
     with explain_disk_errors(folder, raises=StoreError):
         folder.mkdir(parents=True, exist_ok=True)
-    with held(folder):
+    with hold_run(folder):
         yield
         if not is_kept:
             shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from sqlalchemy import Engine, TextClause, text
 from sqlalchemy.orm import Session
 
 from fedlearn.errors import StoreError
-from fedlearn.store.engine import explained
+from fedlearn.store.engine import explain_errors
 
 #: Seconds between two checks for sessions that block the waiting one.
 _LOOK_S = 0.1
@@ -46,7 +46,7 @@ _log = structlog.get_logger(__name__)
 
 
 @contextmanager
-def ending_blockers(engine: Engine, session: Session) -> Iterator[None]:
+def end_blockers(engine: Engine, session: Session) -> Iterator[None]:
     """End stalled sessions of the same role while the block waits for their locks.
 
     A session that is working is left alone, however long it takes. SQLite has no sessions to end.
@@ -88,7 +88,7 @@ def _watch(engine: Engine, waiting: int, is_over: threading.Event) -> None:
 
 
 def _end(engine: Engine, statement: TextClause, **values: float) -> None:
-    with explained(engine), engine.begin() as connection:
+    with explain_errors(engine), engine.begin() as connection:
         ended = [pid for pid, is_ended in connection.execute(statement, values) if is_ended]
     if ended:
         _log.warning("standing_session_ended", pids=ended)

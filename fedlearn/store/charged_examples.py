@@ -27,7 +27,7 @@ class ChargedExamples(NamedTuple):
     sketch: bytes
 
 
-def charged_examples(database: Database) -> list[ChargedExamples]:
+def load_charged_examples(database: Database) -> list[ChargedExamples]:
     """Return the sketches of all ledgers.
 
     Raises:

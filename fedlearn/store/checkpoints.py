@@ -51,13 +51,17 @@ class _Metadata:
 
 
 @dataclass(frozen=True)
-class _File:
+class _SafetensorsFile:
     """The start of a safetensors file."""
 
     metadata: Annotated[_Metadata, Field(alias="__metadata__")]
 
 
-_FILE, _FORMATS, _HEADS = TypeAdapter(_File), TypeAdapter(_Format), TypeAdapter(_Head)
+_FILE_ADAPTER, _FORMATS, _HEADS = (
+    TypeAdapter(_SafetensorsFile),
+    TypeAdapter(_Format),
+    TypeAdapter(_Head),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,7 @@ def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
     return _decode(content, path=file.path, remedy=remedy)
 
 
-def complete_checkpoints(folder: Path) -> list[CheckpointFile]:
+def find_complete_checkpoints(folder: Path) -> list[CheckpointFile]:
     """Find the checkpoints in ``folder`` whose bytes match the hash in their names.
 
     They are in the order of their rounds. Used where no database record lists them.
@@ -189,7 +193,7 @@ def _decode(content: bytes, *, path: Path, remedy: str) -> Checkpoint:
         parse_json, source=path, raises=CorruptCheckpoint, holds="a checkpoint", remedy=remedy
     )
     length = int.from_bytes(content[:8], "little")
-    text = parse(content[8 : 8 + length], _FILE).metadata.fedlearn
+    text = parse(content[8 : 8 + length], _FILE_ADAPTER).metadata.fedlearn
     # Parse only the format first: a later version's header may have other fields.
     number = parse(text, _FORMATS).format
     if number > _FORMAT:

@@ -43,9 +43,9 @@ _POSTGRESQL_OPTIONS = {
 _POSTGRESQL_DISK_FULL, _POSTGRESQL_LOCKED = "53100", "55P03"
 
 _REMEDIES = {
-    "SQLITE_BUSY": "another process is writing for long: let it finish",
-    "SQLITE_NOTADB": "the file is something else: move it away, or name another",
-    "SQLITE_READONLY": "make the file and its folder writable, or name another",
+    "SQLITE_BUSY": "another process has been writing for a long time: let it finish",
+    "SQLITE_NOTADB": "the file is not a database: move it away, or choose another",
+    "SQLITE_READONLY": "make the file and its folder writable, or choose another",
     "SQLITE_CANTOPEN": "its folder must exist and be writable",
     "SQLITE_FULL": "the disk is full: free some space",
     "SQLITE_IOERR": "the disk is full or failing: free some space, or check it",
@@ -59,7 +59,7 @@ def open_engine(url: str) -> Engine:
     Raises:
         StoreError: The URL is not valid for a store, or its driver is not installed.
     """
-    parsed = _checked_url(url)
+    parsed = _require_url(url)
     if parsed.get_backend_name() == "postgresql":
         options = {k: v for k, v in _POSTGRESQL_OPTIONS.items() if k not in parsed.query}
         try:
@@ -76,7 +76,7 @@ def open_engine(url: str) -> Engine:
     return engine
 
 
-def one_at_a_time(connection: Connection, lock: int) -> None:
+def serialize_transactions(connection: Connection, lock: int) -> None:
     """Serialize transactions that call this with the same ``lock``.
 
     SQLite allows only one writer anyway.
@@ -86,7 +86,7 @@ def one_at_a_time(connection: Connection, lock: int) -> None:
 
 
 @contextmanager
-def explained(engine: Engine) -> Iterator[None]:
+def explain_errors(engine: Engine) -> Iterator[None]:
     """Convert errors of the database driver and the disk into StoreErrors with a remedy.
 
     Errors that may be temporary become :class:`~fedlearn.errors.StoreUnavailable`.
@@ -95,12 +95,12 @@ def explained(engine: Engine) -> Iterator[None]:
         yield
     except DBAPIError as error:
         what = " ".join(str(error.orig).split())  # PostgreSQL's messages span several lines
-        kind, advice = _said(error)
-        raise kind(f"{_shown(engine.url)}: {what}; {advice}") from error
+        kind, advice = _classify_error(error)
+        raise kind(f"{_redact_url(engine.url)}: {what}; {advice}") from error
     except PoolTimeout as error:  # the pool's own, not the driver's
         raise StoreUnavailable(
-            f"{_shown(engine.url)}: all connections of this process are in use; let what holds the "
-            "database end"
+            f"{_redact_url(engine.url)}: all connections of this process are in use; end what uses "
+            "the database"
         ) from error
     except OSError as error:
         kind = NoSpace if is_full(error) else StoreError
@@ -114,22 +114,22 @@ def migrate(engine: Engine) -> None:
         NewerStore: A later version of fedlearn has migrated the database.
     """
     known = migrations.revisions()
-    with _only_process(engine):
-        revision = _revision(engine)
+    with _lock_sqlite_file(engine):
+        revision = _read_revision(engine)
         if revision == known[-1]:
             return
         if revision is not None and revision not in known:
             raise NewerStore(
-                f"{_shown(engine.url)} has schema revision {revision!r}, this version of fedlearn "
-                f"knows up to {known[-1]!r}; upgrade fedlearn "
+                f"{_redact_url(engine.url)} has schema revision {revision!r}, this version of "
+                f"fedlearn knows up to {known[-1]!r}; upgrade fedlearn "
                 "(`pip install --upgrade fedlearn`)"
             )
         with engine.execution_options(writes=True).begin() as connection:
-            one_at_a_time(connection, _MIGRATION_LOCK)
+            serialize_transactions(connection, _MIGRATION_LOCK)
             migrations.upgrade(connection)
 
 
-def _revision(engine: Engine) -> str | None:
+def _read_revision(engine: Engine) -> str | None:
     """Return the revision of the schema, or ``None`` for an empty database."""
     with engine.connect() as connection:
         if not inspect(connection).has_table("alembic_version"):
@@ -138,7 +138,7 @@ def _revision(engine: Engine) -> str | None:
         return found
 
 
-def _checked_url(url: str) -> URL:
+def _require_url(url: str) -> URL:
     """Parse and check ``url`` without revealing a password in errors.
 
     ``from None`` keeps a password out of the traceback, too.
@@ -147,23 +147,25 @@ def _checked_url(url: str) -> URL:
     try:
         parsed = make_url(url)
     except ArgumentError:
-        raise StoreError(f"the store's URL is not one; {usage}") from None
+        raise StoreError(f"the store's URL is invalid; {usage}") from None
     except ValueError:  # the port is no number, or part of a password was parsed as one
-        raise StoreError(f"the port in the store's URL is no number; {usage}") from None
+        raise StoreError(f"the port in the store's URL is not a number; {usage}") from None
     address, _, _ = url.partition("?")
     if parsed.drivername != "sqlite" and address.count("@") > 1:
         raise StoreError(
-            f"the store's URL has an '@' too many; {usage}, and in the password %40 for '@', %3A "
-            "for ':', %2F for '/'"
+            f"the store's URL has more than one '@'; {usage}, with %40 for '@', %3A for ':' and "
+            "%2F for '/' in the password"
         )
     if parsed.drivername not in {"sqlite", "postgresql+psycopg"}:
-        raise StoreError(f"no store is kept by {parsed.drivername!r}; {usage}")
+        raise StoreError(f"{parsed.drivername!r} is not a supported database; {usage}")
     if parsed.drivername == "sqlite" and parsed.database in {None, "", ":memory:"}:
-        raise StoreError(f"a store outlives the process, {_shown(parsed)} would not; {usage}")
+        raise StoreError(
+            f"{_redact_url(parsed)} would be lost with the process, a store must not; {usage}"
+        )
     return parsed
 
 
-def _shown(url: URL) -> str:
+def _redact_url(url: URL) -> str:
     """Format a URL with any password redacted."""
     return redact(url.render_as_string())
 
@@ -184,10 +186,10 @@ def _begin_sqlite(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
-def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
+def _classify_error(error: DBAPIError) -> tuple[type[StoreError], str]:
     """Classify a driver error: the StoreError class to raise, and the remedy."""
     if isinstance(error, IntegrityError):
-        return StoreError, "another process writes the same run: stop one of them"
+        return StoreError, "another process writes to the same run: stop one of them"
     name = getattr(error.orig, "sqlite_errorname", None)
     if name is not None:  # only SQLite's errors have one
         family = "_".join(name.split("_")[:2])
@@ -199,8 +201,8 @@ def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
     state = getattr(error.orig, "sqlstate", None)
     if state == _POSTGRESQL_LOCKED:
         return StoreUnavailable, (
-            "another session holds what this one writes: let the command or coordinator that it "
-            "belongs to end, or end it (`SELECT * FROM pg_stat_activity` names it)"
+            "another session has locked the rows to write: wait for its command or coordinator to "
+            "end, or end the session (`SELECT * FROM pg_stat_activity` shows it)"
         )
     if state == _POSTGRESQL_DISK_FULL:
         kind = NoSpace
@@ -208,7 +210,7 @@ def _said(error: DBAPIError) -> tuple[type[StoreError], str]:
 
 
 @contextmanager
-def _only_process(engine: Engine) -> Iterator[None]:
+def _lock_sqlite_file(engine: Engine) -> Iterator[None]:
     """Hold a lock file next to an SQLite file, whose first switch to WAL would fail, not wait."""
     if engine.dialect.name != "sqlite":
         yield

@@ -25,7 +25,7 @@ _LOOKS, _LOOK_PAUSE_S = 3, 0.001
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[None]:
+def hold_run(folder: Path) -> Iterator[None]:
     """Lock the run in ``folder`` for this process, until the block or the process ends.
 
     A process that is forked inside the block holds the lock, too.

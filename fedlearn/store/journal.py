@@ -6,8 +6,8 @@ from sqlalchemy.orm import Session
 from fedlearn.errors import StoreError
 from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import RunStatus
-from fedlearn.store.runs import Database, Guard, run_id_of
-from fedlearn.store.schema import OpenRoundRow, RunRow, as_record, as_row
+from fedlearn.store.runs import Database, Guard, find_run_id
+from fedlearn.store.schema import OpenRoundRow, RunRow, build_record, build_row
 
 
 class StoredJournal:
@@ -21,7 +21,7 @@ class StoredJournal:
         self._database = database
         self._guard = guard
         with database.reading() as session:
-            self._run_id = run_id_of(session, name)
+            self._run_id = find_run_id(session, name)
 
     def find(self, round_num: int, attempt: int) -> OpenRound | None:
         """Return the round as it was opened."""
@@ -40,12 +40,12 @@ class StoredJournal:
             if known is not None and known.cohort != opened.cohort:
                 raise StoreError(
                     f"round {opened.round_num}, attempt {opened.attempt}, is open with another "
-                    f"cohort: {len(known.cohort)} clients, not these {len(opened.cohort)}; ask "
-                    "those of the journal"
+                    f"cohort: {len(known.cohort)} clients, not these {len(opened.cohort)}; use "
+                    "the cohort in the journal"
                 )
             if known is not None:
                 return
-            session.add(as_row(OpenRoundRow, opened, run_id=self._run_id))
+            session.add(build_row(OpenRoundRow, opened, run_id=self._run_id))
             session.execute(
                 update(RunRow)
                 .where(RunRow.id == self._run_id)
@@ -61,7 +61,7 @@ class StoredJournal:
                 .order_by(OpenRoundRow.round_num.desc(), OpenRoundRow.attempt.desc())
                 .limit(1)
             )
-            return None if row is None else as_record(row, OpenRound)
+            return None if row is None else build_record(row, OpenRound)
 
     def forget(self, before_round: int) -> None:
         """Remove the rounds before ``before_round``."""
@@ -72,4 +72,4 @@ class StoredJournal:
 
     def _find(self, session: Session, round_num: int, attempt: int) -> OpenRound | None:
         row = session.get(OpenRoundRow, (self._run_id, round_num, attempt))
-        return None if row is None else as_record(row, OpenRound)
+        return None if row is None else build_record(row, OpenRound)

@@ -22,8 +22,8 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DeploymentError, Fenced, StoreError, StoreUnavailable
 from fedlearn.rounds.journal import Control, DeployedRun
-from fedlearn.store.runs import Database, new_run_id, run_id_of
-from fedlearn.store.schema import DeploymentRow, RunRow, as_record
+from fedlearn.store.runs import Database, find_run_id, new_run_id
+from fedlearn.store.schema import DeploymentRow, RunRow, build_record
 
 _DEPLOY_LOCK = 7_306_087_430
 _RENEWALS_PER_TTL = 4
@@ -34,22 +34,22 @@ log = structlog.get_logger()
 def deploy(database: Database, name: str) -> DeployedRun:
     """Deploy the existing run called ``name``, unless it is deployed already."""
     with database.writing(lock=_DEPLOY_LOCK) as session:
-        run_id = run_id_of(session, name)
+        run_id = find_run_id(session, name)
         row = session.get(DeploymentRow, run_id)
         if row is None:
             begun = {"control": "run", "holder": "", "epoch": 0, "beat": 0, "status": {}}
             row = DeploymentRow(run_id=run_id, uuid=new_run_id(), **begun)
             session.add(row)
-        return _deployment(row, name=name)
+        return _build_deployed_run(row, name=name)
 
 
-def deployment(database: Database, name: str) -> DeployedRun:
+def find_deployment(database: Database, name: str) -> DeployedRun:
     """Return the deployment of the run called ``name``.
 
     Raises:
         DeploymentError: No such run is deployed; the message suggests the nearest name.
     """
-    found = {each.name: each for each in deployments(database)}
+    found = {each.name: each for each in list_deployments(database)}
     if name not in found:
         hint = did_you_mean(name, found)
         raise DeploymentError(
@@ -58,7 +58,7 @@ def deployment(database: Database, name: str) -> DeployedRun:
     return found[name]
 
 
-def deployments(database: Database) -> list[DeployedRun]:
+def list_deployments(database: Database) -> list[DeployedRun]:
     """Return all deployed runs, oldest first."""
     with database.reading() as session:
         rows = session.execute(
@@ -66,7 +66,7 @@ def deployments(database: Database) -> list[DeployedRun]:
             .join(RunRow, RunRow.id == DeploymentRow.run_id)
             .order_by(RunRow.id)
         )
-        return [_deployment(row, name=name) for row, name in rows]
+        return [_build_deployed_run(row, name=name) for row, name in rows]
 
 
 def set_control(database: Database, name: str, control: Control) -> None:
@@ -75,9 +75,9 @@ def set_control(database: Database, name: str, control: Control) -> None:
     Raises:
         DeploymentError: No such run is deployed.
     """
-    deployment(database, name)  # raises if there is none; deployments are never removed
+    find_deployment(database, name)  # raises if there is none; deployments are never removed
     with database.writing() as session:
-        this = DeploymentRow.run_id == run_id_of(session, name)
+        this = DeploymentRow.run_id == find_run_id(session, name)
         session.execute(update(DeploymentRow).where(this).values(control=control))
 
 
@@ -133,13 +133,13 @@ class Lease:
         """
         try:
             now_s = self._clock.now_s()
-            found = deployment(self._database, self.name)
+            found = find_deployment(self._database, self.name)
             state = found.epoch, found.beat
             if self._seen != state:
                 self._seen, self._seen_s = state, self._clock.now_s()
             is_free = found.holder in {"", self.holder}
             is_silent = now_s - self._seen_s >= self.ttl_s
-            return (is_free or is_silent) and self._take(found, is_silent=is_silent)
+            return (is_free or is_silent) and self._take_if_unchanged(found, is_silent=is_silent)
         except StoreUnavailable:
             self._seen = None
             raise
@@ -158,12 +158,12 @@ class Lease:
         with self._database.writing() as session:
             control = session.scalar(
                 update(DeploymentRow)
-                .where(*self._ours())
+                .where(*self._match_own_lease())
                 .values(beat=DeploymentRow.beat + 1, status=status)
                 .returning(DeploymentRow.control)
             )
             if control is None:
-                raise self._fenced(session)
+                raise self._build_fenced(session)
         self._extend(sent_s)
         return cast(Control, control)
 
@@ -177,7 +177,7 @@ class Lease:
         if self._epoch is None:
             return
         with self._database.writing() as session:
-            session.execute(update(DeploymentRow).where(*self._ours()).values(holder=""))
+            session.execute(update(DeploymentRow).where(*self._match_own_lease()).values(holder=""))
         self._epoch = None
 
     def is_held(self) -> bool:
@@ -195,11 +195,13 @@ class Lease:
         Raises:
             Fenced: Another coordinator has taken over, or the lease was never ours.
         """
-        ours = select(DeploymentRow.epoch).where(*self._ours()).with_for_update(read=True)
+        ours = (
+            select(DeploymentRow.epoch).where(*self._match_own_lease()).with_for_update(read=True)
+        )
         if session.scalar(ours) is None:
-            raise self._fenced(session)
+            raise self._build_fenced(session)
 
-    def _take(self, found: DeployedRun, *, is_silent: bool) -> bool:
+    def _take_if_unchanged(self, found: DeployedRun, *, is_silent: bool) -> bool:
         """Take the lease if its state is still as ``found``.
 
         A silent holder may be stalled inside a transaction that locks the row; its session is ended
@@ -208,7 +210,7 @@ class Lease:
         sent_s = self._clock.now_s()
         with (
             self._database.writing() as session,
-            self._database.ending_blockers(session) if is_silent else nullcontext(),
+            self._database.end_blockers(session) if is_silent else nullcontext(),
         ):
             taken = session.scalar(
                 update(DeploymentRow)
@@ -226,10 +228,10 @@ class Lease:
         self._epoch = taken
         self._extend(sent_s)
         if is_silent:
-            self._end_writes_of_the_silent()
+            self._end_silent_writes()
         return True
 
-    def _end_writes_of_the_silent(self) -> None:
+    def _end_silent_writes(self) -> None:
         """End transactions of the last holder that lock other rows than the lease's: contacts."""
         try:
             self._database.end_stalled_sessions(still_s=self.ttl_s)
@@ -240,24 +242,24 @@ class Lease:
         """Extend our time from before the renewal was sent; others count from seeing it, later."""
         self._held_until_s = sent_s + self.ttl_s * (1 - 1 / _RENEWALS_PER_TTL)
 
-    def _ours(self) -> tuple[ColumnElement[bool], ...]:
+    def _match_own_lease(self) -> tuple[ColumnElement[bool], ...]:
         run_id = select(RunRow.id).where(RunRow.name == self.name).scalar_subquery()
         epoch = -1 if self._epoch is None else self._epoch  # no row has an epoch below 0
         return DeploymentRow.run_id == run_id, DeploymentRow.epoch == epoch
 
-    def _fenced(self, session: Session) -> Fenced:
+    def _build_fenced(self, session: Session) -> Fenced:
         self._held_until_s = float("-inf")
         found = session.execute(
             select(DeploymentRow.holder, DeploymentRow.epoch)
             .join(RunRow, RunRow.id == DeploymentRow.run_id)
             .where(RunRow.name == self.name)
         ).one_or_none()
-        holder, epoch = ("nobody", 0) if found is None else found
+        holder, epoch = ("", 0) if found is None else found
         return Fenced(
-            f"run {self.name!r} is coordinated by {holder or 'nobody'} (epoch {epoch}), not by "
-            f"{self.holder} (epoch {self._epoch}); end this coordinator, or let it wait its turn"
+            f"run {self.name!r} is coordinated by {holder or 'no process'} (epoch {epoch}), not by "
+            f"{self.holder} (epoch {self._epoch}); stop this coordinator, or start it as a standby"
         )
 
 
-def _deployment(row: DeploymentRow, *, name: str) -> DeployedRun:
-    return as_record(row, DeployedRun, name=name, run_id=row.uuid)
+def _build_deployed_run(row: DeploymentRow, *, name: str) -> DeployedRun:
+    return build_record(row, DeployedRun, name=name, run_id=row.uuid)

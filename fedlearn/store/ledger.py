@@ -33,15 +33,15 @@ class StoredLedger:
 
     def load_spent(self) -> dict[Event, int]:
         """Return how often each event was charged, over all runs."""
-        return self._counted(of_run=False)
+        return self._count_events(of_run=False)
 
-    def spent_by_run(self) -> dict[Event, int]:
+    def load_spent_by_run(self) -> dict[Event, int]:
         """Return how often this run has charged each event."""
-        return self._counted(of_run=True)
+        return self._count_events(of_run=True)
 
     def charge(self, charge: Charge, *, known: Spent) -> bool:
         """Record a charge, unless another process has charged since ``known`` was read."""
-        sampling, users, expected, largest = _columns(charge.event.cohorts)
+        sampling, users, expected, largest = _encode_cohorts(charge.event.cohorts)
         mine = ChargeRow.population == self.population
         with self.database.writing(lock=_LOCK) as session:
             total, position = session.execute(
@@ -74,7 +74,7 @@ class StoredLedger:
         with self.database.writing(lock=_LOCK) as session:
             session.execute(update(ChargeRow).where(*mine).values(count=ChargeRow.count - count))
 
-    def _counted(self, *, of_run: bool) -> dict[Event, int]:
+    def _count_events(self, *, of_run: bool) -> dict[Event, int]:
         what = (
             ChargeRow.sampling,
             ChargeRow.num_users,
@@ -93,12 +93,14 @@ class StoredLedger:
             for sampling, users, expected, largest, noise, run, count in session.execute(
                 query.group_by(*what)
             ):
-                event = Event(_cohorts(sampling, users, expected, largest), noise).for_run(run)
+                event = Event(_decode_cohorts(sampling, users, expected, largest), noise).for_run(
+                    run
+                )
                 counted[event] = counted.get(event, 0) + int(count)
         return counted
 
 
-def _columns(cohorts: Cohorts) -> tuple[str, int, int, int]:
+def _encode_cohorts(cohorts: Cohorts) -> tuple[str, int, int, int]:
     """Encode cohorts as columns: sampling, users, expected size, and largest size."""
     match cohorts:
         case PoissonCohorts(population, expected, largest):
@@ -111,8 +113,8 @@ def _columns(cohorts: Cohorts) -> tuple[str, int, int, int]:
             return _EXAMPLE, population, expected, population
 
 
-def _cohorts(sampling: str, users: int, expected: int, largest: int) -> Cohorts:
-    """Decode the columns of :func:`_columns`."""
+def _decode_cohorts(sampling: str, users: int, expected: int, largest: int) -> Cohorts:
+    """Decode the columns of :func:`_encode_cohorts`."""
     match sampling:
         case "poisson":
             return PoissonCohorts(users, expected, largest)

@@ -24,7 +24,7 @@ from fedlearn.identity.registry import (
     token_digest,
 )
 from fedlearn.store.runs import Database
-from fedlearn.store.schema import ClientRow, ContactRow, InvitationRow, as_record, as_row
+from fedlearn.store.schema import ClientRow, ContactRow, InvitationRow, build_record, build_row
 
 _REGISTRY_LOCK = 7_306_087_431  # serializes the numbering of clients and of changes
 _CONTACTS_LOCK = 7_306_087_432
@@ -56,7 +56,7 @@ class StoredRegistry:
         )
         with self._database.writing(lock=_REGISTRY_LOCK) as session:
             _end_invitation(session, name)
-            session.add(as_row(InvitationRow, record))
+            session.add(build_row(InvitationRow, record))
         return token
 
     def redeem(
@@ -73,12 +73,12 @@ class StoredRegistry:
         with self._database.writing(lock=_REGISTRY_LOCK) as session:
             row = session.get(InvitationRow, token_digest(token))
             invitation = check_redeemable(
-                None if row is None else as_record(row, InvitationRecord),
+                None if row is None else build_record(row, InvitationRecord),
                 name=name,
                 identity_key=identity_key,
                 now_unix_s=now,
             )
-            client_id = _client_id(session, name, identity_key=identity_key)
+            client_id = _assign_client_id(session, name, identity_key=identity_key)
             is_its_own = lineage.endswith(identity_key) and is_lineage(lineage, client_id=client_id)
             _, fingerprint, expires_utc = certify(client_id)
             client = EnrolledClient(
@@ -95,7 +95,7 @@ class StoredRegistry:
             )
             if row is not None:
                 row.redeemed_by = identity_key
-            session.merge(as_row(ClientRow, client, revision=_revision(session) + 1))
+            session.merge(build_row(ClientRow, client, revision=_read_revision(session) + 1))
         return client
 
     def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
@@ -103,10 +103,10 @@ class StoredRegistry:
         now = self._clock.unix_s()
         with self._database.writing(lock=_REGISTRY_LOCK) as session:
             row = session.scalar(select(ClientRow).where(ClientRow.name == name))
-            found = None if row is None else as_record(row, EnrolledClient)
+            found = None if row is None else build_record(row, EnrolledClient)
             known = check_rotatable(found, name=name, lineage=lineage, now_unix_s=now)
             identity_key = newest_key(lineage)
-            client_id = _client_id(session, name, identity_key=identity_key)
+            client_id = _assign_client_id(session, name, identity_key=identity_key)
             _, fingerprint, expires_utc = certify(client_id)
             client = replace(
                 known,
@@ -115,7 +115,7 @@ class StoredRegistry:
                 fingerprint=fingerprint,
                 certificate_expires_utc=expires_utc,
             )
-            session.merge(as_row(ClientRow, client, revision=_revision(session) + 1))
+            session.merge(build_row(ClientRow, client, revision=_read_revision(session) + 1))
             used = (InvitationRow.name == name, InvitationRow.redeemed_by != b"")
             session.execute(delete(InvitationRow).where(*used))
         return client
@@ -124,14 +124,14 @@ class StoredRegistry:
         """Return all clients by number."""
         with self._database.reading() as session:
             rows = session.scalars(select(ClientRow).order_by(ClientRow.client_id))
-            return [as_record(row, EnrolledClient) for row in rows]
+            return [build_record(row, EnrolledClient) for row in rows]
 
     def open_invitations(self) -> list[InvitationRecord]:
         """Return the unused invitations, ordered by name; some may have expired."""
         unused = InvitationRow.redeemed_by == b""
         with self._database.reading() as session:
             rows = session.scalars(select(InvitationRow).where(unused).order_by(InvitationRow.name))
-            return [as_record(row, InvitationRecord) for row in rows]
+            return [build_record(row, InvitationRecord) for row in rows]
 
     def revoke(self, name: str) -> EnrolledClient | None:
         """Revoke the client called ``name`` and its open invitations.
@@ -148,20 +148,20 @@ class StoredRegistry:
                 raise DeploymentError(
                     f"there is no client called {name!r}; {hint}`fedlearn clients` lists them all"
                 )
-            row.revision = _revision(session) + 1
+            row.revision = _read_revision(session) + 1
             row.status = "revoked"
-            return as_record(row, EnrolledClient)
+            return build_record(row, EnrolledClient)
 
     def revision(self) -> int:
         """Return the number of times that any client was added or changed."""
         with self._database.reading() as session:
-            return _revision(session)
+            return _read_revision(session)
 
     def contacts(self) -> list[Contact]:
         """Return the last contact of every client that has ever connected, by number."""
         with self._database.reading() as session:
             rows = session.scalars(select(ContactRow).order_by(ContactRow.client_id))
-            return [as_record(row, Contact) for row in rows]
+            return [build_record(row, Contact) for row in rows]
 
     def keep_contacts(self, contacts: Sequence[Contact], *, are_all: bool) -> None:
         """Update clients' contacts; with ``are_all``, mark all other clients as disconnected."""
@@ -184,7 +184,7 @@ def _end_invitation(session: Session, name: str) -> bool:
     return bool(is_open)
 
 
-def _client_id(session: Session, name: str, *, identity_key: bytes) -> ClientId:
+def _assign_client_id(session: Session, name: str, *, identity_key: bytes) -> ClientId:
     """Return the client number of ``name``, or the next free number.
 
     Raises:
@@ -193,8 +193,8 @@ def _client_id(session: Session, name: str, *, identity_key: bytes) -> ClientId:
     owner = select(ClientRow.name).where(ClientRow.identity_key == identity_key)
     if session.scalar(owner) not in {None, name}:
         raise EnrolmentRefused(
-            f"the identity key of {name!r} is another client's; remove the `identity` folder of "
-            "this client, a copy, and enrol again"
+            f"the identity key of {name!r} is another client's; remove the copied `identity` "
+            "folder of this client, and enrol again"
         )
     known = session.scalar(select(ClientRow.client_id).where(ClientRow.name == name))
     if known is None:
@@ -202,5 +202,5 @@ def _client_id(session: Session, name: str, *, identity_key: bytes) -> ClientId:
     return ClientId(known)
 
 
-def _revision(session: Session) -> int:
+def _read_revision(session: Session) -> int:
     return session.scalar(select(func.max(ClientRow.revision))) or 0

@@ -14,7 +14,8 @@ class Retention(Ranged):
     """A rule for which checkpoints are kept; the next commit removes all others.
 
     Example:
-        >>> sorted(Retention(keep_last=2, keep_every=4, keep_best=True).of(range(12), best_round=5))
+        >>> retention = Retention(keep_last=2, keep_every=4, keep_best=True)
+        >>> sorted(retention.select(range(12), best_round=5))
         [4, 5, 8, 10, 11]
     """
 
@@ -34,7 +35,7 @@ class Retention(Ranged):
         doc("Whether to keep the checkpoint of the best round as well, by the watched metric."),
     ]
 
-    def of(self, rounds: Collection[int], *, best_round: int) -> set[int]:
+    def select(self, rounds: Collection[int], *, best_round: int) -> set[int]:
         """Select the checkpoints to keep, each given by its number of finished rounds."""
         kept = set(sorted(rounds)[-self.keep_last :])
         if self.keep_every:
@@ -43,4 +44,4 @@ class Retention(Ranged):
 
 
 #: The default rule.
-USUAL = Retention(keep_last=2, keep_every=0, keep_best=False)
+DEFAULT_RETENTION = Retention(keep_last=2, keep_every=0, keep_best=False)

@@ -12,7 +12,14 @@ from sqlalchemy.orm import Session
 from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.rounds.records import Outcome, RoundRecord
-from fedlearn.store.schema import Base, MetricRow, ParticipationRow, RoundRow, as_record, plain
+from fedlearn.store.schema import (
+    Base,
+    MetricRow,
+    ParticipationRow,
+    RoundRow,
+    build_record,
+    escape_text,
+)
 
 if TYPE_CHECKING:  # commands that list clients must not wait for NumPy to import
     import numpy as np
@@ -20,7 +27,7 @@ if TYPE_CHECKING:  # commands that list clients must not wait for NumPy to impor
 
 _BATCH_ROWS = 500
 
-_OF_ROUNDS = [each.name for each in RoundRow.__table__.columns if each.name != "run_id"]
+_ROUND_COLUMNS = [each.name for each in RoundRow.__table__.columns if each.name != "run_id"]
 
 #: Prefix of stored training metrics; no evaluation metric has a name with it.
 _TRAINING = "train/"
@@ -53,7 +60,7 @@ class RoundSummary:
 def insert_rounds(connection: Connection, run_id: int, records: Sequence[RoundRecord]) -> None:
     """Insert all records with bulk statements, without an ORM object per row."""
     rounds = (
-        {"run_id": run_id} | {name: getattr(record, name) for name in _OF_ROUNDS}
+        {"run_id": run_id} | {name: getattr(record, name) for name in _ROUND_COLUMNS}
         for record in records
     )
     _insert_all(connection, "rounds", rounds)
@@ -61,17 +68,17 @@ def insert_rounds(connection: Connection, run_id: int, records: Sequence[RoundRe
     metrics = (
         {"run_id": run_id, "round_num": record.round_num, "name": name, "value": value}
         for record in records
-        for name, value in _named_metrics(record)
+        for name, value in _name_metrics(record)
     )
     _insert_all(connection, "metrics", metrics)
 
 
 def read_rounds(session: Session, run_id: int) -> list[RoundRecord]:
     """Return the record of every round, in order."""
-    participations = _participations(session, run_id)
-    metrics = _metrics(session, run_id, first=0)
+    participations = _read_participations(session, run_id)
+    metrics = _read_metrics(session, run_id, first=0)
     return [
-        as_record(
+        build_record(
             row,
             RoundRecord,
             participations=Participations.of(participations[row.round_num]),
@@ -94,10 +101,10 @@ def summarise_rounds(session: Session, run_id: int, *, last: int) -> list[RoundS
     if not rows:
         return []
     first = rows[-1].round_num
-    counts = _counts(session, run_id, first=first)
-    metrics = _metrics(session, run_id, first=first)
+    counts = _count_statuses(session, run_id, first=first)
+    metrics = _read_metrics(session, run_id, first=first)
     return [
-        as_record(row, RoundSummary, counts=counts[row.round_num], **metrics[row.round_num])
+        build_record(row, RoundSummary, counts=counts[row.round_num], **metrics[row.round_num])
         for row in reversed(rows)
     ]
 
@@ -106,7 +113,7 @@ def read_missed(session: Session, run_id: int, *, first: int) -> dict[int, list[
     """Return the late and failed participations by round, from round ``first`` on."""
     row = ParticipationRow
     missed = row.round_num >= first, row.status != Status.REPORTED
-    return dict(_participations(session, run_id, *missed))
+    return dict(_read_participations(session, run_id, *missed))
 
 
 def count_by_client(session: Session, run_id: int) -> dict[ClientId, dict[Status, int]]:
@@ -174,40 +181,40 @@ def _insert_participations(
     columns = ", ".join(column.name for column in ParticipationRow.__table__.columns)
     mark = "?" if connection.dialect.paramstyle == "qmark" else "%s"
     marks = ", ".join([mark] * len(ParticipationRow.__table__.columns))
-    rows = chain.from_iterable(_participation_rows(run_id, record) for record in records)
+    rows = chain.from_iterable(_build_participation_rows(run_id, record) for record in records)
     statement = f"INSERT INTO participations ({columns}) VALUES ({marks})"  # noqa: S608 - names of our own columns
     while batch := list(islice(rows, _BATCH_ROWS)):
         connection.exec_driver_sql(statement, batch)
 
 
-def _participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[object, ...]]:
+def _build_participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[object, ...]]:
     """Build the rows of one round with a single ``zip``, without a Python loop over clients."""
     each = record.participations
     reasons = [""] * len(each)
     for place, reason in each.reasons.items():
-        reasons[place] = plain(reason)
+        reasons[place] = escape_text(reason)
     return zip(
         repeat(run_id),
         repeat(record.round_num),
         range(len(each)),
         each.client_ids.tolist(),
         each.codes.tolist(),
-        _with_nulls(each.durations_s),
+        _nan_to_none(each.durations_s),
         each.num_examples.tolist(),
-        _with_nulls(each.losses),
+        _nan_to_none(each.losses),
         reasons,
         strict=False,  # `repeat` is infinite
     )
 
 
-def _with_nulls(column: "NDArray[np.float64]") -> list[float | None]:
+def _nan_to_none(column: "NDArray[np.float64]") -> list[float | None]:
     """Convert a column to a list with ``None`` in place of NaN."""
     if not (column != column).any():  # noqa: PLR0124 - NaN
         return cast("list[float | None]", column.tolist())
     return [None if value != value else value for value in column.tolist()]  # noqa: PLR0124 - NaN
 
 
-def _participations(
+def _read_participations(
     session: Session, run_id: int, *which: ColumnElement[bool]
 ) -> defaultdict[int, list[Participation]]:
     row = ParticipationRow
@@ -220,7 +227,9 @@ def _participations(
     return found
 
 
-def _counts(session: Session, run_id: int, *, first: int) -> defaultdict[int, dict[Status, int]]:
+def _count_statuses(
+    session: Session, run_id: int, *, first: int
+) -> defaultdict[int, dict[Status, int]]:
     row = ParticipationRow
     found: defaultdict[int, dict[Status, int]] = defaultdict(lambda: dict.fromkeys(Status, 0))
     for round_num, status, count in session.execute(
@@ -232,7 +241,7 @@ def _counts(session: Session, run_id: int, *, first: int) -> defaultdict[int, di
     return found
 
 
-def _named_metrics(record: RoundRecord) -> Iterator[tuple[str, float]]:
+def _name_metrics(record: RoundRecord) -> Iterator[tuple[str, float]]:
     """Yield a round's metrics under their stored names, with a prefix for training metrics."""
     yield from record.metrics.items()
     for name, value in record.train_metrics.items():
@@ -241,16 +250,16 @@ def _named_metrics(record: RoundRecord) -> Iterator[tuple[str, float]]:
         yield f"{_STALENESS}{staleness}", float(number)
 
 
-class _Measured(TypedDict):
+class _RoundMetrics(TypedDict):
     metrics: dict[str, float]
     train_metrics: dict[str, float]
     staleness: dict[int, int]
 
 
-def _metrics(session: Session, run_id: int, *, first: int) -> defaultdict[int, _Measured]:
+def _read_metrics(session: Session, run_id: int, *, first: int) -> defaultdict[int, _RoundMetrics]:
     """Return the metrics by round, then by the record's field, then by name."""
     row = MetricRow
-    found: defaultdict[int, _Measured] = defaultdict(
+    found: defaultdict[int, _RoundMetrics] = defaultdict(
         lambda: {"metrics": {}, "train_metrics": {}, "staleness": {}}
     )
     for round_num, name, value in session.execute(

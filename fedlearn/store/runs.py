@@ -27,13 +27,13 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 from fedlearn.rounds.records import ALIAS, Checkpoint, RoundRecord, RunRecord, RunStatus
-from fedlearn.store.blockers import end_stalled_sessions, ending_blockers
+from fedlearn.store.blockers import end_blockers, end_stalled_sessions
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
-from fedlearn.store.engine import explained, migrate, one_at_a_time, open_engine
-from fedlearn.store.holding import held, is_held
+from fedlearn.store.engine import explain_errors, migrate, open_engine, serialize_transactions
+from fedlearn.store.holding import hold_run, is_held
 from fedlearn.store.interrupts import defer_interrupts
 from fedlearn.store.names import memorable_names
-from fedlearn.store.retention import USUAL
+from fedlearn.store.retention import DEFAULT_RETENTION
 from fedlearn.store.rounds import (
     RoundSummary,
     count_by_client,
@@ -51,8 +51,8 @@ from fedlearn.store.schema import (
     ParticipationRow,
     RoundRow,
     RunRow,
-    as_record,
-    as_row,
+    build_record,
+    build_row,
 )
 
 if TYPE_CHECKING:  # commands that list runs must not wait for torch to import
@@ -75,7 +75,7 @@ def sqlite_url(path: Path) -> str:
     return URL.create("sqlite", database=str(path)).render_as_string()
 
 
-def unguarded(_: Session) -> None:
+def allow_writes(_: Session) -> None:
     """Allow every write: the :data:`Guard` of a run that is not deployed."""
 
 
@@ -118,13 +118,13 @@ class Database:
         """
         engine = self._engine.execution_options(writes=True)
         with (
-            self.explained(),
+            self.explain_errors(),
             defer_interrupts(),
             Session(engine) as session,
             session.begin(),
         ):
             if lock is not None:
-                one_at_a_time(session.connection(), lock)
+                serialize_transactions(session.connection(), lock)
             yield session
 
     @contextmanager
@@ -133,7 +133,7 @@ class Database:
         engine = self._engine
         if engine.dialect.name == "postgresql":
             engine = engine.execution_options(isolation_level="REPEATABLE READ")
-        with self.explained(), Session(engine) as session:
+        with self.explain_errors(), Session(engine) as session:
             yield session
 
     @property
@@ -141,17 +141,17 @@ class Database:
         """Whether a coordinator on another machine can take over from one on this machine."""
         return self._engine.dialect.name != "sqlite"
 
-    def ending_blockers(self, session: Session) -> AbstractContextManager[None]:
+    def end_blockers(self, session: Session) -> AbstractContextManager[None]:
         """End stalled sessions that block ``session``, while the block runs."""
-        return ending_blockers(self._engine, session)
+        return end_blockers(self._engine, session)
 
     def end_stalled_sessions(self, *, still_s: float) -> None:
         """End sessions whose client stopped in the middle of a write at least ``still_s`` ago."""
         end_stalled_sessions(self._engine, still_s=still_s)
 
-    def explained(self) -> AbstractContextManager[None]:
+    def explain_errors(self) -> AbstractContextManager[None]:
         """Convert errors of the driver and the disk into StoreErrors with a remedy."""
-        return explained(self._engine)
+        return explain_errors(self._engine)
 
     @classmethod
     def open(cls, url: str, *, runs_dir: Path) -> Self:
@@ -169,7 +169,7 @@ class Database:
         """
         database = cls(open_engine(url), runs_dir=runs_dir)
         try:
-            with database.explained():
+            with database.explain_errors():
                 runs_dir.mkdir(parents=True, exist_ok=True)
                 migrate(database._engine)
         except StoreError:
@@ -210,7 +210,7 @@ class Database:
             run_id = _insert_run(session, record=record)
             with _new_folder(self.runs_dir / record.name) as folder:
                 _write_config(folder, config=record.config)
-        return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
+        return StoredRun(self, run_id=run_id, name=record.name, guard=allow_writes)
 
     def create_named(self, record: RunRecord, *, seed: "Seed") -> "StoredRun":
         """Add a run under the first free name of :func:`memorable_names` for ``seed``.
@@ -232,27 +232,30 @@ class Database:
             RunHeld: A process is running the run.
             StoreError: The name is taken, or the run cannot be written.
         """
-        with held(self.runs_dir / record.name), self.writing() as session:
+        with hold_run(self.runs_dir / record.name), self.writing() as session:
             run_id = _insert_run(session, record=record)
             for file in files:
-                session.add(as_row(CheckpointRow, file, run_id=run_id, file=file.path.name))
-        return StoredRun(self, run_id=run_id, name=record.name, guard=unguarded)
+                session.add(build_row(CheckpointRow, file, run_id=run_id, file=file.path.name))
+        return StoredRun(self, run_id=run_id, name=record.name, guard=allow_writes)
 
-    def run(self, name: str, *, guard: Guard = unguarded) -> "StoredRun":
+    def run(self, name: str, *, guard: Guard = allow_writes) -> "StoredRun":
         """Return the run called ``name``; pass the lease's guard to write to a deployed run.
 
         Raises:
             StoreError: There is no such run; the message suggests the nearest name.
         """
         with self.reading() as session:
-            return StoredRun(self, run_id=run_id_of(session, name), name=name, guard=guard)
+            return StoredRun(self, run_id=find_run_id(session, name), name=name, guard=guard)
 
     def runs(self) -> list[RunRecord]:
         """Return all runs, oldest first."""
         with self.reading() as session:
             deployed = set(session.scalars(select(DeploymentRow.run_id)))
             rows = session.scalars(select(RunRow).order_by(RunRow.id))
-            return [_found(row, self.runs_dir, is_deployed=row.id in deployed) for row in rows]
+            return [
+                _build_run_record(row, self.runs_dir, is_deployed=row.id in deployed)
+                for row in rows
+            ]
 
     def orphans(self) -> list[str]:
         """Return the names of run folders that have no record in the database."""
@@ -278,12 +281,12 @@ class StoredRun:
         self.name = name
         self.path = database.runs_dir / name
         self.database = database
-        self.retention = USUAL
+        self.retention = DEFAULT_RETENTION
         self._run_id = run_id
         self._guard = guard
         self._buffer: list[RoundRecord] = []
         #: SHA-256 of the checkpoint and number of records of a commit with unknown outcome.
-        self._attempted: tuple[str, int] | None = None
+        self._uncertain_commit: tuple[str, int] | None = None
 
     @property
     def record(self) -> RunRecord:
@@ -291,15 +294,15 @@ class StoredRun:
         with self.database.reading() as session:
             is_deployed = session.get(DeploymentRow, self._run_id) is not None
             row = session.get_one(RunRow, self._run_id)
-            return _found(row, self.database.runs_dir, is_deployed=is_deployed)
+            return _build_run_record(row, self.database.runs_dir, is_deployed=is_deployed)
 
-    def held(self) -> AbstractContextManager[None]:
-        """Lock the run for this process while it runs: see :func:`fedlearn.store.holding.held`.
+    def hold(self) -> AbstractContextManager[None]:
+        """Lock the run for this process while it runs: see :func:`fedlearn.store.holding.hold`.
 
         Raises:
             RunHeld: Another process holds it.
         """
-        return held(self.path)
+        return hold_run(self.path)
 
     def append(self, record: RoundRecord) -> None:
         """Buffer the record of a finished round; the next :meth:`commit` makes it durable."""
@@ -325,12 +328,12 @@ class StoredRun:
                     f"round {record.round_num} is not finished by a checkpoint of "
                     f"{checkpoint.round_num} rounds; commit the state after the round"
                 )
-        with self._committing():
+        with self._explain_failed_commit():
             folder = self.path / "checkpoints"
             file = write_checkpoint(checkpoint, folder=folder)
             with self._writing() as session:
-                self._drop_committed(session)
-                self._attempted = file.sha256, len(self._buffer)
+                self._drop_known_records(session)
+                self._uncertain_commit = file.sha256, len(self._buffer)
                 insert_rounds(session.connection(), self._run_id, self._buffer)
                 best_round = checkpoint.values.get("best_round")
                 kept = self._replace_checkpoints(
@@ -339,7 +342,7 @@ class StoredRun:
                 # List the files while the guard holds, so that the list has no file of a
                 # coordinator that takes over later.
                 found = list(folder.iterdir())
-        self._buffer, self._attempted = [], None
+        self._buffer, self._uncertain_commit = [], None
         _remove_all_but(kept, found=found)
 
     def load(self) -> Checkpoint | None:
@@ -352,8 +355,8 @@ class StoredRun:
         files = self.checkpoints()
         if not files:
             return None
-        back = f"go on from the one before it: `{self._resume} --from-previous`"
-        remedy = back if len(files) > 1 else "no earlier one is kept: start the run again"
+        back = f"continue from the one before it: `{self._resume} --from-previous`"
+        remedy = back if len(files) > 1 else "there is no earlier one: start the run again"
         return read_checkpoint(files[-1], remedy=remedy)
 
     def weights(self, *, best: bool) -> "dict[str, Tensor]":
@@ -400,13 +403,13 @@ class StoredRun:
             kept = ", ".join(str(each.round_num) for each in earlier)
             raise StoreError(
                 f"run {self.name!r} has {files[-1].round_num} rounds and no earlier checkpoint "
-                f"after {to}; the earlier ones that are kept are after {kept} (store.keep_last, "
-                "store.keep_every and store.keep_best say which)"
+                f"after {to}; there are earlier ones after {kept} (see store.keep_last, "
+                "store.keep_every and store.keep_best)"
             )
         others = [str(each.round_num) for each in earlier if each is not found[-1]]
-        remedy = "no earlier one is kept: start again"
+        remedy = "there is no earlier one: start the run again"
         if others:
-            remedy = f"kept are those after {', '.join(others)} rounds: `fedlearn rollback`"
+            remedy = f"there are others after {', '.join(others)} rounds: `fedlearn rollback`"
         checkpoint = read_checkpoint(found[-1], remedy=remedy)
         with self._writing() as session:
             for row in (MetricRow, ParticipationRow, RoundRow):
@@ -424,7 +427,7 @@ class StoredRun:
                 .values(status=RunStatus.RUNNING, error="")
             )
             self._renew(session)
-        self._buffer, self._attempted = [], None
+        self._buffer, self._uncertain_commit = [], None
         return checkpoint
 
     def renew(self) -> None:
@@ -445,7 +448,7 @@ class StoredRun:
         with self.database.reading() as session:
             rows = self._checkpoint_rows(session)
             return [
-                as_record(row, CheckpointFile, path=self.path / "checkpoints" / row.file)
+                build_record(row, CheckpointFile, path=self.path / "checkpoints" / row.file)
                 for row in rows
             ]
 
@@ -459,7 +462,7 @@ class StoredRun:
         with self.database.reading() as session:
             return summarise_rounds(session, self._run_id, last=last)
 
-    def missed(self, *, first: int) -> dict[int, list[Participation]]:
+    def load_missed(self, *, first: int) -> dict[int, list[Participation]]:
         """Return late and failed participations by round, from ``first`` on, in arrival order."""
         with self.database.reading() as session:
             return read_missed(session, self._run_id, first=first)
@@ -469,7 +472,7 @@ class StoredRun:
         with self.database.reading() as session:
             return count_by_client(session, self._run_id)
 
-    def failing(self) -> dict[ClientId, tuple[int, str]]:
+    def load_failing(self) -> dict[ClientId, tuple[int, str]]:
         """Return the number of failures since each client's last report, and the latest reason.
 
         Failures are counted once a round. Rounds in which no client reported do not count.
@@ -497,17 +500,17 @@ class StoredRun:
                 row.status = RunStatus.RUNNING if is_deployed else RunStatus.INTERRUPTED
 
     @contextmanager
-    def _committing(self) -> Iterator[None]:
+    def _explain_failed_commit(self) -> Iterator[None]:
         """Add the last commit and the command to resume to the errors of a commit."""
         try:
-            with self.database.explained():
+            with self.database.explain_errors():
                 yield
         except NoSpace as error:
-            raise NoSpace(f"{error}; {self._standing()}") from error
+            raise NoSpace(f"{error}; {self._describe_last_commit()}") from error
         except (Fenced, StoreUnavailable):
             raise  # the last commit is unknown: another coordinator or the database decides it
         except StoreError as error:
-            raise StoreError(f"{error}; {self._standing()}") from error
+            raise StoreError(f"{error}; {self._describe_last_commit()}") from error
 
     @contextmanager
     def _writing(self) -> Iterator[Session]:
@@ -515,39 +518,39 @@ class StoredRun:
             self._guard(session)
             yield session
 
-    def _drop_committed(self, session: Session) -> None:
+    def _drop_known_records(self, session: Session) -> None:
         """Drop the records that an earlier attempt with unknown outcome has committed."""
-        if self._attempted is None:
+        if self._uncertain_commit is None:
             return
-        sha256, num_records = self._attempted
+        sha256, num_records = self._uncertain_commit
         if any(row.sha256 == sha256 for row in self._checkpoint_rows(session)):
             del self._buffer[:num_records]
-        self._attempted = None
+        self._uncertain_commit = None
 
     @property
     def _resume(self) -> str:
         """The command that resumes the run."""
-        is_deployed = self._guard is not unguarded
+        is_deployed = self._guard is not allow_writes
         return "fedlearn coordinator FILE" if is_deployed else f"fedlearn resume {self.name}"
 
-    def _standing(self) -> str:
-        resume = f"go on with `{self._resume}` once that is done"
+    def _describe_last_commit(self) -> str:
+        resume = f"then continue with `{self._resume}`"
         try:
             files = self.checkpoints()
         except StoreError:
-            return f"what was committed before still stands; {resume}"
+            return f"earlier commits are not affected; {resume}"
         if not files:
-            return f"nothing of run {self.name!r} was committed before; {resume}"
-        return f"the last commit, after round {files[-1].round_num}, still stands; {resume}"
+            return f"run {self.name!r} has no earlier commit; {resume}"
+        return f"the last commit, after round {files[-1].round_num}, is not affected; {resume}"
 
     def _replace_checkpoints(
         self, session: Session, *, file: CheckpointFile, best_round: int
     ) -> set[str]:
         """Add the row of ``file``, apply the retention rule, and return the files to keep."""
         self._drop_checkpoint(session, round_num=file.round_num)
-        session.add(as_row(CheckpointRow, file, run_id=self._run_id, file=file.path.name))
+        session.add(build_row(CheckpointRow, file, run_id=self._run_id, file=file.path.name))
         rows = self._checkpoint_rows(session)
-        kept = self.retention.of([row.round_num for row in rows], best_round=best_round)
+        kept = self.retention.select([row.round_num for row in rows], best_round=best_round)
         for row in rows:
             if row.round_num not in kept:
                 session.delete(row)
@@ -594,7 +597,7 @@ def _write_config(folder: Path, *, config: Mapping[str, object]) -> None:
 
 
 def _insert_run(session: Session, *, record: RunRecord) -> int:
-    row = as_row(RunRow, record)
+    row = build_row(RunRow, record)
     session.add(row)
     try:
         session.flush()
@@ -605,12 +608,12 @@ def _insert_run(session: Session, *, record: RunRecord) -> int:
     return row.id
 
 
-def _found(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunRecord:
+def _build_run_record(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunRecord:
     """Convert a row to a record; a running run whose process is gone gets the status LOST.
 
     A deployed run has no such lock; its lease says which coordinator runs it.
     """
-    record = as_record(row, RunRecord, is_deployed=is_deployed)
+    record = build_record(row, RunRecord, is_deployed=is_deployed)
     if record.status is RunStatus.RUNNING and is_held(runs_dir / record.name) is False:
         return replace(record, status=RunStatus.LOST)
     return record
@@ -625,7 +628,7 @@ def new_run_id() -> str:
     return SecretBytes.generate(_RUN_ID_BYTES).reveal().hex()
 
 
-def run_id_of(session: Session, name: str) -> int:
+def find_run_id(session: Session, name: str) -> int:
     """Return the database key of the run called ``name``.
 
     Raises:

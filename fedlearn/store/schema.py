@@ -80,10 +80,10 @@ class _PlainText(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002 (SQLAlchemy's signature)
-        return value if value is None else plain(value)
+        return value if value is None else escape_text(value)
 
 
-def plain(text: str) -> str:
+def escape_text(text: str) -> str:
     """Return ``text`` as valid UTF-8 without NUL."""
     if text.isascii() and "\0" not in text:
         return text
@@ -315,14 +315,14 @@ class ExamplesRow(Base):
     sketch: Mapped[bytes] = mapped_column(LargeBinary)
 
 
-def as_row(kind: type[RowT], record: object, **columns: object) -> RowT:
+def build_row(kind: type[RowT], record: object, **columns: object) -> RowT:
     """Build a row from the attributes of ``record`` that match its columns, and ``columns``."""
     names = set(kind.__mapper__.column_attrs.keys()) - columns.keys()
     values = {name: getattr(record, name) for name in names if hasattr(record, name)}
     return kind(**values, **columns)
 
 
-def as_record(row: Base, kind: type[RecordT], **more: object) -> RecordT:
+def build_record(row: Base, kind: type[RecordT], **more: object) -> RecordT:
     """Build a ``kind`` from the columns of ``row``, with ``more`` taking precedence."""
     make: Callable[..., RecordT] = kind
     names = {each.name for each in fields(kind)} - more.keys()

@@ -8,7 +8,7 @@ import pytest
 
 from fedlearn.parallel import jobs
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.store.lease import deployment
+from fedlearn.store.lease import find_deployment
 from tests.e2e.deployed import Site, site_in
 from tests.processes import Change, Crash, Function, Launcher, Process, until
 
@@ -58,7 +58,7 @@ def test_a_training_is_parked_by_a_stop_and_goes_on(site: Site) -> None:
     assert [record.round_num for record in site.rounds()] == [0, 1]
     assert "warm_start_loss" in site.rounds()[0].metrics, "though the process is another"
     with site.database() as database:
-        told = deployment(database, "federation").status["training"]
+        told = find_deployment(database, "federation").status["training"]
     assert isinstance(told, dict)
     assert told["steps"]["step_num"] == told["steps"]["num_steps"] == NUM_STEPS + 2 * 30
 
@@ -106,8 +106,8 @@ def test_two_processes_train_beside_a_coordinator_that_serves(site: Site) -> Non
     second = site.coordinator(changes=[Change(jobs.train, watched)])
     until(lambda: len(processes_of(training)) == 3, told=second.tail)
     with site.database() as database:
-        before = deployment(database, "federation").beat
-        until(lambda: deployment(database, "federation").beat > before + 2)
+        before = find_deployment(database, "federation").beat
+        until(lambda: find_deployment(database, "federation").beat > before + 2)
     assert steps(second) == [], "the ranks begin yet"
     for number in range(NUM_CLIENTS):
         site.join(number)

@@ -10,7 +10,7 @@ import pytest
 
 from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.rounds.records import RunStatus
-from fedlearn.store.lease import deployment
+from fedlearn.store.lease import find_deployment
 from tests.addresses import free_addresses
 from tests.e2e.deployed import OK, UNAVAILABLE, Site, asked, site_in
 from tests.processes import Launcher, until
@@ -63,7 +63,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
     parked_after(site, 3)
     with site.database() as database:
         last = database.run("federation").checkpoints()[-1].path
-        dropped = deployment(database, "federation").run_id
+        dropped = find_deployment(database, "federation").run_id
     assert [path.name for path in spool.iterdir()] == [dropped]
     last.write_bytes(last.read_bytes()[:-1])
     second = site.coordinator()
@@ -73,7 +73,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
     assert third.wait() == 0, third.tail()
     assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
     with site.database() as database:
-        assert deployment(database, "federation").run_id != dropped
+        assert find_deployment(database, "federation").run_id != dropped
     assert list(spool.iterdir()) == []
 
 
@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_a_backup(site: Site, tmp_path: Path) -> None:
     for folder in kept:
         shutil.copytree(folder, tmp_path / "backup" / folder.name)
     with site.database() as database:
-        dropped = deployment(database, "federation").run_id
+        dropped = find_deployment(database, "federation").run_id
     num_finished = len(stored_rounds(site)[1])
     second = site.serving()
     site.until_round(second, num_finished + 1)
@@ -96,7 +96,7 @@ def test_a_run_goes_on_from_a_backup(site: Site, tmp_path: Path) -> None:
     assert third.wait() == 0, third.tail()
     assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
     with site.database() as database:
-        assert deployment(database, "federation").run_id != dropped
+        assert find_deployment(database, "federation").run_id != dropped
 
 
 def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:

@@ -109,7 +109,7 @@ def test_turns_go_on_when_a_coordinator_is_killed(site: Site) -> None:
     with site.database() as database:
         run = database.run("federation")
         rounds = run.rounds()
-        charged = sum(ledger_of(run, section_of(run.record)).spent_by_run().values())
+        charged = sum(ledger_of(run, section_of(run.record)).load_spent_by_run().values())
     available = [ClientId(number) for number in range(NUM_CLIENTS)]
     of_turns = [
         whose_turn(available, num_groups=NUM_CLIENTS, turn=turn, seed=Seed(site.config.seed))

@@ -25,10 +25,10 @@ from fedlearn.errors import Fenced, StoreUnavailable
 from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.lease import Lease, deploy, deployment
+from fedlearn.store.lease import Lease, deploy, find_deployment
 from fedlearn.store.patience import Patience
 from fedlearn.store.registry import _CONTACTS_LOCK, StoredRegistry
-from fedlearn.store.runs import Database, StoredRun, unguarded
+from fedlearn.store.runs import Database, StoredRun, allow_writes
 from tests.records import RUN
 
 pytestmark = pytest.mark.slow  # they need a PostgreSQL server
@@ -254,7 +254,7 @@ def test_a_round_whose_opening_was_not_answered_is_opened_once(
     database: Database, proxy: Proxy
 ) -> None:
     """The journal accepts the same round twice."""
-    journal = StoredJournal(database, RUN.name, guard=unguarded)
+    journal = StoredJournal(database, RUN.name, guard=allow_writes)
     opened = OpenRound(round_num=0, attempt=0, cohort=(ClientId(4),), opened_unix_s=1.0)
     proxy.loses_commit.set()
     with pytest.raises(StoreUnavailable):
@@ -290,7 +290,7 @@ def test_an_acquisition_whose_answer_was_lost_is_repeated(database: Database, pr
         lease.try_acquire()
     assert not lease.is_held()
     assert lease.try_acquire()
-    assert deployment(database, RUN.name).epoch == 2
+    assert find_deployment(database, RUN.name).epoch == 2
 
 
 # -- two coordinators ---------------------------------------------------------------------
@@ -432,7 +432,7 @@ def test_a_takeover_ends_a_write_that_stands_still(postgresql_url: str, tmp_path
         found = admin.execute(state, (stopped.info.backend_pid,)).fetchone()
         assert found == ("active", "ClientRead"), "the control: the server takes it to be at work"
         assert second.try_acquire()
-        assert deployment(database, RUN.name).epoch == 2
+        assert find_deployment(database, RUN.name).epoch == 2
         assert admin.execute(state, (stopped.info.backend_pid,)).fetchone() is None
 
 
@@ -475,7 +475,7 @@ def test_a_write_waits_for_a_lock_as_long_as_the_session_says(
     ):
         registry = StoredRegistry(database, SystemClock())
         standing.execute(f"SELECT pg_advisory_xact_lock({_CONTACTS_LOCK})")
-        with pytest.raises(StoreUnavailable, match="another session holds what this one writes"):
+        with pytest.raises(StoreUnavailable, match="another session has locked the rows"):
             registry.keep_contacts([], are_all=True)
         standing.rollback()
         registry.keep_contacts([], are_all=True)

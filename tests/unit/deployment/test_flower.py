@@ -33,7 +33,7 @@ from fedlearn.experiment.site import Site
 from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.lease import deployment
+from fedlearn.store.lease import find_deployment
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.flower import Federation
@@ -193,7 +193,7 @@ def test_a_run_that_is_alive_is_not_run_twice(tmp_path: Path) -> None:
         stored = database.run("ours")
         stored.finish(RunStatus.RUNNING, error="")  # as a killed process leaves it
         assert stored.record.status is RunStatus.LOST
-        with stored.held(), pytest.raises(RunHeld):
+        with stored.hold(), pytest.raises(RunHeld):
             run_of(federation(3, **settings), tmp_path, Heard())
     run_of(federation(3, **settings), tmp_path, Heard())
     assert statuses(tmp_path) == [RunStatus.DONE]
@@ -494,7 +494,7 @@ def test_a_node_that_keeps_failing_is_named(
     assert ["in_a_row=1" in logged[0], "in_a_row=2" in logged[1]] == [True, True]
     assert all("client_id=0" in line for line in logged)
     with Database.open(sqlite_url(tmp_path / "fedlearn.db"), runs_dir=tmp_path) as database:
-        told = deployment(database, "ours").status["failing"]
+        told = find_deployment(database, "ours").status["failing"]
     assert isinstance(told, dict)
     assert told["0"]["in_a_row"] == 2
 

@@ -10,7 +10,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.errors import Aborted, StoreError
-from fedlearn.store.lease import Lease, deploy, deployment, set_control
+from fedlearn.store.lease import Lease, deploy, find_deployment, set_control
 from fedlearn.store.runs import Database, sqlite_url
 from tests.records import RUN
 
@@ -64,7 +64,7 @@ def test_a_heart_beats_until_it_is_left_with_a_last_word(database: Database) -> 
     told, interruption = Told(), Interruption()
     with a_heart(database, told, interruption):
         assert told.num_beats == 1
-    assert deployment(database, RUN.name).status == {"beats": told.num_beats}
+    assert find_deployment(database, RUN.name).status == {"beats": told.num_beats}
     assert told.num_beats > 1
     assert not interruption.is_given()
 

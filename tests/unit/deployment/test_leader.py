@@ -15,7 +15,7 @@ from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.errors import Parked
 from fedlearn.experiment.progress import JsonProgress
-from fedlearn.store.lease import Lease, deployment
+from fedlearn.store.lease import Lease, find_deployment
 from fedlearn.store.runs import Database
 
 
@@ -80,5 +80,5 @@ def test_a_standby_that_is_told_to_stop_as_it_takes_over_lets_go_of_the_lease(
     led = leader.hold_lease(database, places.run_name, status=dict, alive=lambda: None)
     with pytest.raises(Parked), led:
         raise AssertionError("it leads")
-    found = deployment(database, places.run_name)
+    found = find_deployment(database, places.run_name)
     assert (found.epoch, found.holder) == (2, "")

@@ -20,7 +20,7 @@ from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, deploy
-from fedlearn.store.runs import Database, sqlite_url, unguarded
+from fedlearn.store.runs import Database, allow_writes, sqlite_url
 from tests.records import RUN, journals_in
 
 ALL = [ClientId(number) for number in range(10)]
@@ -81,7 +81,7 @@ def any_journal(database_url: str, tmp_path: Path) -> Iterator[RoundJournal]:
     """An empty journal, in each kind of database in turn."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         database.create(RUN)
-        yield StoredJournal(database, RUN.name, guard=unguarded)
+        yield StoredJournal(database, RUN.name, guard=allow_writes)
 
 
 def durable(

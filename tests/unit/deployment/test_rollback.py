@@ -11,7 +11,7 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.deployment.rollback import roll_back
 from fedlearn.errors import DeploymentError, Fenced, StoreError
 from fedlearn.rounds.records import Checkpoint
-from fedlearn.store.lease import Lease, deploy, deployment
+from fedlearn.store.lease import Lease, deploy, find_deployment
 from fedlearn.store.runs import Database, sqlite_url
 from tests.records import RUN
 
@@ -56,7 +56,7 @@ def test_a_deployed_run_goes_back_once_nobody_coordinates_it(database: Database)
     assert len(database.run(RUN.name).checkpoints()) == 2
     clock.lease = None
     assert roll_back(database, RUN.name, to=1, clock=clock).round_num == 1
-    after = deployment(database, RUN.name)
+    after = find_deployment(database, RUN.name)
     assert after.run_id != before, "what clients hold answers the model that is dropped"
     assert after.holder == "", "the next coordinator need not wait"
     with pytest.raises(Fenced):
@@ -65,9 +65,9 @@ def test_a_deployed_run_goes_back_once_nobody_coordinates_it(database: Database)
 
 def test_a_checkpoint_that_is_not_kept_lets_go_of_the_lease(database: Database) -> None:
     deploy(database, RUN.name)
-    with pytest.raises(StoreError, match=r"no earlier checkpoint after 0; .* kept are after 1"):
+    with pytest.raises(StoreError, match=r"no earlier checkpoint after 0; .* earlier ones after 1"):
         roll_back(database, RUN.name, to=0, clock=VirtualClock())
-    assert deployment(database, RUN.name).holder == ""
+    assert find_deployment(database, RUN.name).holder == ""
     assert len(database.run(RUN.name).checkpoints()) == 2
 
 

@@ -11,7 +11,7 @@ import torch
 from fedlearn.config import Config
 from fedlearn.experiment.adoption import adopt_all
 from fedlearn.rounds.records import Checkpoint, RunStatus
-from fedlearn.store.holding import held
+from fedlearn.store.holding import hold_run
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from tests.damage import damaged
 from tests.records import RUN
@@ -90,7 +90,7 @@ def test_a_damaged_configuration_is_told(fresh: Database, tmp_path: Path) -> Non
 def test_a_run_that_is_alive_is_not_adopted(fresh: Database, tmp_path: Path) -> None:
     """Its process may still write to the run."""
     folder = orphan(tmp_path, num_finished=1).path
-    with held(folder):
+    with hold_run(folder):
         (adopted,) = adopt_all(fresh)
     assert "is alive" in adopted.refused
     assert fresh.orphans() == ["calm-otter-17"]

@@ -170,7 +170,11 @@ def test_an_error_names_what_was_spent_and_the_remedy() -> None:
     charges = charging(InMemory({EVENT: 3}), epsilon=3.5)
     with pytest.raises(BudgetExhausted, match=r"another would make it 4.*above.*\(3.5\)") as caught:
         charges.charge(round_num=0, attempt=0)
-    assert (caught.value.epsilon, caught.value.spent, caught.value.num_charged) == (3.5, 3.0, 3)
+    assert (caught.value.epsilon, caught.value.spent, caught.value.num_charged) == (
+        3.5,
+        3.0,
+        3,
+    )
     assert math.isfinite(caught.value.spent)
 
 

@@ -11,7 +11,7 @@ from fedlearn.errors import StoreError
 from fedlearn.rounds.journal import OpenRound, RoundJournal
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.runs import Database, unguarded
+from fedlearn.store.runs import Database, allow_writes
 from tests.records import RUN
 
 OPENED = OpenRound(
@@ -30,7 +30,7 @@ def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
 @pytest.fixture
 def journal(database: Database) -> RoundJournal:
     """The run's journal, which is empty."""
-    return StoredJournal(database, RUN.name, guard=unguarded)
+    return StoredJournal(database, RUN.name, guard=allow_writes)
 
 
 def test_an_open_round_comes_back_as_it_was_opened(journal: RoundJournal) -> None:
@@ -73,7 +73,7 @@ def test_journals_of_two_runs_are_apart(database: Database) -> None:
     """Both are in one database."""
     database.create(replace(RUN, name="quick-yak-42"))
     one, two = (
-        StoredJournal(database, name, guard=unguarded) for name in (RUN.name, "quick-yak-42")
+        StoredJournal(database, name, guard=allow_writes) for name in (RUN.name, "quick-yak-42")
     )
     one.open(OPENED)
     two.open(replace(OPENED, cohort=()))
@@ -85,7 +85,7 @@ def test_a_run_that_failed_runs_again_with_the_round_that_is_opened(database: Da
     """Not before: if it stops before that, the next start finds no attempt to continue."""
     run = database.run(RUN.name)
     run.finish(RunStatus.FAILED, error="3 reports, minimum 5")
-    journal = StoredJournal(database, RUN.name, guard=unguarded)
+    journal = StoredJournal(database, RUN.name, guard=allow_writes)
     assert journal.last() is None
     assert run.record.status is RunStatus.FAILED
     journal.open(OPENED)
@@ -95,4 +95,4 @@ def test_a_run_that_failed_runs_again_with_the_round_that_is_opened(database: Da
 def test_a_journal_of_no_run_is_an_error(database: Database) -> None:
     """The error suggests the nearest name."""
     with pytest.raises(StoreError, match="did you mean 'calm-otter-17'"):
-        StoredJournal(database, "calm-otter", guard=unguarded)
+        StoredJournal(database, "calm-otter", guard=allow_writes)

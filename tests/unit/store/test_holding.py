@@ -13,7 +13,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.locks import open_lock, take_lock
 from fedlearn.errors import RunHeld
 from fedlearn.rounds.records import RunStatus
-from fedlearn.store.holding import held, is_held
+from fedlearn.store.holding import hold_run, is_held
 from fedlearn.store.lease import deploy
 from fedlearn.store.runs import Database, StoredRun
 from tests.records import RUN
@@ -38,7 +38,7 @@ def another_process_holds(folder: Path) -> Iterator[int]:
     ready, tell = os.pipe()
     child = os.fork()
     if not child:
-        with held(folder):
+        with hold_run(folder):
             os.write(tell, b".")
             signal.pause()
         os._exit(0)
@@ -58,17 +58,17 @@ def test_a_run_is_held_by_one_process_until_that_is_killed(tmp_path: Path) -> No
         assert is_held(tmp_path)
         with (
             pytest.raises(RunHeld, match=rf"process {child} on .*stop it first"),
-            held(tmp_path),
+            hold_run(tmp_path),
         ):
             pass
     assert is_held(tmp_path) is False
-    with held(tmp_path):
+    with hold_run(tmp_path):
         assert is_held(tmp_path)
 
 
 def test_a_run_is_held_once_in_a_process(tmp_path: Path) -> None:
     """Two threads would overwrite each other's data as two processes would."""
-    with held(tmp_path), pytest.raises(RunHeld), held(tmp_path):
+    with hold_run(tmp_path), pytest.raises(RunHeld), hold_run(tmp_path):
         pass
 
 
@@ -83,8 +83,8 @@ def test_who_looks_does_not_keep_who_begins_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A check takes the lock briefly; a start, or another check, waits for it."""
-    for begin in (held(tmp_path), nullcontext()):
-        with held(tmp_path):
+    for begin in (hold_run(tmp_path), nullcontext()):
+        with hold_run(tmp_path):
             pass
         looking = open_lock(tmp_path / "lock")
         assert take_lock(looking)

@@ -17,7 +17,7 @@ from fedlearn.errors import DeploymentError, Fenced, StoreError
 from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.lease import Lease, deploy, deployment, deployments, set_control
+from fedlearn.store.lease import Lease, deploy, find_deployment, list_deployments, set_control
 from fedlearn.store.runs import Database, StoredRun
 from tests.records import RUN
 
@@ -71,7 +71,7 @@ def checkpoint_after(round_num: int) -> Checkpoint:
 
 def test_a_run_is_deployed_once(database: Database) -> None:
     """It gets one id, and no coordinator yet."""
-    first = deployment(database, RUN.name)
+    first = find_deployment(database, RUN.name)
     assert deploy(database, RUN.name) == first
     assert len(first.run_id) == 32
     assert (first.control, first.holder, first.epoch, first.beat) == ("run", "", 0, 0)
@@ -79,14 +79,14 @@ def test_a_run_is_deployed_once(database: Database) -> None:
     database.create(replace(RUN, name="quick-yak-42"))
     second = deploy(database, "quick-yak-42")
     assert second.run_id != first.run_id
-    assert deployments(database) == [first, second]
+    assert list_deployments(database) == [first, second]
 
 
 def test_what_is_not_deployed_is_named(database: Database) -> None:
     """A simulation cannot be paused, and a missing run cannot be deployed."""
     database.create(replace(RUN, name="calm-otter-18"))
     with pytest.raises(DeploymentError, match="'calm-otter-18' is deployed; did you mean 'calm-ot"):
-        deployment(database, "calm-otter-18")
+        find_deployment(database, "calm-otter-18")
     with pytest.raises(DeploymentError, match="'calm-otter-18' is deployed; did you mean 'calm-ot"):
         set_control(database, "calm-otter-18", "pause")
     with pytest.raises(StoreError, match="no run called 'nobody'"):
@@ -100,7 +100,7 @@ def test_the_holder_hears_what_the_operator_wants(database: Database) -> None:
     assert lease.renew({"round_num": 3, "waits_for": ["clinic-a"]}) == "run"
     set_control(database, RUN.name, "pause")
     assert lease.renew({"round_num": 3}) == "pause"
-    assert deployment(database, RUN.name).status == {"round_num": 3}
+    assert find_deployment(database, RUN.name).status == {"round_num": 3}
 
 
 # -- the lease ----------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_a_silent_holder_is_taken_over_after_the_time_to_live(database: Database
     assert not two.try_acquire()
     clock.sleep(0.01)
     assert two.try_acquire()
-    assert deployment(database, RUN.name).epoch == 2
+    assert find_deployment(database, RUN.name).epoch == 2
 
 
 def test_a_holder_that_renews_is_never_taken_over(database: Database) -> None:
@@ -146,7 +146,7 @@ def test_one_of_several_waiters_takes_over(database: Database) -> None:
     assert [lease.try_acquire() for lease in waiting] == [False] * 3
     clock.sleep(TTL_S)
     assert [lease.try_acquire() for lease in waiting] == [True, False, False]
-    assert deployment(database, RUN.name).holder == "waiter-0"
+    assert find_deployment(database, RUN.name).holder == "waiter-0"
 
 
 class Interrupted(VirtualClock):
@@ -171,7 +171,7 @@ def test_a_change_between_looking_and_taking_is_noticed(database: Database) -> N
     assert not lease.try_acquire()
     assert not lease.is_held()
     assert clock.other.is_held()
-    assert deployment(database, RUN.name).holder == "other"
+    assert find_deployment(database, RUN.name).holder == "other"
 
 
 def test_a_released_lease_is_taken_at_once(database: Database) -> None:
@@ -184,7 +184,7 @@ def test_a_released_lease_is_taken_at_once(database: Database) -> None:
     with pytest.raises(Fenced):
         one.renew({})
     one.release()
-    assert deployment(database, RUN.name).holder == "two"
+    assert find_deployment(database, RUN.name).holder == "two"
 
 
 def test_an_acquisition_of_which_no_answer_came_is_repeated(database: Database) -> None:
@@ -224,7 +224,7 @@ def test_waiting_ends_when_it_is_told_to(database: Database) -> None:
 def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None:
     """Neither rounds nor the run's status nor the journal. It gets an error."""
     old, new = taken_over(database)
-    run_id = deployment(database, RUN.name).run_id
+    run_id = find_deployment(database, RUN.name).run_id
     run = database.run(RUN.name, guard=old.guard)
     journal = StoredJournal(database, RUN.name, guard=old.guard)
     run.append(ROUND)
@@ -250,7 +250,7 @@ def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None
     assert run.checkpoints() == []
     assert run.record.status is RunStatus.RUNNING
     assert journal.last() is None
-    found = deployment(database, RUN.name)
+    found = find_deployment(database, RUN.name)
     assert (found.run_id, found.status) == (run_id, {})
     assert new.renew({}) == "run"
 
@@ -290,16 +290,16 @@ def test_a_run_that_begins_anew_is_another_one_to_its_clients(
     run = database.run(RUN.name, guard=lease.guard)
     journal = StoredJournal(database, RUN.name, guard=lease.guard)
     other = deploy(database, database.create(replace(RUN, name="other")).name)
-    dropped = deployment(database, RUN.name).run_id
+    dropped = find_deployment(database, RUN.name).run_id
     for round_num in (1, 2):
         run.commit(checkpoint_after(round_num))
     journal.open(replace(OPENED, round_num=2, cohort=(ClientId(0),)))
-    assert deployment(database, RUN.name).run_id == dropped
+    assert find_deployment(database, RUN.name).run_id == dropped
     begin_anew(run)
     assert len(run.checkpoints()) == (1 if begin_anew is StoredRun.rewind else 2)
     assert journal.last() is None
-    assert deployment(database, RUN.name).run_id != dropped
-    assert deployment(database, "other") == other
+    assert find_deployment(database, RUN.name).run_id != dropped
+    assert find_deployment(database, "other") == other
     assert lease.renew({}) == "run"
 
 
@@ -320,5 +320,5 @@ def test_the_new_holder_writes(database: Database) -> None:
 def test_a_lease_that_was_never_held_guards_too(database: Database) -> None:
     """A standby cannot write by mistake."""
     run = database.run(RUN.name, guard=a_lease(database, "standby").guard)
-    with pytest.raises(Fenced, match=r"coordinated by nobody \(epoch 0\), not by standby"):
+    with pytest.raises(Fenced, match=r"coordinated by no process \(epoch 0\), not by standby"):
         run.commit(checkpoint_after(0))

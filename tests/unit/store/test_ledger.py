@@ -40,8 +40,8 @@ def test_charges_add_up_over_runs_by_population(database: Database) -> None:
     assert other.charge(charge(FIXED), known={})
     assert other.charge(charge(EXAMPLE, count=3), known={FIXED: 1})
     assert first.load_spent() == second.load_spent() == {POISSON: 4, FIXED: 2}
-    assert first.spent_by_run() == {POISSON: 3}
-    assert second.spent_by_run() == {POISSON: 1, FIXED: 2}
+    assert first.load_spent_by_run() == {POISSON: 3}
+    assert second.load_spent_by_run() == {POISSON: 1, FIXED: 2}
     assert other.load_spent() == {FIXED: 1, EXAMPLE: 3}
 
 
@@ -57,7 +57,7 @@ def test_turns_of_two_runs_stay_apart(database: Database) -> None:
     assert first.charge(charge(POISSON), known=first.load_spent())
     assert second.charge(charge(POISSON), known=second.load_spent())
     assert first.load_spent() == second.load_spent() == {of_first: 7, of_second: 2, POISSON: 2}
-    assert first.spent_by_run() == {of_first: 7, POISSON: 1}
+    assert first.load_spent_by_run() == {of_first: 7, POISSON: 1}
 
 
 def test_a_charge_on_an_old_state_is_not_written(database: Database) -> None:
@@ -77,8 +77,8 @@ def test_what_never_began_is_taken_back_from_ones_own_charge(database: Database)
     assert mine.charge(charge(POISSON, count=8), known={})
     assert theirs.charge(charge(POISSON, count=5), known={POISSON: 8})
     mine.reduce(6)
-    assert mine.spent_by_run() == {POISSON: 2}
-    assert theirs.spent_by_run() == {POISSON: 5}
+    assert mine.load_spent_by_run() == {POISSON: 2}
+    assert theirs.load_spent_by_run() == {POISSON: 5}
 
 
 def test_a_charge_outlives_the_connection(database_url: str, tmp_path: Path) -> None:
