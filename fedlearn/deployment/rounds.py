@@ -30,7 +30,7 @@ from fedlearn.rounds.opening import Charges
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.rounds.run import ResumedRound, RunState, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
-from fedlearn.rounds.secure_evaluation import Invitation, SecureEvaluator
+from fedlearn.rounds.secure_evaluation import EvaluationCohort, SecureEvaluator
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.transport.base import Channel
 
@@ -177,7 +177,7 @@ def _invite(
     channel: Channel,
     busy: Callable[[], frozenset[ClientId]],
     round_num: int,
-) -> Invitation:
+) -> EvaluationCohort:
     """Draw the configured number of idle clients for an evaluation, or all if there are fewer.
 
     With a roster that draws, only clients that it draws are invited.
@@ -188,4 +188,4 @@ def _invite(
         there = components.draw.select(there, round_num=round_num, num_asked=num_clients)
     rng = components.seed.derive("evaluated clients", round_num).numpy()
     chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
-    return Invitation(num_clients, [there[index] for index in chosen.tolist()])
+    return EvaluationCohort(num_clients, [there[index] for index in chosen.tolist()])

@@ -390,7 +390,7 @@ def _with_best(
 def _build_checkpoint(state: RunState) -> Checkpoint:
     server = state.server
     tensors: dict[str, Tensor] = {
-        f"params/{n}": t for n, t in _named_tensors(server.params).items()
+        f"params/{n}": t for n, t in _tensors_by_name(server.params).items()
     }
     tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
     tensors |= {f"clients/{name}": t for name, t in to_tensors(server.client_states).items()}
@@ -400,12 +400,12 @@ def _build_checkpoint(state: RunState) -> Checkpoint:
     for based_on, sent in server.versions.items():
         tensors |= _rounds_to_tensors(f"{_VERSION}{based_on}/counted/", sent.counted)
         tensors |= {
-            f"{_VERSION}{based_on}/params/{n}": t for n, t in _named_tensors(sent.params).items()
+            f"{_VERSION}{based_on}/params/{n}": t for n, t in _tensors_by_name(sent.params).items()
         }
         tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.broadcast.items()}
         tensors |= {f"{_VERSION}{based_on}/state/{n}": t for n, t in sent.state.items()}
     if state.best_params is not None:
-        tensors |= {f"best/{name}": t for name, t in _named_tensors(state.best_params).items()}
+        tensors |= {f"best/{name}": t for name, t in _tensors_by_name(state.best_params).items()}
     values: dict[str, Scalar] = {
         "virtual_s": state.virtual_s,
         "best_value": None if math.isnan(state.best_value) else state.best_value,
@@ -434,7 +434,7 @@ def _rounds_from_tensors(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
     return {ClientId(client_id): round_num for client_id, round_num in pairs}
 
 
-def _named_tensors(params: Params) -> dict[str, Tensor]:
+def _tensors_by_name(params: Params) -> dict[str, Tensor]:
     """Return every tensor by name, in the vector's dtype, since the module's may lose precision."""
     return {**params.layout.views(params.vector), **params.constants}
 
@@ -503,7 +503,7 @@ def _reset_clients(state: RunState, strategy: Strategy) -> RunState:
 def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
     """Check that names and shapes match, so that no tensor is silently dropped or broadcast."""
     before = {name: list(value.shape) for name, value in begun.items()}
-    now = {name: list(value.shape) for name, value in _named_tensors(like).items()}
+    now = {name: list(value.shape) for name, value in _tensors_by_name(like).items()}
     changed = [name for name in now | before if before.get(name) != now.get(name)]
     if changed:
         name = changed[0]

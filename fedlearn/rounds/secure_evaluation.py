@@ -17,7 +17,7 @@ from fedlearn.secagg.plan import build_notice, hash_notice
 _log = structlog.get_logger(__name__)
 
 
-class Invitation(NamedTuple):
+class EvaluationCohort(NamedTuple):
     """The clients that are asked to evaluate.
 
     Attributes:
@@ -47,7 +47,7 @@ class SecureEvaluator:
     """
 
     sessions: SecureCollector
-    invite: Callable[[int], Invitation]
+    invite: Callable[[int], EvaluationCohort]
     plan: Callable[[int], EvaluationPlan]
     deadline_s: float
 

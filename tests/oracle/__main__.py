@@ -16,7 +16,7 @@ import torch
 
 from tests.oracle.configuration import Configuration
 from tests.oracle.covering import walk
-from tests.oracle.faults import FAULTS, caught
+from tests.oracle.faults import FAULTS, find_disagreement
 from tests.oracle.walk import judge, shrink
 
 
@@ -64,7 +64,7 @@ def _long(seed: int, *, skip: int, num: int) -> int:
 def _faults() -> int:
     is_missed = False
     for fault in FAULTS:
-        found = caught(fault)
+        found = find_disagreement(fault)
         is_missed |= found is None
         _say(f"{fault.name}: {'MISSED' if found is None else found.to_json()}")
     return is_missed

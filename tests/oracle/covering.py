@@ -30,14 +30,14 @@ Options = Mapping[str, Sequence[Value]]
 
 def walk(seed: int) -> Iterator[Configuration]:
     """Yield configurations without end: those that cover all pairs first, then random ones."""
-    yield from covering(seed)
+    yield from build_covering(seed)
     for number in range(10**9):
         rng = np.random.default_rng([seed, 1, number])
         is_left = number % LEFT_AS_DRAWN == 0
-        yield settle(_drawn(rng, OPTIONS)) if is_left else _completed(rng, {}, OPTIONS)
+        yield settle(_draw(rng, OPTIONS)) if is_left else _complete(rng, {}, OPTIONS)
 
 
-def covering(seed: int, options: Options = OPTIONS) -> Iterator[Configuration]:
+def build_covering(seed: int, options: Options = OPTIONS) -> Iterator[Configuration]:
     """Yield configurations until every pair of values that can be said is in one of them."""
     rng = np.random.default_rng([seed, 0])
     never = [value for value in _values(options) if reasons(settle(_with(value)))]
@@ -52,7 +52,7 @@ def covering(seed: int, options: Options = OPTIONS) -> Iterator[Configuration]:
             if _has(alone, wanted):
                 yield alone
             continue
-        tried = [_completed(rng, dict(wanted), options) for _ in range(NUM_TRIED)]
+        tried = [_complete(rng, dict(wanted), options) for _ in range(NUM_TRIED)]
         gains = [sum(pair in missing for pair in _pairs(each)) for each in tried]
         best = tried[int(np.argmax(gains))]
         for pair in _pairs(best):
@@ -60,7 +60,7 @@ def covering(seed: int, options: Options = OPTIONS) -> Iterator[Configuration]:
         yield best
 
 
-def simplest() -> Iterator[Configuration]:
+def walk_simplest() -> Iterator[Configuration]:
     """Yield the configurations with one value, then with two, that differ from the default.
 
     Those that a rule refuses are left out.
@@ -74,7 +74,7 @@ def simplest() -> Iterator[Configuration]:
             yield c
 
 
-def _completed(
+def _complete(
     rng: np.random.Generator, wanted: Mapping[str, Value], options: Options
 ) -> Configuration:
     """Return a random configuration with some values, made simpler until no rule refuses it.
@@ -82,7 +82,7 @@ def _completed(
     First an option goes back to its default where fewer rules refuse it then, so that much of what
     was drawn stays; if that is not enough, any option does.
     """
-    c, simplest = settle(_drawn(rng, options).with_values(wanted)), Configuration()
+    c, simplest = settle(_draw(rng, options).with_values(wanted)), Configuration()
     names = [name for name in rng.permutation(list(options)).tolist() if name not in wanted]
     num_reasons = len(reasons(c))
     for is_last_resort in (False, True):
@@ -105,13 +105,13 @@ def settle(c: Configuration) -> Configuration:
     block size.
     """
     settled = dict[str, Value]()
-    for when, options in _settled(c):
+    for when, options in _settle(c):
         if when:
             settled |= options
     return c.with_values(settled)
 
 
-def _settled(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
+def _settle(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     # Compiling takes seconds for each shape; what is compiled is the gradient of a step.
     yield c.place == "compiled", {name: getattr(Configuration(), name) for name in SHAPES}
     plain: dict[str, Value] = {"optimizer": "sgd", "weight_decay": 0.0}
@@ -210,6 +210,6 @@ def _pairs(c: Configuration) -> Iterator[Pair]:
             yield first, second
 
 
-def _drawn(rng: np.random.Generator, options: Options) -> Configuration:
+def _draw(rng: np.random.Generator, options: Options) -> Configuration:
     drawn = {name: values[int(rng.integers(len(values)))] for name, values in options.items()}
     return Configuration().with_values(drawn)

@@ -49,7 +49,7 @@ from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import UnreadRows
 from fedlearn.transport.flower import node
 from tests.oracle.configuration import SESSIONS, Configuration
-from tests.oracle.covering import simplest
+from tests.oracle.covering import walk_simplest
 from tests.oracle.walk import judge
 
 #: From what fedlearn does to what it does with the fault: a function for a function.
@@ -75,20 +75,20 @@ class Fault:
     touches: Callable[[Configuration], bool] = lambda _: True
 
     @contextmanager
-    def applied(self) -> Iterator[None]:
+    def apply(self) -> Iterator[None]:
         """Have fedlearn do it wrong within a block."""
         right = vars(self.place)[self.attribute]
         with patch.object(self.place, self.attribute, self.change(right)):
             yield
 
 
-def caught(fault: Fault) -> Configuration | None:
+def find_disagreement(fault: Fault) -> Configuration | None:
     """Return the simplest configuration that the fault makes disagree.
 
     A walk has every pair of values, so what shows in one or two of them is in its way.
     """
-    touched = (c for c in simplest() if fault.touches(c))
-    with fault.applied():
+    touched = (c for c in walk_simplest() if fault.touches(c))
+    with fault.apply():
         disagreeing = (c for c in touched if judge(c).kind == "disagrees")
         return next(disagreeing, None)
 
@@ -514,14 +514,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a resumed run forgets what clients keep",
         rounds_run,
-        "_restored",
-        _resume_forgets("kept"),
+        "_restore",
+        _resume_forgets("client_states"),
         lambda c: c.interrupted != "no" and _keeps(c),
     ),
     Fault(
         "a resumed run forgets the server's state",
         rounds_run,
-        "_restored",
+        "_restore",
         _resume_forgets("strategy_state"),
         lambda c: c.interrupted != "no" and c.algorithm == "fedavgm",
     ),
@@ -586,7 +586,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a simulated secure sum has one client's noise",
         DistributedMean,
-        "_noised",
+        "_add_noise",
         lambda right: lambda self, lane, levels, _, labels: right(self, lane, levels, 1, labels),
         lambda c: c.privacy == "distributed" and c.secure == "modular_sum",
     ),
@@ -618,7 +618,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the clip norm moves away from its quantile",
         AdaptiveClip,
-        "following",
+        "next_norm",
         lambda right: (
             lambda self, clip_norm, *, share: right(
                 self, clip_norm, share=2 * self.quantile - share
@@ -629,7 +629,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the next round takes no noise back",
         banded_noise,
-        "_later",
+        "_skip_turns",
         _constant(lambda past, _: torch.zeros_like(past)),
         _is("privacy", "banded"),
     ),
@@ -679,7 +679,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "the worst tenth is the best",
         evaluation,
-        "distribution",
+        "summarize_metrics",
         _best_tenth,
         lambda c: c.evaluated_clients != "none",
     ),

@@ -64,7 +64,7 @@ MakeTrainer = Callable[[int], LocalTrainer]
 
 
 @contextmanager
-def placed(c: Configuration, make_trainer: MakeTrainer, folder: Path) -> Iterator[None]:
+def reach_clients(c: Configuration, make_trainer: MakeTrainer, folder: Path) -> Iterator[None]:
     """Have simulations over sessions reach the clients of a deployment within a block."""
     with ExitStack() as stack:
         clients: Nodes | Members = (
@@ -72,7 +72,7 @@ def placed(c: Configuration, make_trainer: MakeTrainer, folder: Path) -> Iterato
             if c.place == "flower"
             else stack.enter_context(members(make_trainer, folder))
         )
-        stack.enter_context(patch.object(simulated_plan, "_sessions", clients.sessions))
+        stack.enter_context(patch.object(simulated_plan, "_build_sessions", clients.sessions))
         yield
 
 
@@ -90,7 +90,7 @@ class Nodes:
         self.grid = LocalGrid(VirtualClock(), app, nodes)
 
     def sessions(self, simulation: Any, *_: object) -> tuple[Channel, Collector]:
-        """Return a channel to them, and what collects: as :func:`simulated_plan._sessions` does."""
+        """Build a channel to them and a collector, like ``simulated_plan._build_sessions``."""
         run_id = format_run_id(self.grid.context(FIRST_NODE))
         channel = FlowerChannel(
             grid=self.grid,
@@ -124,7 +124,7 @@ class Members:
     homes: Sequence[Home]
 
     def sessions(self, simulation: Any, *_: object) -> tuple[Channel, Collector]:
-        """Return a channel to them, and what collects: as :func:`simulated_plan._sessions` does."""
+        """Build a channel to them and a collector, like ``simulated_plan._build_sessions``."""
         channel = self.local.gateway.channel()
         patiently = Patience(
             clock=SystemClock(), give_up_s=LONG_S, log=structlog.get_logger(__name__)

@@ -27,8 +27,8 @@ from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.training.keyed_dropout import step_keys, step_seed
 from fedlearn.training.torch_trainer import TorchTrainer
 from tests.oracle.configuration import DEPLOYED, NUM_CLIENTS, NUM_ROUNDS, SESSIONS, Configuration
-from tests.oracle.observed import Refused, Round, Row, Run
-from tests.oracle.own_pieces import (
+from tests.oracle.observation import Refusal, Round, Row, Run
+from tests.oracle.own_components import (
     Halved,
     InTurn,
     LayerWise,
@@ -68,7 +68,7 @@ STALENESS: Mapping[str, Any] = {
 REFUSALS = (FedlearnError, ValueError, TypeError)
 
 
-class Interrupted(Exception):
+class Interruption(Exception):
     """The process that runs the simulation is stopped."""
 
 
@@ -100,7 +100,7 @@ class DistillationObserver:
         """Keep the weights."""
         if self.stops_at and self.stops_at[0] == record.round_num:
             self.stops_at.pop(0)
-            raise Interrupted
+            raise Interruption
         self.models[record.round_num] = {k: v.clone() for k, v in model.state_dict().items()}
 
 
@@ -122,7 +122,7 @@ class Devices:
         return function(self.configuration, int(client_id), asked.round_num, asked.attempt)
 
 
-def run(c: Configuration) -> Run | Refused:
+def run(c: Configuration) -> Run | Refusal:
     """Run a configuration in the working directory.
 
     Raises:
@@ -135,16 +135,16 @@ def run(c: Configuration) -> Run | Refused:
         watch.stops_at = [1] if c.interrupted == "after_first" else [0, 2]
     try:
         simulate = partial(_simulation(c), progress=silent, callbacks=[watch])
-        with recording.watching(), _clients(c, Path(f"clients-of-{name}")):
+        with recording.watch(), _clients(c, Path(f"clients-of-{name}")):
             finished = _finish(simulate, watch, name=name)
     except NoUpdates:  # after its last round
-        finished = _recorded(name)
+        finished = _load_record(name)
     except REFUSALS as error:
         began = str(error).startswith("round ") and "no client can be trained" not in str(error)
         if silent.num_rounds or began:
             raise
-        return Refused(type(error).__name__, str(error))
-    return replace(_observed(finished, watch), noise=recording.draws())
+        return Refusal(type(error).__name__, str(error))
+    return replace(_observe(finished, watch), noise=recording.draws())
 
 
 def streams(c: Configuration) -> Streams:
@@ -169,16 +169,16 @@ def streams(c: Configuration) -> Streams:
 def _finish(simulate: Any, watch: DistillationObserver, *, name: str) -> fl.Run:
     try:
         finished: fl.Run = simulate(name=name)
-    except Interrupted:
+    except Interruption:
         while True:
             try:
                 return simulate(resume=name)  # type: ignore[no-any-return]
-            except Interrupted:
+            except Interruption:
                 continue
     return finished
 
 
-def _recorded(name: str) -> fl.Run:
+def _load_record(name: str) -> fl.Run:
     runs_dir = Path("runs")
     database = Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir)
     return fl.Run(database.run(name))
@@ -218,19 +218,19 @@ def _simulation(c: Configuration) -> Any:
         settings["cohort"] |= {"sampling": "cyclic"}
     if c.rounds == "late":
         settings |= {"late_updates": {"mode": "keep"}, "staleness": dict(STALENESS)}
-    settings |= _protected(c)
+    settings |= _add_privacy(c)
     return partial(
         fl.simulate,
         partial(make_model, c),
         _data(c, examples),
         _algorithm(c),
         objective=_objective(c),
-        **_own_pieces(c),
+        **_own_components(c),
         **settings,
     )
 
 
-def _protected(c: Configuration) -> dict[str, Any]:
+def _add_privacy(c: Configuration) -> dict[str, Any]:
     """Return the tables on secure sums, privacy and bounds."""
     settings: dict[str, Any] = {}
     if c.secure != "off":
@@ -260,7 +260,7 @@ def _protected(c: Configuration) -> dict[str, Any]:
     return settings
 
 
-def _own_pieces(c: Configuration) -> dict[str, Any]:
+def _own_components(c: Configuration) -> dict[str, Any]:
     """Return the arguments that are pieces of one's own."""
     extra: dict[str, Any] = {}
     if c.own == "trainer":
@@ -286,9 +286,9 @@ def _clients(c: Configuration, folder: Path) -> AbstractContextManager[None]:
     """Return a block in which the clients of deployments run, if there are any."""
     if c.place not in DEPLOYED:
         return nullcontext()
-    from tests.oracle.places import placed  # noqa: PLC0415 (Flower takes seconds)
+    from tests.oracle.places import reach_clients  # noqa: PLC0415 (Flower takes seconds)
 
-    return placed(c, partial(_trainer, c), folder)
+    return reach_clients(c, partial(_trainer, c), folder)
 
 
 def _trainer(c: Configuration, client_id: int) -> Any:
@@ -506,12 +506,12 @@ def _algorithm(c: Configuration) -> Any:
     return made
 
 
-def _observed(finished: fl.Run, watch: DistillationObserver) -> Run:
+def _observe(finished: fl.Run, watch: DistillationObserver) -> Run:
     saved = {each.round_num: load_file(each.path) for each in finished.stored.checkpoints()}
     rounds = []
     for record in finished.history:
         before, after = saved.get(record.round_num, {}), saved.get(record.round_num + 1, {})
-        pending = _under(before, "flight/")
+        pending = _select(before, "flight/")
         clients = zip(
             pending.get("client_id", torch.zeros(0)).tolist(),
             pending.get("based_on", torch.zeros(0)).tolist(),
@@ -533,14 +533,14 @@ def _observed(finished: fl.Run, watch: DistillationObserver) -> Run:
                 staleness=dict(record.staleness),
                 in_flight={int(each): int(based_on) for each, based_on in clients},
                 tensors=watch.models[record.round_num],
-                kept=from_tensors(_under(after, "clients/")) if after else {},
-                server=_under(after, "server/"),
+                kept=from_tensors(_select(after, "clients/")) if after else {},
+                server=_select(after, "server/"),
             )
         )
-    return Run(_under(saved[0], "params/"), rounds)
+    return Run(_select(saved[0], "params/"), rounds)
 
 
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _select(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()

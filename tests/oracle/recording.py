@@ -32,7 +32,7 @@ from fedlearn.privacy.secret import DrawnNoise
 from fedlearn.secagg import fixed_point, terms
 from fedlearn.secagg.fixed_point import Lane, read_levels
 from fedlearn.session.session import ClientSession
-from tests.oracle.observed import Draw
+from tests.oracle.observation import NoiseDraw
 
 #: Less noise, in bounds, is that of a trial: it is next to none.
 LEAST = 1e-6
@@ -52,9 +52,9 @@ class Recording:
     _local: threading.local = field(default_factory=threading.local)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def draws(self) -> list[Draw]:
+    def draws(self) -> list[NoiseDraw]:
         """Return all draws so far, in order."""
-        found = list[tuple[float, Draw]]()
+        found = list[tuple[float, NoiseDraw]]()
         for path in self.folder.iterdir():
             with path.open("rb") as file:
                 while file.peek():
@@ -62,7 +62,7 @@ class Recording:
         return [draw for _, draw in sorted(found, key=lambda each: each[0])]
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         """Record what is drawn within a block."""
         self.folder.mkdir()
         watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
@@ -73,7 +73,7 @@ class Recording:
             (noised_gradients, "add_discrete_gaussian", self._added),
             (NoisedGradients, "noised", self._noised),
             (NoisedGradients, "take_noised_step", self._noised_step),
-            (NoisedGradients, "_noised_levels", self._gradients),
+            (NoisedGradients, "_add_noise_to_levels", self._gradients),
             (fixed_point, "sample_discrete_gaussian", self._samples),
             (terms, "add_noise", self._share),
         ]
@@ -94,11 +94,11 @@ class Recording:
         """Write a draw, of a client in a round if it is known whose it is."""
         whose = whose or getattr(self._local, "session", None)
         drawn = torch.as_tensor(noise, dtype=torch.float64)
-        draw = Draw(values.double(), drawn, labels, *(whose or (None, None)))
+        draw = NoiseDraw(values.double(), drawn, labels, *(whose or (None, None)))
         with self._lock, (self.folder / str(os.getpid())).open("ab") as file:
             pickle.dump((SystemClock().now_s(), draw), file)
 
-    def _taken(self) -> list[NDArray[np.float64]]:
+    def _take(self) -> list[NDArray[np.float64]]:
         """Return this thread's samples since the last call."""
         samples: list[NDArray[np.float64]] = getattr(self._local, "samples", [])
         self._local.samples = []
@@ -150,10 +150,10 @@ class Recording:
     def _updates(self, right: Method) -> Method:
         def noised(own: NoisedUpdates, updates: Updates) -> Updates:
             before = stack_rows(updates.lanes["delta"]).clone()
-            self._taken()
+            self._take()
             after: Updates = right(own, updates)
             whose = zip(updates.client_ids, updates.based_on, strict=True)
-            for row, noise, each in zip(before, self._taken(), whose, strict=True):
+            for row, noise, each in zip(before, self._take(), whose, strict=True):
                 self._write(row, noise, whose=each)
             return after
 
@@ -179,9 +179,9 @@ class Recording:
                 return right(own, sums, sizes_K)
             scales = torch.tensor([own.level / size for size in sizes_K], dtype=torch.float64)
             values = torch.cat([self._local.model, _rows(sums) * scales[:, None]], dim=1)
-            self._taken()
+            self._take()
             found = right(own, sums, sizes_K)
-            samples = [torch.from_numpy(each) for each in self._taken()]
+            samples = [torch.from_numpy(each) for each in self._take()]
             noise = _rows([each.view(len(sizes_K), -1) for each in samples])
             for row, drawn in zip(values, noise, strict=True):
                 self._write(row, drawn)
@@ -192,9 +192,9 @@ class Recording:
     def _share(self, right: Method) -> Method:
         def add_noise(lane: Lane, words: Any, *, source: Any) -> None:
             values = torch.from_numpy(read_levels(lane, words) * lane.step)
-            self._taken()
+            self._take()
             right(lane, words, source=source)
-            self._write(values, np.concatenate(self._taken()))
+            self._write(values, np.concatenate(self._take()))
 
         return add_noise
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.oracle.faults import FAULTS, Fault, caught
+from tests.oracle.faults import FAULTS, Fault, find_disagreement
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 
@@ -13,4 +13,4 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 def test_the_walk_catches_a_fault(fault: Fault) -> None:
     """``python -m tests.oracle --faults`` prints which configuration does."""
     torch.set_num_threads(1)
-    assert caught(fault) is not None
+    assert find_disagreement(fault) is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.oracle.configuration import QUICK_OPTIONS, Configuration
-from tests.oracle.covering import covering, settle
+from tests.oracle.covering import build_covering, settle
 from tests.oracle.walk import judge, shrink
 
 #: The short walk: the first configurations, which cover most pairs of values.
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 @pytest.fixture(scope="session")
 def configurations() -> list[Configuration]:
     """The configurations of the short walk."""
-    return list(itertools.islice(covering(0, QUICK_OPTIONS), NUM_CONFIGURATIONS))
+    return list(itertools.islice(build_covering(0, QUICK_OPTIONS), NUM_CONFIGURATIONS))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.oracle import product
 from tests.oracle.configuration import NUM_CLIENTS, Configuration
 from tests.oracle.covering import settle
-from tests.oracle.observed import Refused, Round, Run
+from tests.oracle.observation import Refusal, Round, Run
 from tests.oracle.reference.privacy import CENTRAL
 from tests.oracle.reference.refusals import reasons
 from tests.oracle.reference.run import Expected, Replay
@@ -51,7 +51,7 @@ def judge(c: Configuration, *, may_repeat: bool = True) -> Verdict:
         found = product.run(c)
     except Exception as error:  # noqa: BLE001 - whatever a run raises is a finding
         return Verdict("disagrees", (f"the run ended by {type(error).__name__}: {error}",))
-    if isinstance(found, Refused):
+    if isinstance(found, Refusal):
         if any(each in found.message for each in expected_reasons):
             return Verdict("refused")
         wanted = f"one of {expected_reasons}" if expected_reasons else "a run"
@@ -109,7 +109,7 @@ def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> 
 def _compare_round(
     c: Configuration, expected: Expected, seen: Round, allowed: float, *, is_last: bool
 ) -> Iterator[str]:
-    yield from _broken_invariants(seen, allowed)
+    yield from _find_broken_invariants(seen, allowed)
     statuses = {row.client_id: row.status for row in seen.rows}
     if expected.statuses not in (None, statuses):
         yield f"statuses {statuses}, expected {expected.statuses}"
@@ -134,7 +134,7 @@ def _compare_round(
         yield from _compare_kept(expected, seen, allowed)
 
 
-def _broken_invariants(seen: Round, allowed: float) -> Iterator[str]:
+def _find_broken_invariants(seen: Round, allowed: float) -> Iterator[str]:
     """Yield what holds after any round, whatever the reference says, and does not hold here."""
     numbers = {**seen.tensors, **{name: torch.tensor(v) for name, v in seen.metrics.items()}}
     for name, value in numbers.items():

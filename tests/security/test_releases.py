@@ -26,7 +26,7 @@ from fedlearn.errors import PolicyViolation
 from fedlearn.identity.lineage import Lineage, newest_key
 from fedlearn.rounds.evaluation import ChannelEvaluator
 from fedlearn.rounds.secure import MaskedSumStore, NoMaskedSumStore, SecureCollector
-from fedlearn.rounds.secure_evaluation import Invitation, SecureEvaluator
+from fedlearn.rounds.secure_evaluation import EvaluationCohort, SecureEvaluator
 from fedlearn.secagg import keys
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.graph import Topology
@@ -559,7 +559,7 @@ def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvalu
 
     return SecureEvaluator(
         sessions=federation.collector(federation.channel()),
-        invite=lambda _: Invitation(len(cohort), cohort),
+        invite=lambda _: EvaluationCohort(len(cohort), cohort),
         plan=plan,
         deadline_s=60.0,
     )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tests.oracle.configuration import NUM_ROUNDS, Configuration
-from tests.oracle.observed import Draw
+from tests.oracle.observation import NoiseDraw
 from tests.oracle.reference.model import Tensors, clip, norm
 from tests.oracle.reference.policies import LEAST_SUMMED, num_wanted
 
@@ -49,7 +49,7 @@ class RecordedNoise:
     away.
     """
 
-    def __init__(self, draws: Sequence[Draw]) -> None:
+    def __init__(self, draws: Sequence[NoiseDraw]) -> None:
         in_sums = [each for each in draws if each.labels]
         self._of_clients = [each for each in draws if not each.labels]
         self._in_sums = {each.labels: each.noise for each in in_sums}  # the last draw counts

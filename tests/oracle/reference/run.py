@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tests.oracle.configuration import DEPLOYED, NUM_CLIENTS, NUM_ROUNDS, SESSIONS, Configuration
-from tests.oracle.observed import Round, Run
+from tests.oracle.observation import Round, Run
 from tests.oracle.reference import client, server
 from tests.oracle.reference.client import Batch, Contribution, Memory, Task
 from tests.oracle.reference.measures import evaluate, is_due

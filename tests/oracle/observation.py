@@ -43,7 +43,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Draw:
+class NoiseDraw:
     """Noise that was drawn.
 
     Attributes:
@@ -71,11 +71,11 @@ class Run:
 
     initial: Mapping[str, Tensor]
     rounds: Sequence[Round] = field(default_factory=tuple)
-    noise: Sequence[Draw] = field(default_factory=tuple)
+    noise: Sequence[NoiseDraw] = field(default_factory=tuple)
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refusal:
     """A run that did not start."""
 
     error: str
