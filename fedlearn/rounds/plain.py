@@ -35,10 +35,10 @@ class ModelPrefetcher(Protocol):
     def send_prefetch(
         self, client_ids: Sequence[ClientId], request: TrainRequest, *, last_round_num: int
     ) -> None:
-        """Send a request ahead; clients may answer later ones up to ``last_round_num`` with it."""
+        """Send a request early; clients may answer later ones up to ``last_round_num`` with it."""
 
     def cancel_prefetches(self) -> None:
-        """Cancel what was sent ahead: the clients will not be asked for it."""
+        """Cancel all prefetches: the clients will not be asked for them."""
 
 
 class _ArrivedUpdate(NamedTuple):
@@ -154,7 +154,7 @@ class PlainCollector:
     def _remember_statistics(self, requests: Mapping[int, RoundRequest], round_num: int) -> None:
         """Remember the statistics broadcast in recent rounds, for updates that are based on them.
 
-        A client that began on a model ahead of time may answer with an older round than it was
+        A client that began early on a prefetched model may answer with an older round than it was
         asked for, so the last ``max_staleness`` rounds are kept as well as the pending ones.
         """
         most = 0 if self.staleness is None else self.staleness.max_staleness
@@ -252,7 +252,7 @@ class _RoundAttempt:
 
         A client that was late, sent an unusable update or kept failing is not asked again on this
         model. If there is such a client and no other connected client is left to ask, the round
-        gives up once ``deadline_s`` has passed since the last client landed. It gives up at once
+        gives up once ``deadline_s`` has passed since the last client replied. It gives up at once
         if all clients have failed or no other client will connect. If there is no such client,
         the round waits for clients to connect.
         """
@@ -308,7 +308,7 @@ class _RoundAttempt:
             self.exchange.ask({each.client_id: messages[each.client_id]}, number=each.place)
 
     def _prefetch(self) -> None:
-        """Send this round's model ahead to clients that still work on an older one.
+        """Prefetch this round's model on clients that still work on an older one.
 
         They can then start on it as soon as they are done. That pays off only if no other client
         could be asked in their place, so that they are asked next. Once that is no longer so,
@@ -355,7 +355,7 @@ class _RoundAttempt:
             is_own = update is arrival.reply  # the client itself reported a failure: no update sent
             self.collection.fail(task, row, sent_nothing=is_own)
             return
-        # The client may have begun ahead of time, on an older model than the one it was asked for.
+        # The client may have begun early, on a prefetched model of an older round.
         task = task._replace(based_on=update.round_num)
         if staleness is not None and self.collection.age(task) > staleness.max_staleness:
             arrival.refuse(f"it is based on round {task.based_on}, which is too old")

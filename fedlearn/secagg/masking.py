@@ -213,7 +213,9 @@ def add_packed(sums: Sequence[Words], data: bytes | memoryview, *, lanes: Sequen
     """Add the output of :func:`pack` to ``sums``, in place; ProtocolError if its length differs."""
     expected = sum(lane.num_bytes for lane in lanes)
     if len(data) != expected:
-        raise ProtocolError(f"a masked vector of {len(data)} bytes, {expected} were asked for")
+        raise ProtocolError(
+            f"a masked vector has {len(data)} bytes, not the {expected} that the terms require"
+        )
     begin = 0
     for lane, total in zip(lanes, sums, strict=True):
         np.add(total, _unpack(data, begin, lane=lane), out=total)

@@ -116,9 +116,9 @@ class MerkleTree:
         for level, nodes in enumerate(self.levels[:-1]):
             is_on_the_way = np.zeros(len(nodes), bool)
             is_on_the_way[at] = True
-            beside = at ^ 1
-            beside = beside[beside < len(nodes)]
-            hashes.append(nodes[beside[~is_on_the_way[beside]]].tobytes())
+            siblings = at ^ 1
+            siblings = siblings[siblings < len(nodes)]
+            hashes.append(nodes[siblings[~is_on_the_way[siblings]]].tobytes())
             above = at >> 1
             at = above[np.flatnonzero(np.diff(above, prepend=-1))]
             if self.keys is not None:

@@ -73,7 +73,7 @@ class Form(Generic[T]):
     """How to encode and decode values of one type; malformed bytes are a ProtocolError.
 
     Attributes:
-        parts: Returns a value's bytes in pieces, so that large ones are copied once.
+        parts: Returns a value's bytes in parts, so that large ones are copied once.
         read: Reads a value from a reader.
         num_bytes: Size of every value; 0 if sizes differ.
     """

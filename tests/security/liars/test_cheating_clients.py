@@ -131,10 +131,10 @@ USELESS: list[tuple[str, Stage, Change, str]] = [
     ),
     ("shares of another session", Stage.SHARE, of_session(bytes(32)), "another session"),
     ("a vector of another session", Stage.MASK, of_session(bytes(32)), "another session"),
-    ("a short vector", Stage.MASK, vector(lambda data: data[:-1]), "were asked for"),
-    ("a long vector", Stage.MASK, vector(lambda data: data + b"\x00"), "were asked for"),
+    ("a short vector", Stage.MASK, vector(lambda data: data[:-1]), "that the terms require"),
+    ("a long vector", Stage.MASK, vector(lambda data: data + b"\x00"), "that the terms require"),
     ("an empty vector", Stage.MASK, vector(lambda _: b""), "0 bytes"),
-    ("a huge vector", Stage.MASK, vector(lambda data: 1000 * data), "were asked for"),
+    ("a huge vector", Stage.MASK, vector(lambda data: 1000 * data), "that the terms require"),
     (
         "no true signature of the survivors",
         Stage.CONFIRM,
