@@ -76,7 +76,7 @@ def format_message(error: BaseException) -> str:
         case RunEnded(resume=None):
             return format_message(error.cause)
         case RunEnded():
-            return f"{format_message(error.cause)}\ngo on from the last commit: {error.resume}"
+            return f"{format_message(error.cause)}\nresume from the last commit: {error.resume}"
         case UsageError():
             return f"{error.format_message()} See `{_command_path(error)} --help`."
         case FedlearnError():

@@ -21,8 +21,8 @@ class AsynchronousSection(Section):
 
     mode: Literal["off", "buffered"] = Field(
         "off",
-        description='"off": a round asks a cohort and closes; "buffered": as one client answers '
-        "another is asked, and the server steps whenever the buffer is full.",
+        description='"off": each round asks a cohort and closes; "buffered": whenever a client '
+        "replies another is asked, and the server steps whenever the buffer is full.",
     )
 
     @property

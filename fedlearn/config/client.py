@@ -52,7 +52,7 @@ class ExtraPolicySection(Section):
 
 @with_keys_of(Policy)
 class PolicySection(Section):
-    """What this client refuses, whatever the coordinator asks."""
+    """What this client refuses, whatever the coordinator asks for."""
 
     secure_aggregation: SecureAggregationPolicySection = Field(
         SecureAggregationPolicySection(),
@@ -63,8 +63,8 @@ class PolicySection(Section):
     )
     extra: ExtraPolicySection = Field(
         ExtraPolicySection(),
-        description="Which free-form settings (client.extra of its coordinator) this client's"
-        " trainer is told.",
+        description="Which of the coordinator's free-form settings (client.extra) reach this "
+        "client's trainer.",
     )
 
 
@@ -74,8 +74,8 @@ class ConditionsSection(Section):
 
     between: Between | None = Field(
         None,
-        description='Only from one local time until another, ["22:00", "06:00"] for instance, over '
-        "midnight if the second is earlier; not set: at any time.",
+        description='Only between two local times, such as ["22:00", "06:00"], over midnight if '
+        "the second is earlier; not set: at any time.",
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -88,9 +88,9 @@ class TrainingSection(Section):
 
     num_workers: Count = Field(
         1,
-        description="Processes that share each training: of every batch each computes its share. "
-        "More than one are for a TorchTrainer; each reads the examples, and has a GPU of its own "
-        "if there are so many.",
+        description="Processes that share each training: each computes its share of every batch. "
+        "More than one needs a TorchTrainer; each process reads the examples, and has "
+        "its own GPU if there are enough.",
     )
 
 
@@ -103,18 +103,18 @@ class ClientConfig(Section):
     """A client's configuration file."""
 
     policy: PolicySection = Field(
-        PolicySection(), description="What this client refuses, whatever the coordinator asks."
+        PolicySection(), description="What this client refuses, whatever the coordinator asks for."
     )
     conditions: ConditionsSection = Field(
         ConditionsSection(),
-        description="When this device may train; what is asked for and cannot be told does "
-        "not hold.",
+        description="When this device may train; a condition that cannot be checked does not hold.",
     )
     training: TrainingSection = Field(
-        TrainingSection(), description="By how many processes this client trains."
+        TrainingSection(), description="How many processes share this client's training."
     )
     reconnection: ReconnectionSection = Field(
-        ReconnectionSection(), description="How soon this client looks for its coordinator again."
+        ReconnectionSection(),
+        description="How soon this client tries to reconnect to its coordinator.",
     )
 
     def override(

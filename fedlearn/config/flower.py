@@ -32,8 +32,8 @@ class FlowerSection(Section):
     )
     evaluate_config: Entries = Field(
         {},
-        description="Of Flower's apps: what clients read in `config` when they evaluate. What they "
-        "read when they train stands in client.extra.",
+        description="For Flower's apps: entries of `config` when clients evaluate. Those for "
+        "training are in client.extra.",
     )
 
     @property

@@ -23,8 +23,9 @@ class LateUpdatesSection(Section):
 
     mode: Literal["drop", "keep"] = Field(
         "drop",
-        description='"drop": they are dropped; "keep": rounds are semi-synchronous: a late client '
-        "goes on, is not asked again meanwhile, and counts in the round in which it answers.",
+        description='"drop": late updates are dropped; "keep": rounds are semi-synchronous: a '
+        "late client continues training, is not asked again meanwhile, and counts in "
+        "the round in which it replies.",
     )
 
     @property

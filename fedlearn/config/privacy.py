@@ -14,36 +14,37 @@ class PrivacySection(Section):
 
     mode: Literal["off", "central", "distributed", "local", "example"] = Field(
         "off",
-        description='"off"; "central": the coordinator, which sees each update, adds noise to '
-        'their sum before anything is made of it; "distributed": each client adds a share of the '
-        "noise, and by secure aggregation the coordinator sees the noisy sum alone; "
-        '"local": each client adds so much that its update may be seen; "example": each client '
-        "adds noise to each step of its training, which hides single examples, not the client.",
+        description='"off"; "central": the coordinator sees each update, and adds noise to their '
+        'sum before it uses it; "distributed": each client adds a share of the noise, '
+        'and by secure aggregation the coordinator sees only the noisy sum; "local": '
+        'each client adds enough noise for its update to be seen; "example": each '
+        "client adds noise to each step of its training, which hides single examples, "
+        "not the client.",
     )
     clip_norm: Positive | None = Field(
         None,
-        description="What each update is clipped to: its largest L2 norm, > 0; in the mode "
-        '"example" the gradient of each example. Too large drowns the model in noise, too small '
-        "slows it down; needed unless privacy.mode is off.",
+        description='L2 norm to which each update is clipped, > 0; in the mode "example", the '
+        "gradient of each example. If it is too large, noise drowns the model; if too "
+        "small, training is slow. Needed unless privacy.mode is off.",
     )
     clip_quantile: Fraction | None = Field(
         None,
-        description="Share of the updates that shall be at most as long as the clip norm, which "
-        "then follows them from privacy.clip_norm on, at a small part of the budget; without it, "
-        "the clip norm stays.",
+        description="Share of the updates that the clip norm should not shorten: it starts at "
+        "privacy.clip_norm and adapts, at a small part of the budget; without it, the "
+        "clip norm is fixed.",
     )
     bands: Count | None = Field(
         None,
-        description="Rounds over which noise is correlated, so that later ones take back a part "
-        "of it: it needs no sampling that is kept secret, but users that take turns "
-        '(cohort.sampling = "cyclic"), and at most as many bands as there are groups of them. 1: '
-        "noise is independent; without it, users are sampled.",
+        description="Rounds over which noise is correlated, so that later rounds cancel a part of "
+        "it. It needs no secret sampling, but users that take turns (cohort.sampling "
+        '= "cyclic"), and at most as many bands as groups of users. 1: noise is '
+        "independent; without it, users are sampled.",
     )
     noise_multiplier: Positive | None = Field(
         None,
-        description="Standard deviation of the noise in a sum by the largest norm of one client's "
-        'part, or in the mode "example" of one example\'s, > 0; without it, the least that keeps '
-        "num_rounds within privacy.epsilon.",
+        description="Standard deviation of the noise in a sum, relative to the largest norm that "
+        'one client, or in the mode "example" one example, contributes to it, > 0; without it, the '
+        "least that keeps num_rounds within privacy.epsilon.",
     )
     epsilon: Positive | None = Field(
         None,
@@ -52,29 +53,30 @@ class PrivacySection(Section):
     )
     target_delta: Fraction | None = Field(
         None,
-        description="δ, well below one by the number of users, or of all their examples; needed "
-        "unless privacy.mode is off.",
+        description="δ, well below 1 / the number of users, or of their examples; needed unless "
+        "privacy.mode is off.",
     )
     population: Annotated[str, Field(min_length=1, max_length=64)] = Field(
         "auto",
-        description="Name of the clients whose ledger is charged; runs of one name share a "
-        'budget. "auto" knows simulated examples again by their values, however they are divided; '
-        'deployed, "enrolled".',
+        description="Name of the population whose ledger is charged; runs with the same name "
+        'share a budget. "auto" recognizes simulated examples by their values, '
+        'however they are divided; in a deployment it is "enrolled".',
     )
     num_users: Count | None = Field(
         None,
-        description="Users that cohorts are drawn from, fixed beforehand: in a deployment the "
-        "clients that may enrol, and needed there; in a simulation its clients.",
+        description="Number of users that cohorts are drawn from, fixed in advance: in a "
+        "deployment, where it is needed, the clients that may enrol; in a simulation "
+        "its clients.",
     )
     other_data_because: Annotated[str, Field(min_length=1)] | None = Field(
         None,
-        description="Why the data are not those of earlier runs, although the population is: the "
-        "run then begins a ledger of its own, and records this.",
+        description="Reason why the data differ from those of earlier runs on the same "
+        "population: the run then starts its own ledger, and records the reason.",
     )
     reproducible: bool = Field(
         False,
-        description="Whether cohorts and noise come from the public seed, for experiments that "
-        "shall be repeated: then nothing is private, and no ε is claimed.",
+        description="Whether cohorts and noise come from the public seed, for repeatable "
+        "experiments: then nothing is private, and no ε is claimed.",
     )
 
     @property

@@ -45,43 +45,46 @@ class SecureAggregationSection(Section):
 
     mode: Literal["off", "complete", "sparse"] = Field(
         "off",
-        description='"off": the coordinator reads each update. "complete": it learns their sum '
-        'alone; every two clients share a mask. "sparse": likewise, for more than about a hundred '
-        "clients: a client shares masks with some.",
+        description='"off": the coordinator reads each update. "complete": it learns only their '
+        'sum; every two clients share a mask. "sparse": the same for more than about '
+        "a hundred clients: each shares masks with some others.",
     )
     adversary: Literal["active", "honest-but-curious"] = Field(
         "active",
-        description='Whom it holds against: "active" is a coordinator that lies, '
-        '"honest-but-curious" one that keeps to the protocol and keeps what it is sent.',
+        description='Adversary that it protects against: "active" is a coordinator that lies, '
+        '"honest-but-curious" one that follows the protocol and stores what it '
+        "receives.",
     )
     dropout: BelowOne = Field(
         0.3,
-        description="Largest fraction of the clients asked that drop out, those that "
-        "stragglers.over_selection asks too many included, [0, 1).",
+        description="Largest fraction of the clients asked that drop out, including those that "
+        "stragglers.over_selection asks in excess, [0, 1).",
     )
     clip_norm: Positive = Field(
         10.0,
         description="Largest L2 norm of a client's update; clients scale theirs down to it, > 0. "
-        'With privacy.mode = "distributed", privacy.clip_norm is in its place.',
+        'With privacy.mode = "distributed", privacy.clip_norm replaces it.',
     )
     stage_deadline_s: Positive = Field(
         60.0, description="Seconds that each stage without training waits for clients, > 0."
     )
     roster: str = Field(
         "",
-        description="The file of `fedlearn roster` that clients were given, if they were. Rounds "
-        "then ask whom it draws, and clients take part in no others, where "
-        'secure_aggregation.adversary is "active". Of no effect in a simulation.',
+        description="The file of `fedlearn roster` that clients received, if there is one. If "
+        'secure_aggregation.adversary is "active", each round asks the clients that '
+        "are drawn from it, and clients take part in no other rounds. Ignored in a "
+        "simulation.",
     )
     draw_factor: Annotated[float, Ge(1)] = Field(
         2.0,
-        description="With a roster: clients drawn from it for each that is asked, >= 1, as not all "
-        "are there. Clients allow 2, unless their policy says otherwise.",
+        description="With a roster: clients drawn from it for each client asked, >= 1, because "
+        "not all are connected. Clients allow 2 unless their policy says otherwise.",
     )
     simulate_as: Literal["protocol", "modular_sum"] = Field(
         "protocol",
-        description='In a simulation: "protocol" runs it, with engine.transport "memory"; '
-        '"modular_sum" rounds as it does, for large cohorts, without its masks.',
+        description='In a simulation: "protocol" runs the protocol, with engine.transport '
+        '"memory"; "modular_sum" computes the same rounded sum without masks, for '
+        "large cohorts.",
     )
 
     @property

@@ -34,7 +34,9 @@ class FilesSection(Section):
         "all", description='Columns with the features, as data.feature_columns; "all": the others.'
     )
     weight: Positive = Field(
-        1.0, description="Share of the examples that come from here, beside other files', > 0."
+        1.0,
+        description="Share of the examples that come from here, relative to the weights of other "
+        "files, > 0.",
     )
 
     def table(self) -> TableFiles:
@@ -54,37 +56,39 @@ _WINDOW_BYTES = 256 << 20
 class ServerTrainingSection(DeclaredSection):
     """The coordinator's own training, in addition to that of its clients."""
 
-    optimizer: str = Field(description="By what the coordinator's own training steps.")
+    optimizer: str = Field(description="Optimizer of the coordinator's own training.")
     every_rounds: Whole = Field(
-        0, description="Rounds from one training of the coordinator to the next; 0: none."
+        0, description="Rounds from one training of the coordinator to the next, >= 0; 0: none."
     )
     round_steps: Count = Field(_ROUND_STEPS, description="Steps of such a training, >= 1.")
     distil_steps: Whole = Field(
         0,
-        description="Steps after each round by which the model learns what the clients' models say "
-        "together of the coordinator's examples (FedDF); 0: none.",
+        description="Steps after each round that distil the clients' models into the global "
+        "model, on the coordinator's examples (FedDF), >= 0; 0: none.",
     )
     share: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
         1.0,
         description="Share of the clients in the table data whose examples the coordinator has, "
-        "(0, 1]; in a simulation they are set aside, and are no clients.",
+        "(0, 1]; a simulation sets them aside, so they do not train as clients.",
     )
     files: dict[str, FilesSection] = Field(
         {},
         description="Parquet or Arrow files to train on instead of the table data, by a name of "
-        "yours; several are mixed by their weights.",
+        "your choice; several are mixed by their weights.",
     )
     num_readers: Whole = Field(
-        0, description="Processes of each rank that read batches ahead, >= 0; 0: the rank reads."
+        0,
+        description="Processes of each rank that prefetch batches, >= 0; 0: the rank reads them "
+        "itself.",
     )
     checkpoint_every: Whole = Field(
         0,
-        description="Steps between two checkpoints of a training that a crash cuts off, >= 0; 0: "
-        "it begins again.",
+        description="Steps between two checkpoints of a training, from which it resumes after a "
+        "crash, >= 0; 0: it starts again.",
     )
     report_every: Count = Field(100, description="Steps between two reports, >= 1.")
     max_restarts: Whole = Field(
-        3, description="How often its processes are started again after one has crashed, >= 0."
+        3, description="How often the training's processes are restarted after a crash, >= 0."
     )
 
     @property

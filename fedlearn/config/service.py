@@ -38,10 +38,10 @@ class EligibilitySection(Section):
 
     tags: Tags = Field(
         (),
-        description="Tags that its invitation must have given it, all of them; empty: any client.",
+        description="Tags that a client's invitation must have, all of them; empty: any client.",
     )
     devices: Names = Field(
-        (), description='Devices it may train on, such as "cpu", "cuda"; empty: any.'
+        (), description='Devices that a client may train on, such as "cpu", "cuda"; empty: any.'
     )
 
 
@@ -55,50 +55,53 @@ class ServiceSection(Section):
 
     address: Address = Field(
         "127.0.0.1:9440",
-        description="Where clients join and are served, by mutual TLS; 0.0.0.0 as host is every "
-        "interface, port 0 any free one.",
+        description="Address where clients join and are served, by mutual TLS; host 0.0.0.0 is "
+        "every interface, port 0 any free one.",
     )
     enrolment_address: Address | None = Field(
         None,
         description="A second address, where clients of an earlier version join, by TLS; not set: "
-        "they cannot.",
+        "they cannot join.",
     )
     http_address: Address = Field(
         "127.0.0.1:9442",
-        description="Where /livez, /readyz and /metrics are, without TLS: keep it off the "
+        description="Address of /livez, /readyz and /metrics, without TLS: keep it off the "
         "clients' network.",
     )
     public_addresses: AddressList = Field(
         (),
-        description="Addresses that invitations name, best by a DNS name, and that clients which "
-        "connect are told and keep, tried in turn; empty: invitations name coordinator.address.",
+        description="Addresses in invitations, preferably DNS names. The coordinator also sends "
+        "them to connected clients, which store them and try them in turn; empty: "
+        "invitations have coordinator.address.",
     )
     public_enrolment_addresses: AddressList = Field(
         (),
-        description="Addresses that invitations name to clients of an earlier version; "
-        "empty: coordinator.enrolment_address.",
+        description="Enrolment addresses in invitations for clients of an earlier version; empty: "
+        "coordinator.enrolment_address.",
     )
     folder: PathText | None = Field(
         None,
-        description="Folder of the certificate authority's keys and of updates on their way, "
-        'shared by those that take over; without it, "coordinator" beside the runs directory.',
+        description="Folder of the certificate authority's keys and of the upload store, shared "
+        'by coordinators that may take over; without it, "coordinator" next to the '
+        "runs directory.",
     )
     patience_s: NotNegative = Field(
         60.0,
-        description="Seconds that a round waits for all the clients it would ask, >= 0; then it "
-        "asks those that are there, if they are at least stragglers.min_reports.",
+        description="Seconds that a round waits until all the clients that it would ask are "
+        "connected, >= 0; then it asks those that are, if they are at least "
+        "stragglers.min_reports.",
     )
     send_ahead: bool = Field(
         True,
-        description="Whether clients in flight in an asynchronous run are sent each newer model "
-        "while they work on an older one, where nobody else could be asked in their place: they "
-        "begin on it as soon as they are done. Not with evaluation.clients, whose evaluations "
-        "would interrupt that.",
+        description="Whether clients in flight in an asynchronous run prefetch newer models if no "
+        "other client could be asked in their place: they start on the newest one as "
+        "soon as they are done. Not with evaluation.clients, whose evaluations would "
+        "interrupt that.",
     )
     set_aside_after: Whole = Field(
         5,
-        description="Attempts in a row in which a client fails, and others report, after which it "
-        "is asked no more until it connects anew, >= 0; 0: however many.",
+        description="Consecutive attempts that a client may fail while others report, >= 0; it is "
+        "then not asked until it reconnects. 0: no limit.",
     )
     lease_ttl_s: Positive = Field(
         5.0,
@@ -107,21 +110,22 @@ class ServiceSection(Section):
     )
     stuck_after_s: Positive = Field(
         600.0,
-        description="Seconds without a sign of life from the thread of the rounds, or from the one "
-        "that speaks to the database, after which /livez says that the coordinator is stuck, so "
-        "that its supervisor restarts it, > 0; more than an evaluation or a step of yours takes.",
+        description="Seconds without a heartbeat from the thread that runs the rounds, or from "
+        "the one that uses the database, after which /livez reports the coordinator "
+        "as stuck, so that its supervisor restarts it, > 0; longer than your longest "
+        "evaluation or server step.",
     )
     shutdown_grace_s: NotNegative = Field(
         5.0,
-        description="Seconds that a stop gives uploads on their way, >= 0; then the round is "
-        "parked.",
+        description="Seconds that a shutdown waits for uploads in progress, >= 0; then the round "
+        "is parked.",
     )
     invitation_valid_h: Positive = Field(
         72.0, description="Hours within which an invitation must be used, > 0."
     )
     eligibility: EligibilitySection = Field(
         EligibilitySection(),
-        description="What a client must be and say of itself before it is asked.",
+        description="The tags and reported properties that a client needs to be sent tasks.",
     )
     training: Any = None  # Any: CoordinatorSection validates it, which needs torch
 

@@ -32,7 +32,7 @@ class StoreSection(Section):
     )
     checkpoint_every_s: Annotated[NotNegative, Use.SIMULATED] = Field(
         5.0,
-        description="Of a simulation: seconds from one checkpoint to the next, >= 0; 0: after "
+        description="Seconds from one checkpoint of a simulation to the next, >= 0; 0: after "
         "every round, as a deployment always does.",
     )
 

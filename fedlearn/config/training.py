@@ -87,9 +87,9 @@ MODELS = kinds(
 
 
 class LossSection(DeclaredSection):
-    """What local training minimises."""
+    """The loss that local training minimises."""
 
-    kind: str = Field(description="What local training minimises.")
+    kind: str = Field(description="The loss that local training minimises.")
 
 
 class PythonLossSection(UserFunctionSection, LossSection):
@@ -97,8 +97,8 @@ class PythonLossSection(UserFunctionSection, LossSection):
 
     per_example: bool = Field(
         True,
-        description="Whether the loss is one number an example; false: one number of the batch, "
-        "whose examples it couples.",
+        description="Whether the loss is one number per example; false: one number per batch, "
+        "which couples the batch's examples.",
     )
 
     def build(self, **given: object) -> Objective:
@@ -151,7 +151,7 @@ class MetricSection(Section):
     )
     args: Args = Field({}, description="Keyword arguments of the function.")
     direction: Literal["max", "min"] = Field(
-        description='"max" where more is better, "min" where less is.'
+        description='"max" if higher is better, "min" if lower is.'
     )
 
     def metric(self, name: str) -> Metric:
@@ -182,7 +182,7 @@ class FedSgdSection(AlgorithmSection):
 
 
 class PythonAlgorithmSection(AlgorithmSection):
-    """A strategy of yours; its file may stand as the name itself."""
+    """Your own strategy; its file may be given as the name itself."""
 
     factory: Factory = Field(
         description='The strategy: "module:Class" or "path/to/file.py:Class"; it is called with '
@@ -294,7 +294,7 @@ ALGORITHMS = kinds(
     ),
     kind(
         "fedbuff",
-        "FedBuff; when it steps is a table of its own, ``asynchronous``.",
+        "FedBuff; the table ``asynchronous`` says when it steps.",
         FedBuffSection,
         recipes.FedBuff,
     ),
@@ -307,7 +307,7 @@ ALGORITHMS = kinds(
     ),
     kind(
         "python",
-        "A strategy of yours; its file may stand as the name itself.",
+        "Your own strategy; its file may be given as the name itself.",
         PythonAlgorithmSection,
     ),
     given=("local", "learning_rate", *(each.name for each in fields(Asynchrony))),
@@ -324,22 +324,24 @@ class ClientSection(DeclaredSection):
     )
     trainer: Factory | None = Field(
         None,
-        description="In a simulation, what trains instead of fedlearn's own trainer: a function "
-        "from a client's features and labels to a LocalTrainer; deployed clients bring theirs.",
+        description="In a simulation, the trainer to use instead of fedlearn's own: a function "
+        "from a client's features and labels to a LocalTrainer. Deployed clients "
+        "bring theirs.",
     )
     trainer_args: Args = Field({}, description="Further keyword arguments of the trainer.")
     extra: Scalars = Field(
         {},
-        description="Free-form settings that every trainer is told, by name: texts, truth values "
-        "and finite numbers, which it finds in context.extra, or a ClientApp of Flower's in "
-        "`config`. Trainers that do not honour one, fedlearn's own included, refuse it.",
+        description="Free-form settings that are broadcast to every trainer, by name: strings, "
+        "booleans and finite numbers. A trainer finds them in context.extra, a "
+        "ClientApp of Flower in `config`. Trainers that do not support a setting "
+        "refuse it, as fedlearn's own trainer does.",
     )
 
     by_round: Factory | None = Field(
         None,
-        description="A function of the round's number, from 0, that returns its settings: "
-        '{"learning_rate": 0.1, "extra.NAME": 2}, in place of those here. It must return the same '
-        "whenever it is called.",
+        description="A function from the round's number, starting at 0, to its settings, which "
+        'replace those here, such as {"learning_rate": 0.1, "extra.NAME": 2}. The '
+        "same number must always give the same settings.",
     )
 
     def problems(self) -> Iterator[Problem]:
@@ -417,7 +419,8 @@ CLIENTS = kinds(
     ),
     kind(
         "own",
-        "Whatever the clients' trainers do; they are asked for no optimiser, only how much to do.",
+        "Whatever the clients' trainers do: they choose the optimiser, and receive only how much "
+        "to train.",
         OwnTraining,
         epochs=1,
         batch_size="all",

@@ -176,8 +176,8 @@ class Config(Section):
 
     name: RunName | None = Field(
         None,
-        description="Name of the run; without it, one is drawn, and a deployed run is called "
-        '"federation".',
+        description="Name of the run; without it, a simulation gets a random name, and a deployed "
+        'run is called "federation".',
     )
     seed: int = Field(
         0, ge=0, le=_MAX_SEED, description="Seed of all that is random, 0 to 2**63 - 1."
@@ -185,14 +185,15 @@ class Config(Section):
     num_rounds: int = Field(20, ge=1, le=_MAX_ROUNDS, description="Rounds of the run, >= 1.")
     centralized: bool = Field(
         False,
-        description="Train the same model on the pooled examples instead: a round is client.epochs "
-        "passes over all of them. The figure that a federated result is held to.",
+        description="Train the same model on the pooled examples instead: a round is "
+        "client.epochs passes over all of them. It gives the baseline for a federated "
+        "result.",
     )
     data: Annotated[DataSection, DATA] = DATA.of("digits")
     model: Annotated[ModelSection, MODELS] = MODELS.of("mlp")
     loss: Annotated[LossSection, LOSSES] = LOSSES.of("cross_entropy")
     metrics: dict[str, MetricSection] = Field(
-        {}, description="What the model is measured by beyond the loss, by name."
+        {}, description="Metrics of the model besides the loss, by name."
     )
     algorithm: Annotated[AlgorithmSection, ALGORITHMS] = ALGORITHMS.of("fedavg")
     client: Annotated[ClientSection, CLIENTS] = CLIENTS.of("sgd")
@@ -203,32 +204,32 @@ class Config(Section):
     )
     late_updates: LateUpdatesSection = Field(
         LateUpdatesSection(),
-        description="What becomes of updates that miss the close of their round, and whether "
+        description="How updates that arrive after their round has closed are used, and whether "
         "deadlines adapt.",
     )
     asynchronous: AsynchronousSection = Field(
         AsynchronousSection(),
-        description="Whether rounds are buffers: clients train at all times, each from the "
-        "model it was sent.",
+        description="Whether clients train at all times, and the server steps whenever a buffer "
+        "of updates is full.",
     )
     staleness: StalenessSection = Field(
         StalenessSection(),
-        description="How much an update counts that began at an older model than the newest, in "
-        "asynchronous rounds and where late updates are kept.",
+        description="Weight of an update that was trained from an older model than the newest, in "
+        "asynchronous rounds and if late updates are kept.",
     )
     updates: UpdatesSection = Field(
         UpdatesSection(),
-        description="What one update may come to in the clear: one beyond that is refused, "
-        "and its client fails.",
+        description="Bounds on an unmasked update: one that exceeds them is refused, and its "
+        "client fails.",
     )
     secure_aggregation: SecureAggregationSection = Field(
         SecureAggregationSection(),
-        description="Whether the coordinator learns the sum of the updates alone, and under "
-        "which assumptions.",
+        description="Whether the coordinator learns only the sum of the updates, and under which "
+        "assumptions.",
     )
     privacy: PrivacySection = Field(
         PrivacySection(),
-        description="Whether the released models hide each user's taking part, or its "
+        description="Whether the released models hide each user's participation, or single "
         "examples, and how well.",
     )
     devices: Annotated[DevicesSection, DEVICES] = DEVICES.of("lognormal")
@@ -243,14 +244,14 @@ class Config(Section):
     )
     callbacks: dict[str, UserFunctionSection] = Field(
         {},
-        description="Who is called after each round, by a name of your choice: what each function "
-        "returns has after_round(record, model).",
+        description="Callbacks after each round, by a name of your choice: each function returns "
+        "an object with after_round(record, model).",
     )
     store: StoreSection = Field(StoreSection(), description="Where the record of the run goes.")
     coordinator: CoordinatorSection = Field(
         CoordinatorSection(),
-        description="The deployed coordinator; a simulation ignores it, but for what the "
-        "coordinator trains.",
+        description="The deployed coordinator; a simulation ignores it, except for the "
+        "coordinator's own training.",
     )
     flower: FlowerSection = Field(
         FlowerSection(), description="A run on a Flower federation, by `flwr run`."
