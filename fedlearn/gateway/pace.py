@@ -30,7 +30,7 @@ _LEAST_PER_S = 1.0
 #: Share of the rate for clients that were given a time to come back. The rest is for clients that
 #: come unannounced, and a reserve: a check-in then costs more than in a rush, when the coordinator
 #: does nothing else.
-_BROADCAST = 2 / 3
+_SCHEDULED_SHARE = 2 / 3
 #: The cost is not computed from fewer check-ins: other work would dominate it.
 _FEWEST = 10
 #: The half-life of measurements. Long enough to cover a whole rush, whose connections are all made
@@ -135,7 +135,7 @@ class Pace:
         """
         if client_id is not None:
             self._release(client_id)
-        now_s, most = self.clock.now_s(), max(1, round(_BROADCAST * self.rate_per_s))
+        now_s, most = self.clock.now_s(), max(1, round(_SCHEDULED_SHARE * self.rate_per_s))
         first = int(now_s + least_s) + 1
         last = max(first, int(now_s) + _LONGEST_S)
         second = next((s for s in range(first, last) if self._booked[s] < most), None)

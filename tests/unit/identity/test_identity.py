@@ -134,7 +134,7 @@ def test_what_is_not_a_certificate_has_no_fingerprint_and_no_end(content: bytes)
 
 
 class Signed(NamedTuple):
-    """The arguments of signed_bytes, comparable."""
+    """The arguments of encode_signed_reply, comparable."""
 
     run_id: str
     kind: str
