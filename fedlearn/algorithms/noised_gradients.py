@@ -63,7 +63,7 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
     r"""Clips the gradient of each example to an L2 norm C, and adds noise of z C to their sum.
 
     It must be the outermost update. Trainers and executors pass the examples' gradients to
-    :meth:`clipped`, and the noisy mean from :meth:`noised` to the inner update. A trainer that
+    :meth:`clip`, and the noisy mean from :meth:`add_noise` to the inner update. A trainer that
     calls :meth:`step` with the gradient of a whole batch gets an error.
 
     Attributes:
@@ -93,7 +93,7 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
             "outermost of the local updates, and train with fedlearn's own trainer"
         )
 
-    def clipped(
+    def clip(
         self, grads: Tensors, is_real_KB: Tensor, *, products: Sequence[Product] = ()
     ) -> list[Tensor]:
         """Clip each example's gradient and return the sums, in units of :attr:`level`: [K, ...].
@@ -167,14 +167,14 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         summing = 2.0 * num_examples * together * _ROUNDING * (1.0 + _MARGIN)
         return _LEVELS * (1.0 + _MARGIN + summing) + math.sqrt(size)
 
-    def noised(self, sums: Tensors, sizes_K: Sequence[int], *, like: Tensors) -> list[Tensor]:
+    def add_noise(self, sums: Tensors, sizes_K: Sequence[int], *, like: Tensors) -> list[Tensor]:
         """Add noise to the sums and return the means, the gradients for the inner update.
 
         All clients get the noise for the largest batch. Sensitivity grows with the batch, so each
         client gets at least the noise that its own batch needs, and hardly more.
 
         Args:
-            sums: Sums from :meth:`clipped` over all examples of a batch: [K, ...] each. They are
+            sums: Sums from :meth:`clip` over all examples of a batch: [K, ...] each. They are
                 overwritten.
             sizes_K: Number of examples in each client's batch.
             like: Tensors with the dtypes that the results should have.
@@ -196,15 +196,15 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         broadcast: Memory,
         moment: Moment,
     ) -> None:
-        """Take the inner step by the gradients that :meth:`noised` returns, in place on ``x``.
+        """Take the inner step by the gradients that :meth:`add_noise` returns, in place on ``x``.
 
         If all batches have the same size and the step only adds a multiple of the gradient, the
         division by the batch size is part of that multiple, which saves a pass over the gradients.
 
         Args:
             x: The models: [K, ...] each.
-            sums: As for :meth:`noised`.
-            sizes_K: As for :meth:`noised`.
+            sums: As for :meth:`add_noise`.
+            sizes_K: As for :meth:`add_noise`.
             memory: Memory of the inner update, along ``x``.
             broadcast: The broadcast, along ``x``.
             moment: The time of the step.
@@ -216,7 +216,7 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         )
         is_scaled = affine is not None and affine == Affine(1.0, affine.scale)
         if affine is None or not is_scaled or not is_one:
-            noised = self.noised(sums, sizes_K, like=x)
+            noised = self.add_noise(sums, sizes_K, like=x)
             self.inner.step(x, noised, memory, broadcast=broadcast, moment=moment)
             return
         levels = self._add_noise_to_levels(sums, sizes_K)

@@ -61,7 +61,7 @@ class WorkControl:
             self._next_report_s = now_s + _REPORT_SPACING_S
             self._on_report(fraction, loss)
 
-    def saved(self) -> Mapping[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         """Load the task's checkpoint; empty if there is none, or it is damaged."""
         try:
             content = self._home.load_checkpoint()

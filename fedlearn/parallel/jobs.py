@@ -193,7 +193,7 @@ def train(
     if mesh.world_size > 1:
         begin(job, folder, start)
         last = _apart(job, folder, mesh.world_size, control=control, report=report)
-        return ended(job, outcome(task, folder, last))
+        return finish_job(job, outcome(task, folder, last))
     if job.needs_folder:
         begin(job, folder, start)
     else:
@@ -203,10 +203,10 @@ def train(
         engine.adopt(start)
     said = spec_of(job, start)
     best = follow(engine, folder, job=said, saves_last=job.is_kept, control=control, report=report)
-    return ended(job, engine.state() if best is None else best)
+    return finish_job(job, engine.state() if best is None else best)
 
 
-def ended(job: Job, state: TrainingState) -> TrainingState:
+def finish_job(job: Job, state: TrainingState) -> TrainingState:
     """Remove a finished job's folder, unless it is kept; return the state if it is finite.
 
     Raises:

@@ -118,7 +118,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum(each.nbytes() for each in storages.values())
 
 
-def measured(
+def measure_step(
     step: Callable[[], None],
     *,
     module: nn.Module,

@@ -573,7 +573,7 @@ def _trace_stages(
         # FSDP2 casts the weights itself; without it, autocast does.
         amp = nullcontext() if half is None or shard_half else torch.autocast(device, half)
         with (
-            _followed(part, tracer),
+            _trace_operations(part, tracer),
             torch.autograd.graph.saved_tensors_hooks(tracer.pack, lambda saved: saved),
             amp,
         ):
@@ -599,7 +599,7 @@ def _trace_stages(
 
 
 @contextmanager
-def _followed(module: nn.Module, tracer: _OperationRecorder) -> Iterator[None]:
+def _trace_operations(module: nn.Module, tracer: _OperationRecorder) -> Iterator[None]:
     """Show the tracer every operation in the context, and where blocks begin and end."""
     hooks = [
         hook

@@ -102,7 +102,7 @@ class Mixture:
     def _count_supplied(self, position: int) -> list[int]:
         """Return the number of examples that each stream supplies before a position."""
         block, place = divmod(position, self.block_length)
-        before = _rounded(self._shares, block * self.block_length)
+        before = _round_shares(self._shares, block * self.block_length)
         if not place:
             return before
         inside = np.bincount(self._blocks[block][:place], minlength=len(before))
@@ -110,7 +110,7 @@ class Mixture:
 
     def _block(self, number: int) -> NDArray[np.int64]:
         """Return the index of the stream that supplies each place of a block."""
-        ends = [_rounded(self._shares, (number + each) * self.block_length) for each in (0, 1)]
+        ends = [_round_shares(self._shares, (number + each) * self.block_length) for each in (0, 1)]
         owners = np.repeat(np.arange(len(self._shares)), np.subtract(ends[1], ends[0]))
         return self._seed.derive("block", number).numpy().permutation(owners)
 
@@ -170,7 +170,7 @@ def _shares(weights: Sequence[float], *, num_streams: int) -> list[Fraction]:
     return shares
 
 
-def _rounded(shares: Sequence[Fraction], total: int) -> list[int]:
+def _round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
     """Split ``total`` in these shares into whole numbers, each rounded up or down.
 
     Uses the method of largest remainders (Hamilton's method).

@@ -93,11 +93,11 @@ def read_ahead(
         generator=torch.Generator(),  # else it would draw from the application's generator
         collate_fn=_identity,
     )
-    readings = _started(loader)
+    readings = _start(loader)
     read = _read(readings, has_workers=num_workers > 0)
     try:
         yield (
-            (move_to_device(features, device), _checked(labels, check).to(device))
+            (move_to_device(features, device), _check_labels(labels, check).to(device))
             for features, labels in _batches(stream, read, for_batches, share)
         )
     finally:
@@ -107,7 +107,7 @@ def read_ahead(
             readings._shutdown_workers()  # noqa: SLF001 - torch has no public name for it
 
 
-def _checked(labels: Tensor, check: Callable[[Tensor], None]) -> Tensor:
+def _check_labels(labels: Tensor, check: Callable[[Tensor], None]) -> Tensor:
     check(labels)
     return labels
 
@@ -259,7 +259,7 @@ def _context() -> BaseContext:
     return context
 
 
-def _started(loader: DataLoader[_Reading]) -> Any:  # Any: the iterator's class is private
+def _start(loader: DataLoader[_Reading]) -> Any:  # Any: the iterator's class is private
     try:
         with warnings.catch_warnings():  # the error below says as much
             warnings.filterwarnings("ignore", "Got pickle error")

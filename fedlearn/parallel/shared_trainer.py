@@ -84,7 +84,7 @@ class SharedTrainer:
             FedlearnError: Any other error of the trainer.
         """
         workers = self._ready()
-        saved = context.control.saved()
+        saved = context.control.load()
         own = replace(context, control=Resumed(context.control, saved))
         try:
             workers.begin(tensors, context=context, saved=saved)

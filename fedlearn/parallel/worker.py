@@ -27,7 +27,7 @@ from fedlearn.parallel.jobs import (
     Job,
     begin,
     device_of,
-    ended,
+    finish_job,
     follow,
     outcome,
     require_job,
@@ -124,7 +124,7 @@ def train_as_rank(
         return None
     result = checkpoints.latest(folder.checkpoints)
     assert result is not None  # it was just written
-    return ended(job, outcome(task, folder, result))
+    return finish_job(job, outcome(task, folder, result))
 
 
 def join() -> torch.device:

@@ -245,7 +245,7 @@ class Resumed:
         """Report to the other control."""
         self.control.report(fraction=fraction, loss=loss)
 
-    def saved(self) -> Mapping[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         """Return the checkpoint."""
         return self.kept
 

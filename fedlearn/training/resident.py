@@ -389,7 +389,7 @@ class ResidentModel:
                             slice_rows(features, now), part.labels[now], keys=keys[now]
                         )
                     is_real = torch.ones(1, len(losses), dtype=torch.bool, device=self.device)
-                    clipped = rule.clipped([grad.unsqueeze(0) for grad in grads], is_real)
+                    clipped = rule.clip([grad.unsqueeze(0) for grad in grads], is_real)
                     for value, more in zip(sums, clipped, strict=True):
                         value.add_(more)
                     total += losses.sum(dtype=torch.float64)
@@ -414,13 +414,13 @@ class ResidentModel:
             together: See :meth:`noised_gradients`.
         """
         if together is None:
-            noised = rule.noised(sums, [num_examples], like=self.trainable_stack)
+            noised = rule.add_noise(sums, [num_examples], like=self.trainable_stack)
             return [grad[0] for grad in noised], total / num_examples
         whole, total, _ = together.summed([each[0] for each in sums], total, weight=0.0)
         own: Sequence[Tensor | None] = [None] * len(whole)
         if together.processes.rank == 0:
             clipped = [each.unsqueeze(0) for each in whole if each is not None]  # none is None
-            noised = rule.noised(clipped, [num_examples], like=self.trainable_stack)
+            noised = rule.add_noise(clipped, [num_examples], like=self.trainable_stack)
             own = [grad[0] for grad in noised]
         told, *_ = together.summed(own, torch.zeros_like(total), weight=0.0)
         return [grad for grad in told if grad is not None], total / num_examples

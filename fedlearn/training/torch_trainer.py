@@ -427,7 +427,7 @@ class TorchTrainer:
             num_steps = min(self._max_steps, num_steps)
         part_size = -(-(work.batch_size or len(self._data)) // num_parts)
         losses = torch.zeros(num_steps, dtype=torch.float64, device=self._model.vector_P.device)
-        done = self._restore(context.control.saved(), training, losses)
+        done = self._restore(context.control.load(), training, losses)
         own = step_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
         keys = step_keys([own], num_steps * num_parts)[0].tolist()
 

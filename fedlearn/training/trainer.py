@@ -29,7 +29,7 @@ class TaskControl(Protocol):
             loss: Mean training loss of the latest batch.
         """
 
-    def saved(self) -> Mapping[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         """Return the checkpoint that :meth:`save` wrote for this task before a restart, or {}."""
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
@@ -49,7 +49,7 @@ class Unattended:
 
     Example:
         >>> control = Unattended()
-        >>> control.check(), control.saved()
+        >>> control.check(), control.load()
         (None, {})
     """
 
@@ -59,7 +59,7 @@ class Unattended:
     def report(self, *, fraction: float, loss: float) -> None:
         """Do nothing."""
 
-    def saved(self) -> Mapping[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         """Return no tensors."""
         return {}
 

@@ -67,7 +67,7 @@ class Trainer:
     def train(self, tensors, *, context):
         if (HERE / "crash").exists():
             os._exit(9)
-        step = int(context.control.saved().get("step", torch.tensor(0)))
+        step = int(context.control.load().get("step", torch.tensor(0)))
         (HERE / "threads").write_text(f"{torch.get_num_threads()} {os.nice(0)}")
         (HERE / f"begun-at-{step}").touch()
         while not (HERE / "free").exists():

@@ -82,7 +82,7 @@ class Control:
         if self.steps is not None:
             self.steps -= 1
 
-    def saved(self) -> Mapping[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         """Return what was saved last."""
         return self.kept
 

@@ -570,7 +570,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "gradients of examples are not clipped",
         NoisedGradients,
-        "clipped",
+        "clip",
         _examples_unclipped,
         _is("privacy", "example"),
     ),

@@ -71,7 +71,7 @@ class Recording:
             (transforms, "sample_discrete_gaussian", self._samples),
             (NoisedUpdates, "__call__", self._updates),
             (noised_gradients, "add_discrete_gaussian", self._added),
-            (NoisedGradients, "noised", self._noised),
+            (NoisedGradients, "add_noise", self._noised),
             (NoisedGradients, "take_noised_step", self._noised_step),
             (NoisedGradients, "_add_noise_to_levels", self._gradients),
             (fixed_point, "sample_discrete_gaussian", self._samples),

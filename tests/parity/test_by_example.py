@@ -161,13 +161,13 @@ def _products(
 ) -> set[tuple[int, int]]:
     """Return the shapes of weights whose per-example gradients are given as two vectors."""
     seen = set[tuple[int, int]]()
-    original = NoisedGradients.clipped
+    original = NoisedGradients.clip
 
     def spied(self: NoisedGradients, *given: Any, products: Any) -> list[Tensor]:  # Any: passed on
         seen.update((left.shape[1], right.shape[2]) for left, right in products)
         return original(self, *given, products=products)
 
-    monkeypatch.setattr(NoisedGradients, "clipped", spied)
+    monkeypatch.setattr(NoisedGradients, "clip", spied)
     executor(make_model).train(stacked.work_of(stacked.to_params(make_model), local=RULE))
     return seen
 

@@ -338,7 +338,7 @@ class StackedExecutor:
             places = slice(first, first + TOGETHER)
             some = batch.examples(places, draws=bool(self._gradient.dropouts))
             outcome = self._traced(stack, run.shared, some).first(active)
-            clipped = rule.clipped(
+            clipped = rule.clip(
                 list(outcome.grads.values()),
                 some.weights[:active] > 0,
                 products=list(outcome.factors.values()),

@@ -137,7 +137,7 @@ class Batch(NamedTuple):
         return Batch(rebuild_inputs(inputs, like=self.features), labels, weights, keys)
 
 
-class StepResult(NamedTuple):
+class GradientResult(NamedTuple):
     """The result of one vectorised gradient computation.
 
     Attributes:
@@ -156,11 +156,11 @@ class StepResult(NamedTuple):
     statistics: Named
     constants: Named
 
-    def first(self, num_clients: int) -> "StepResult":
+    def first(self, num_clients: int) -> "GradientResult":
         """Return the results of the first clients."""
         if len(self.losses) == num_clients:
             return self
-        return StepResult(
+        return GradientResult(
             grads={name: value[:num_clients] for name, value in self.grads.items()},
             factors={
                 name: (left[:num_clients], right[:num_clients])
@@ -272,12 +272,12 @@ class BlockGradient:
             if name not in self.layout.by_name
         }
 
-    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> StepResult:
+    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> GradientResult:
         """Compute the gradients, losses and buffers of one step."""
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         names = self.reached(parts, batch)
         grads, (losses, (statistics, constants)) = self.vectorised(names, parts, batch)
-        return StepResult(grads, {}, losses, statistics, constants)
+        return GradientResult(grads, {}, losses, statistics, constants)
 
     def vectorised(self, names: Sequence[str], parts: Parts, batch: Batch) -> Any:
         """Compute ``(gradients, (losses, (statistics, constants)))``, nested as traces expect them.

@@ -24,10 +24,10 @@ from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.stacked_gradient import (
     Batch,
     BlockGradient,
+    GradientResult,
     Parts,
     Shared,
     Stack,
-    StepResult,
     first_line,
 )
 
@@ -36,7 +36,8 @@ _UNSAFE_VIEW = _ATEN._unsafe_view.default  # noqa: SLF001 - the name of an opera
 #: Operations that do nothing if they keep the shape.
 _RESHAPING = (_UNSAFE_VIEW, _ATEN.view.default, _ATEN.expand.default)
 
-#: Maps the tensors of a stack, the shared ones and a batch to the fields of a :class:`StepResult`.
+#: Maps the tensors of a stack, the shared ones and a batch to the fields of a
+#: :class:`GradientResult`.
 _Step = Callable[..., tuple[Any, ...]]
 
 
@@ -53,7 +54,7 @@ class TracedSteps:
         self._gradient, self._is_compiled = gradient, is_compiled
         self._steps: dict[object, _Step | None] = {}
 
-    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> StepResult:
+    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> GradientResult:
         """Compute the gradients, losses and buffers of a step.
 
         Raises:
@@ -67,7 +68,11 @@ class TracedSteps:
         if key not in self._steps:
             self._steps[key] = self._new(stack, shared, batch, tensors)
         step = self._steps[key]
-        return self._gradient(stack, shared, batch) if step is None else StepResult(*step(*tensors))
+        return (
+            self._gradient(stack, shared, batch)
+            if step is None
+            else GradientResult(*step(*tensors))
+        )
 
     def _new(
         self, stack: Stack, shared: Shared, batch: Batch, tensors: Sequence[Tensor]
@@ -115,7 +120,7 @@ class TracedSteps:
             return None
         trace.graph.eliminate_dead_code()
         trace.recompile()
-        found = StepResult(*trace(*tensors))
+        found = GradientResult(*trace(*tensors))
         one_by_one, _ = gradient.vectorised(gradient.trainable, parts, batch)
         for name, grad in one_by_one.items():
             if name in found.factors:

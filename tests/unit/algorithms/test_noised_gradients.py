@@ -48,7 +48,7 @@ def flat(grads: list[Tensor], *, dims: int) -> Tensor:
 def test_each_example_is_clipped_before_it_is_summed(num_examples: int) -> None:
     """By the norm of all parameters together. Control: clipping the sum gives another result."""
     grads = gradients(num_examples)
-    found = flat(RULE.clipped(grads, all_real(grads)), dims=1) * RULE.level
+    found = flat(RULE.clip(grads, all_real(grads)), dims=1) * RULE.level
     examples = flat([*grads], dims=2)
     norms = examples.norm(dim=2, keepdim=True)
     expected = (examples * (CLIP / norms).clamp(max=1.0)).sum(1)
@@ -65,39 +65,39 @@ def test_products_of_two_vectors_are_clipped_without_being_written_down() -> Non
     left, right = torch.randn(2, 6, 5), torch.randn(2, 5, 4)
     written = torch.einsum("kmb,kbn->kbmn", left, right)
     real = torch.tensor([[True] * 4 + [False]] * 2)
-    expected = RULE.clipped([bias, written], real)
-    found = RULE.clipped([bias], real, products=[(left, right)])
+    expected = RULE.clip([bias, written], real)
+    found = RULE.clip([bias], real, products=[(left, right)])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0.0, atol=1e-6 / RULE.level)
     # The vectors' squared norms leave the range of float32, but their product's does not.
     products = [(left * 1e-24, right * 1e25)]
-    expected = RULE.clipped([bias, written * 10.0], real)
-    for one, other in zip(RULE.clipped([bias], real, products=products), expected, strict=True):
+    expected = RULE.clip([bias, written * 10.0], real)
+    for one, other in zip(RULE.clip([bias], real, products=products), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6 / RULE.level)
     left[:, :, 1] = math.nan
-    for one in RULE.clipped([bias], real, products=[(left, right)]):
+    for one in RULE.clip([bias], real, products=[(left, right)]):
         assert bool(torch.isfinite(one).all())
 
 
 def test_padding_adds_exactly_nothing() -> None:
     """Whatever its values. Control: a real example changes the sum."""
     grads, real = gradients(5), torch.tensor([[True] * 4 + [False]] * 2)
-    found = RULE.clipped(grads, real)
+    found = RULE.clip(grads, real)
     others = [grad.clone() for grad in grads]
     for other in others:
         other[:, 4] = torch.randn(other[:, 4].shape) * 100.0
-    for one, same in zip(found, RULE.clipped(others, real), strict=True):
+    for one, same in zip(found, RULE.clip(others, real), strict=True):
         assert torch.equal(one, same)
-    assert not torch.equal(found[0], RULE.clipped(grads, all_real(grads))[0])
+    assert not torch.equal(found[0], RULE.clip(grads, all_real(grads))[0])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 def test_an_example_whose_gradient_has_no_norm_adds_exactly_nothing(value: float) -> None:
     """Otherwise it would reveal itself by its effect on the whole sum."""
     grads = gradients(5)
-    expected = RULE.clipped(grads, torch.tensor([[True] * 4 + [False]] * 2))
+    expected = RULE.clip(grads, torch.tensor([[True] * 4 + [False]] * 2))
     grads[0][:, 4, 3, 3] = value
-    for one, other in zip(RULE.clipped(grads, all_real(grads)), expected, strict=True):
+    for one, other in zip(RULE.clip(grads, all_real(grads)), expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -114,8 +114,7 @@ def test_no_example_moves_a_sum_on_its_grid_by_more_than_is_accounted_for(
         without = all_real(grads)
         without[:, -1] = False
         one, other = (
-            torch.round(flat(RULE.clipped(grads, real), dims=1))
-            for real in (all_real(grads), without)
+            torch.round(flat(RULE.clip(grads, real), dims=1)) for real in (all_real(grads), without)
         )
         moved.append(float((one - other).norm(dim=1).max()))
     assert max(moved) <= allowed
@@ -125,7 +124,7 @@ def test_no_example_moves_a_sum_on_its_grid_by_more_than_is_accounted_for(
 def noised(num_examples: list[int], *, rule: NoisedGradients = RULE) -> list[Tensor]:
     """Return the noise for one client per batch size; the sums are zero."""
     sums = [torch.zeros(len(num_examples), *shape, dtype=torch.float64) for shape in ((200, 100),)]
-    return rule.noised(sums, num_examples, like=[torch.zeros(1)])
+    return rule.add_noise(sums, num_examples, like=[torch.zeros(1)])
 
 
 def test_noise_is_of_the_clip_by_the_size_of_the_batch() -> None:
@@ -168,7 +167,7 @@ def test_noise_is_whole_whatever_integers_it_takes(dtype: torch.dtype, multiplie
     """Noise is added to the sums. Control: at a multiplier of 10,000 it exceeds 32 bits."""
     rule = replace(RULE, example_noise_multiplier=multiplier)
     sums = torch.full((2, 100, 100), 3.0 * 2**20, dtype=dtype).mT  # not contiguous
-    (found,) = rule.noised([sums], [1, 1], like=[torch.zeros(1)])
+    (found,) = rule.add_noise([sums], [1, 1], like=[torch.zeros(1)])
     assert found.dtype == torch.float32
     noise, sigma = found.flatten().double() - 3.0 * CLIP, multiplier * CLIP
     assert has_scale(noise, sigma)
@@ -184,7 +183,7 @@ def test_sums_are_cut_to_whole_levels_before_they_have_noise(dtype: torch.dtype)
     levels = torch.tensor([[0.9, -0.9, 1.0, -2.5, 3.0e6 + 0.5]], dtype=dtype)
     rule = quiet(RULE)
     assert isinstance(rule, NoisedGradients)
-    (found,) = rule.noised([levels.clone()], [1], like=[torch.zeros(1, dtype=dtype)])
+    (found,) = rule.add_noise([levels.clone()], [1], like=[torch.zeros(1, dtype=dtype)])
     assert torch.equal(found, levels.trunc() * rule.level)
     assert not torch.equal(levels, levels.trunc())
 
@@ -204,8 +203,8 @@ def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
     grads, moment = gradients(5, scale=10.0), Moment(round_num=0, step=0)
     found, expected = ([torch.ones(2, *shape) for shape in SHAPES] for _ in range(2))
     kept, same = (make_memory(inner, found, kept={}) for _ in range(2))
-    sums = rule.clipped(grads, all_real(grads))
-    gradient = rule.noised([each.clone() for each in sums], sizes, like=expected)
+    sums = rule.clip(grads, all_real(grads))
+    gradient = rule.add_noise([each.clone() for each in sums], sizes, like=expected)
     inner.step(expected, gradient, same, broadcast={}, moment=moment)
     rule.take_noised_step(found, sums, sizes, kept, broadcast={}, moment=moment)
     for one, other in zip(found, expected, strict=True):
@@ -257,7 +256,7 @@ def test_sums_of_less_than_float32_are_refused() -> None:
     """The noise does not cover the error of such sums. Control: the other tests."""
     grads = gradients(3)
     with pytest.raises(SettingsRefused, match=r"torch multiplies float32 at '(high|lower)' pre"):
-        RULE.clipped(grads, all_real(grads))
+        RULE.clip(grads, all_real(grads))
 
 
 @pytest.mark.parametrize(

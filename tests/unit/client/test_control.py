@@ -45,7 +45,7 @@ def test_what_is_saved_is_found_by_the_next_attempt(home: Home) -> None:
     """Tensors may share memory, like views of one vector."""
     vector = torch.arange(6.0)
     silent(home, VirtualClock()).save({"a": vector[:3], "b": vector[3:], "c": vector})
-    found = silent(home, VirtualClock()).saved()
+    found = silent(home, VirtualClock()).load()
     assert {name: value.tolist() for name, value in found.items()} == {
         "a": [0.0, 1.0, 2.0],
         "b": [3.0, 4.0, 5.0],
@@ -58,7 +58,7 @@ def test_tensors_of_any_format_are_saved(home: Home) -> None:
     images, matrix = torch.arange(16.0).view(1, 4, 2, 2), torch.arange(6.0).view(2, 3)
     given = {"images": images.to(memory_format=torch.channels_last), "matrix": matrix.t()}
     silent(home, VirtualClock()).save(given)
-    found = silent(home, VirtualClock()).saved()
+    found = silent(home, VirtualClock()).load()
     assert torch.equal(found["images"], images)
     assert torch.equal(found["matrix"], matrix.t())
 
@@ -66,9 +66,9 @@ def test_tensors_of_any_format_are_saved(home: Home) -> None:
 def test_nothing_or_nonsense_saved_is_nothing(home: Home) -> None:
     """The task then starts from the beginning."""
     control = silent(home, VirtualClock())
-    assert control.saved() == {}
+    assert control.load() == {}
     home.save_checkpoint(b"nonsense")
-    assert control.saved() == {}
+    assert control.load() == {}
 
 
 def test_checkpoints_take_a_small_share_of_the_time(home: Home) -> None:
@@ -79,7 +79,7 @@ def test_checkpoints_take_a_small_share_of_the_time(home: Home) -> None:
         control.save({"step": torch.tensor(step)})
         clock.sleep(1.0)
     assert clock.now_s() <= 200 * 1.06
-    assert int(control.saved()["step"]) > 170
+    assert int(control.load()["step"]) > 170
 
 
 def test_reports_are_few_and_the_last_one_comes(home: Home) -> None:

@@ -261,7 +261,7 @@ class Stepper:
     honours: Collection[str] = HONOURED
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        first = int(context.control.saved().get("step", torch.tensor(0)))
+        first = int(context.control.load().get("step", torch.tensor(0)))
         self.begun.put(first)
         step = first
         while step < self.num_steps:

@@ -182,7 +182,7 @@ class Watched(Unattended):
         """Record the progress."""
         self.reports.append(fraction)
 
-    def saved(self) -> Mapping[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         """Return a copy, as if loaded from disk."""
         return {name: value.clone() for name, value in self.kept.items()}
 

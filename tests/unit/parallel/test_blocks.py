@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.parallel.live_tensors import measured
+from fedlearn.parallel.live_tensors import measure_step
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.parts import blocks_of, find_blocks_to_shard
@@ -197,7 +197,7 @@ def _activations(task: Task) -> int:
         def step() -> None:
             engine.take_step()
 
-        return measured(
+        return measure_step(
             step,
             module=engine._wrapped.module,  # noqa: SLF001 (what is looked at)
             optimizer=engine._optimizer,  # noqa: SLF001

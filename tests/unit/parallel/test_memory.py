@@ -15,7 +15,7 @@ from fedlearn.cli.app import main
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.parallel.live_tensors import StepMemory, measured
+from fedlearn.parallel.live_tensors import StepMemory, measure_step
 from fedlearn.parallel.memory import Counted, Memory, predict
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import AdamKin, Lars, MakesOptimizer, Sgd
@@ -95,7 +95,7 @@ def really(model: str, plan: TrainingPlan) -> StepMemory:
             (nn.functional.cross_entropy(module(x), y) / parts).backward()
         optimizer.step()
 
-    return measured(step, module=module, optimizer=optimizer)
+    return measure_step(step, module=module, optimizer=optimizer)
 
 
 CASES = [

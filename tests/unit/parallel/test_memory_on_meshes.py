@@ -7,7 +7,7 @@ import torch
 import torch._dynamo  # once, before forks, each of which would
 
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.parallel.live_tensors import StepMemory, measured
+from fedlearn.parallel.live_tensors import StepMemory, measure_step
 from fedlearn.parallel.local_world import in_processes
 from fedlearn.parallel.memory import Memory, predict
 from fedlearn.parallel.mesh import Mesh
@@ -33,7 +33,7 @@ def held(task: Task) -> StepMemory:
         engine.take_step()
 
     with engine.reading(until=NUM_READ):
-        return measured(
+        return measure_step(
             step,
             module=engine._wrapped.module,  # noqa: SLF001 - this process's part of the model
             optimizer=engine._optimizer,  # noqa: SLF001

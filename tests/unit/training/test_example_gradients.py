@@ -133,7 +133,7 @@ def test_clipped_sums_are_those_of_opacus(name: str) -> None:
     keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
     grads, losses = by_example(made(name), LOSS)(features, LABELS, keys=keys)
     is_real = torch.ones(1, NUM_EXAMPLES, dtype=torch.bool)
-    found = [each * RULE.level for each in RULE.clipped([grad[None] for grad in grads], is_real)]
+    found = [each * RULE.level for each in RULE.clip([grad[None] for grad in grads], is_real)]
     expected = Opacus(made(name), rate=1.0, momentum=0.0).clipped(features, LABELS)
     assert difference(found, expected) < 1e-6
     total = [grad.sum(0) for grad in grads]

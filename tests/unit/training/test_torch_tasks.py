@@ -95,7 +95,7 @@ class Watched(Unattended):
         self.fractions.append(fraction)
         self.losses.append(loss)
 
-    def saved(self) -> Mapping[str, Tensor]:
+    def load(self) -> Mapping[str, Tensor]:
         return self.kept
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
