@@ -152,7 +152,7 @@ class Components:
             spread = [f"clients/{each}_mean" for each in of_clients]
             known = ", ".join(dict.fromkeys([*central, *(spread if central else of_clients)]))
             raise ConfigError(
-                f'early_stopping.metric is "{section.metric}", which nobody measures; give one of: '
+                f'early_stopping.metric is "{section.metric}", which is not measured; give one of: '
                 f"{known or 'none is measured: raise evaluation.clients'}"
             )
         if name == "accuracy" and section.target is not None and section.target > 1.0:
@@ -179,7 +179,7 @@ class Components:
         if section.metric != "auto" or section.patience_rounds or section.target is not None:
             raise ConfigError(
                 f'early_stopping.metric: "{section.metric}" is measured by the clients, without '
-                "noise, and when the run ends, or which model is the best, would tell of them; "
+                "noise, so the end of the run and the choice of its best model would leak them; "
                 "leave early_stopping out, or watch what a central test set measures"
             )
         return build_component(EarlyStopping, section, metric="", direction="min")

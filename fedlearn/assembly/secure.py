@@ -49,7 +49,7 @@ def require_summable(strategy: Strategy) -> WeightedMean:
     """
     if _varies_by_client(strategy):
         raise ConfigError(
-            "its terms name one training for all, and clients are told each what to do; leave "
+            "its terms prescribe one training for all, but each client gets its own task; leave "
             f"local_of out (or {type(strategy).__name__}.locals_for), or switch secure aggregation "
             "off"
         )

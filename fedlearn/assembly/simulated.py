@@ -162,7 +162,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     names = {*experiment.extra, *({} if by_round is None else split_settings(by_round(0))[1])}
     if names and experiment.make_trainer is None:
         raise ConfigError(
-            f"client.extra tells {', '.join(sorted(names))}, but the clients of this simulation "
+            f"client.extra has {', '.join(sorted(names))}, but the clients of this simulation "
             "have fedlearn's own trainer, which acts on none of it; give them yours "
             "(client.trainer, fl.simulate(trainer=...)), or leave it out"
         )

@@ -399,7 +399,7 @@ def rollback(
         roll_back(database, run, to=to, clock=here.clock)
         is_deployed = database.run(run).record.is_deployed
     again = "fedlearn coordinator" if is_deployed else f"fedlearn resume {run}"
-    typer.echo(f"{run} is back after {to} rounds; `{again}` goes on from there")
+    typer.echo(f"{run} is back after {to} rounds; `{again}` continues from there")
 
 
 @app.command(epilog="Example: fedlearn extend calm-otter-17 --rounds 40")

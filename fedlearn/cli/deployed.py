@@ -251,7 +251,7 @@ def rounds(
         elif clients:
             typer.echo("\nnobody was late or failed in them")
     else:
-        typer.echo("no round is finished yet; `fedlearn why` tells what the run waits for")
+        typer.echo("no round is finished yet; `fedlearn why` shows what the run waits for")
 
 
 @app.command()
@@ -460,7 +460,7 @@ def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
             return
         is_heard = operator.send_command(wanted)
     said = {
-        "run": f"{name} goes on",
+        "run": f"{name} continues",
         "pause": f"{name} pauses when its round is finished",
         "abort": f"{name} is being ended",
     }

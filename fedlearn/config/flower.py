@@ -50,7 +50,7 @@ class FlowerSection(Section):
         """Refuse entries that no client would read, and the entry that fedlearn sets itself."""
         if self.evaluate_config and not self.is_foreign:
             text = (
-                'is given, but client_apps is "fedlearn", whose clients are told nothing when they '
+                'is given, but client_apps is "fedlearn", whose clients get no settings when they '
                 'evaluate; leave it out, or set client_apps to "flower"'
             )
             yield Problem(("evaluate_config", "client_apps"), text)

@@ -52,8 +52,8 @@ class LateUpdatesSection(Section):
             yield from find_ineffective_keys(self, table="late_updates", off="drop", on="keep")
         else:
             text = (
-                f"is {quantile:g}, but late updates are dropped: nobody "
-                "learns how long these took, and each deadline would follow the one before down; "
+                f"is {quantile:g}, but late updates are dropped, so their "
+                "durations are unknown, and each deadline would be shorter than the one before; "
                 'set mode to "keep"'
             )
             yield Problem(("deadline_quantile", "mode"), text)

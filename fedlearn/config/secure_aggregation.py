@@ -96,9 +96,10 @@ class SecureAggregationSection(Section):
         """Refuse a roster that would have no effect."""
         if self.roster and not self.draws:
             text = (
-                f'is "{self.roster}", but nobody is drawn where secure aggregation is off, or '
-                'holds against no active coordinator; set secure_aggregation.mode to "complete" or '
-                '"sparse" and secure_aggregation.adversary to "active", or leave the roster out'
+                f'is "{self.roster}", but no clients are drawn if secure aggregation is off, or '
+                "does not protect against an active coordinator; set secure_aggregation.mode to "
+                '"complete" or "sparse" and secure_aggregation.adversary to "active", or leave the '
+                "roster out"
             )
             yield Problem(("roster", "mode", "adversary"), text)
 

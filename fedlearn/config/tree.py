@@ -75,7 +75,7 @@ class EvaluationSection(Section):
         description="Clients evaluated for the quantiles over clients, at most the population; "
         f'0: none; "auto": {_USUAL_EVALUATED}, in a simulation of your own data no more than '
         "cohort.num_wanted. Simulated, they are the same clients every time. Deployed with secure "
-        "aggregation they measure in a sum, which tells their mean alone.",
+        "aggregation their metrics are summed securely, which reveals only the mean.",
     )
     batch_size: Count = Field(1024, description="Examples evaluated at a time, >= 1.")
     deadline_s: Positive = Field(
@@ -400,7 +400,7 @@ class Config(Section):
             yield Problem(("privacy.mode", apps), text)
         if self.privacy.is_on and self.privacy.clip_quantile is not None:
             text = (
-                f"is {self.privacy.clip_quantile}, but {whose} do not tell whether their update "
+                f"is {self.privacy.clip_quantile}, but {whose} do not report whether their update "
                 "is below a norm; leave it out"
             )
             yield Problem(("privacy.clip_quantile", apps), text)
@@ -453,7 +453,7 @@ class Config(Section):
             yield Problem(("centralized", "data.source"), text)
         if self.evaluation.clients == 0:
             text = (
-                'is 0, but data.source is "none": nobody would measure the model; raise it, or '
+                'is 0, but data.source is "none": nothing would measure the model; raise it, or '
                 "name the data"
             )
             yield Problem(("evaluation.clients", "data.source"), text)
@@ -500,7 +500,7 @@ class Config(Section):
         takes_turns, bands = self.cohort.sampling == "cyclic", self.privacy.bands
         if self.privacy.mode == "central" and takes_turns != (bands is not None):
             text = (
-                'is "cyclic", by which nobody is hidden, but privacy.bands is missing; give it, 1 '
+                'is "cyclic", which hides no client, but privacy.bands is missing; give it, 1 '
                 'for independent noise, or sample by "poisson"'
                 if takes_turns
                 else f"is {quote(self.cohort.sampling)}, but privacy.bands is {bands}, whose ε "
@@ -509,8 +509,8 @@ class Config(Section):
             yield Problem(("cohort.sampling", "privacy.bands"), text)
         if self.privacy.mode == "local" and self.cohort.sampling != "uniform":
             text = (
-                f"is {quote(self.cohort.sampling)}, but updates that are seen are hidden by no "
-                'coin; leave it at "uniform"'
+                f"is {quote(self.cohort.sampling)}, but sampling does not hide updates that are "
+                'seen; leave it at "uniform"'
             )
             yield Problem(("cohort.sampling", mode), text)
         if not self.privacy.is_distributed:

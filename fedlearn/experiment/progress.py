@@ -415,7 +415,7 @@ def _describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
     rounds = f"{summary.num_finished}/{run.num_rounds} rounds"
     yield "run", f"{ended} after {rounds}, {summary.times()}"
     if is_parked:
-        yield "parked", "the same command goes on from here"
+        yield "parked", "run the same command again to continue"
     if run.error:
         yield "error", replace_unprintable(run.error)
     yield from describe_metrics(summary) if summary.best else [("best", "nothing was evaluated")]

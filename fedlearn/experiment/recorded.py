@@ -30,6 +30,6 @@ def config_of(record: RunRecord) -> Config:
         begun = record.versions.get("fedlearn", "of an unknown version")
         raise ConfigError(
             f"run {record.name!r} was begun by fedlearn {begun}, and fedlearn "
-            f"{version('fedlearn')} cannot read its configuration; go on with the version that "
+            f"{version('fedlearn')} cannot read its configuration; continue with the version that "
             f"began it: {error}"
         ) from error

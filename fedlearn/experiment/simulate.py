@@ -137,7 +137,7 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         record = stored.record
         if record.is_deployed:
             raise ConfigError(
-                f"{name} is a deployed run, which its coordinator goes on with: start it again "
+                f"{name} is a deployed run, which its coordinator continues: start that again "
                 f"with `fedlearn coordinator FILE`, or on Flower with `flwr run` (overrides: "
                 f"name={name}); `fedlearn resume` without a name takes back a pause"
             )
@@ -320,7 +320,9 @@ def _require_compatible_sampler(config: Config, settings: Mapping[str, object]) 
             "asked; remove one of the two"
         )
     if config.centralized:
-        raise ConfigError("simulate(): centralized asks nobody, but sampler= is given; remove one")
+        raise ConfigError(
+            "simulate(): centralized asks no clients, but sampler= is given; remove one"
+        )
     if config.privacy.is_on:
         raise ConfigError(
             f"simulate(): privacy.mode is {config.privacy.mode!r}, whose ε rests on how clients "
@@ -436,7 +438,7 @@ def _require_same(before: Mapping[str, object], now: Mapping[str, object], name:
         if _ADDRESS.sub("", str(before.get(key))) != _ADDRESS.sub("", str(value)):
             raise ConfigError(
                 f"simulate(): {key} is {value}, but {name} was started with {before.get(key)}; a "
-                "run goes on with the arguments that it was started with: give the same, or leave "
+                "run resumes with the arguments that it was started with: give the same, or leave "
                 "resume= out to start another"
             )
 

@@ -241,7 +241,7 @@ def test_what_a_run_will_cost_rises_by_turns(capsys: pytest.CaptureFixture[str])
         ({}, {"cohort": {"num_wanted": 31}}, "not two groups can be made that large"),
         ({}, {"cohort": {"sampling": "poisson"}}, 'is "poisson", but privacy.bands is 4'),
         ({}, {"cohort": {"sampling": "uniform"}}, 'is "uniform", but privacy.bands is 4'),
-        ({"bands": None}, {"cohort": TURNS}, "by which nobody is hidden, but privacy.bands is mis"),
+        ({"bands": None}, {"cohort": TURNS}, "which hides no client, but privacy.bands is mis"),
         ({"bands": 0}, {}, r"bands.*>= 1"),
         ({"clip_quantile": 0.5}, {}, "rounds have clip norms of their own"),
         ({"mode": "distributed"}, {}, 'bands: is 4, but privacy.mode is "distributed"'),

@@ -212,7 +212,7 @@ def test_a_deployment_promises_no_more_than_it_can_keep(
         ({**LOCALLY, "algorithm": "scaffold"}, "lane 'control' has no noise"),
         (
             {**LOCALLY, "cohort": {"num_wanted": COHORT, "sampling": "poisson"}},
-            "hidden by no coin",
+            "sampling does not hide updates",
         ),
         ({"privacy": {"mode": "local", "reproducible": True}}, "whose clients draw secret noise"),
         ({"privacy": {"mode": "local", "clip_quantile": 0.5}}, "clients agree to one clip norm"),

@@ -140,7 +140,7 @@ EASGD = fl.EASGD(
         ),
         ({"cohort": {"num_wanted": 4, "sampling": "poisson"}}, 'leave it at "uniform"'),
         ({"asynchronous": {"mode": "buffered"}}, "a buffer takes updates whenever they come"),
-        ({"late_updates": {"deadline_quantile": 0.5}}, "nobody learns how long these took"),
+        ({"late_updates": {"deadline_quantile": 0.5}}, "their durations are unknown"),
         (
             {"late_updates": {"mode": "keep", "least_deadline_s": 30.0}},
             r"is 30, above stragglers.deadline_s, which is 20",

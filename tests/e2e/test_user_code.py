@@ -146,7 +146,7 @@ def test_numpy_integers_are_client_ids() -> None:
     ("settings", "complaint"),
     [
         ({"cohort": {"sampling": "uniform"}}, "cohort.sampling is 'uniform', but sampler="),
-        ({"centralized": True}, "centralized asks nobody"),
+        ({"centralized": True}, "centralized asks no clients"),
         (
             {
                 "cohort": {"num_wanted": 10},

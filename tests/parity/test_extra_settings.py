@@ -247,7 +247,7 @@ def test_they_are_told_beside_what_privacy_asks(
 
 def test_clients_that_are_told_each_are_seen_through_it() -> None:
     """Secure aggregation refuses settings per client, even inside a wrapper."""
-    with pytest.raises(ConfigError, match="clients are told each what to do"):
+    with pytest.raises(ConfigError, match="each client gets its own task"):
         fl.simulate(
             make_model,
             data(),

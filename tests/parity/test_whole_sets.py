@@ -261,7 +261,7 @@ def test_the_worst_clinic_can_be_watched() -> None:
 
 def test_a_name_that_nobody_measures_is_refused() -> None:
     """Before the first round; the error lists the metrics that exist."""
-    with pytest.raises(ConfigError, match=r'"c-index", which nobody measures.*loss, c_index'):
+    with pytest.raises(ConfigError, match=r'"c-index", which is not measured.*loss, c_index'):
         run(early_stopping={"metric": "c-index"})
 
 

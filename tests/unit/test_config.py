@@ -673,14 +673,14 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
         ),
         (
             ["secure_aggregation.roster=all.roster"],
-            'roster: is "all.roster", but nobody is drawn where secure aggregation is off',
+            'roster: is "all.roster", but no clients are drawn if secure aggregation is off',
         ),
         (
             [
                 "secure_aggregation={mode='complete',adversary='honest-but-curious'}",
                 "secure_aggregation.roster=all.roster",
             ],
-            'roster: is "all.roster", but nobody is drawn where',
+            'roster: is "all.roster", but no clients are drawn if',
         ),
         (
             ["secure_aggregation.mode=complete", "data.source=mnist-by-writer"],

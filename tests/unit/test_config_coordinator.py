@@ -77,7 +77,7 @@ def test_without_data_the_model_is_the_users() -> None:
     ("more", "match"),
     [
         ({"centralized": True}, 'centralized.*data.source is "none"'),
-        ({"evaluation": {"clients": 0}}, "evaluation.clients.*nobody would measure"),
+        ({"evaluation": {"clients": 0}}, "evaluation.clients.*nothing would measure"),
     ],
 )
 def test_without_data_what_needs_them_is_refused(more: dict[str, object], match: str) -> None:

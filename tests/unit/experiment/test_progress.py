@@ -157,7 +157,7 @@ def test_a_deployed_run_that_stopped_is_parked_and_says_how_it_goes_on() -> None
     lines = plain(ROUNDS, replace(running, is_deployed=True))
     (run,) = [line for line in lines if line.startswith("run: ")]
     assert run.startswith("run: brisk-otter-17 parked after 3/20 rounds")
-    assert "parked: the same command goes on from here" in lines
+    assert "parked: run the same command again to continue" in lines
     assert not any("parked" in line for line in plain(ROUNDS, running))
     done = replace(RUN, is_deployed=True)
     assert not any("parked" in line for line in plain(ROUNDS, done))
