@@ -10,7 +10,7 @@ from fedlearn.core.cores import count_cores
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.congestion import InFlightLimit
-from fedlearn.rounds.plain import ModelPrefetcher, PlainCollector
+from fedlearn.rounds.plain import PlainCollector, PrefetchSender
 from fedlearn.rounds.secure import MaskedSumStore, NoMaskedSumStore, SecureCollector
 from fedlearn.secagg.keys import Signer
 from fedlearn.secagg.terms import RUN_BYTES
@@ -57,7 +57,7 @@ class ClientLink:
 
     channel: Channel
     identities: Identities | None = None
-    prefetcher: ModelPrefetcher | None = None
+    prefetcher: PrefetchSender | None = None
     congestion: InFlightLimit | None = None
 
 

@@ -29,7 +29,7 @@ _LOOK_S = 1.0
 _LEAST_STALENESS = 2
 
 
-class ModelPrefetcher(Protocol):
+class PrefetchSender(Protocol):
     """Sends models to clients before they are asked to train them."""
 
     def send_prefetch(
@@ -83,7 +83,7 @@ class PlainCollector:
     slab_bytes: int
     staleness: LateUpdates | Asynchrony | None = None
     wait: Callable[[], None] | None = None
-    prefetcher: ModelPrefetcher | None = None
+    prefetcher: PrefetchSender | None = None
     congestion: InFlightLimit | None = None
     sent_statistics: dict[int, Tensor | None] = field(default_factory=dict, init=False)
     _exchange: Exchange | None = None
