@@ -27,17 +27,17 @@ from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import (
     Choice,
     ExecutorKind,
-    Job,
+    TrainingJob,
     choose,
-    named,
+    use_configured,
 )
-from fedlearn.simulation.cluster import can_fork, under_torchrun
+from fedlearn.simulation.cluster import can_fork, read_torchrun_size
 from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffers
 from fedlearn.simulation.engine import by_client
 from fedlearn.simulation.partition import client_text
 from fedlearn.simulation.population import CheckedExamples, client_names
 from fedlearn.training.example_gradients import batch_statistics
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import preserve_generator
 from fedlearn.training.resident import Precision
 
 #: Most clients that a note lists.
@@ -165,7 +165,7 @@ def _freeze_constant_buffers(simulation: Simulation, params: Params) -> Simulati
 
 def _warn_of_single_examples(simulation: Simulation) -> Iterator[str]:
     """Warn if a layer uses batch statistics and some clients' last batch has one example."""
-    with untouched(torch.default_generator):
+    with preserve_generator(torch.default_generator):
         layer = batch_statistics(simulation.make_model().train())
     if layer is None or simulation.make_trainer is not None:
         return
@@ -246,7 +246,7 @@ def _choose_num_workers(
     simulation: Simulation, params: Params, environ: Mapping[str, str]
 ) -> tuple[int, str]:
     config, on_gpu = simulation.config, params.vector.is_cuda
-    asked, started = config.engine.num_workers, under_torchrun(environ)
+    asked, started = config.engine.num_workers, read_torchrun_size(environ)
     if started is not None:
         if asked not in ("auto", started):
             raise EngineError(
@@ -303,7 +303,7 @@ def _choose_executor(
     if engine.executor == "auto":
         choice = choose(job, clock=clock, cache_dir=cache_dir)
     else:
-        choice = named(job, ExecutorKind(engine.executor))
+        choice = use_configured(job, ExecutorKind(engine.executor))
     if engine.block_size != "auto":
         if job.make_trainer is not None and engine.block_size > 1:
             raise EngineError(
@@ -317,10 +317,10 @@ def _choose_executor(
     return replace(choice, block_size=-(-share // num_blocks))
 
 
-def build_job(simulation: Simulation, params: Params, num_workers: int) -> Job:
+def build_job(simulation: Simulation, params: Params, num_workers: int) -> TrainingJob:
     """Describe the training job for which an executor is chosen and built."""
     config = simulation.config
-    return Job(
+    return TrainingJob(
         make_model=simulation.make_model,
         objective=simulation.objective,
         metrics=simulation.metrics,

@@ -27,7 +27,7 @@ from fedlearn.simulation.evaluation import (
 )
 from fedlearn.simulation.sources import Examples
 from fedlearn.training.example_gradients import require_separable
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import preserve_generator
 from fedlearn.training.resident import ResidentModel
 
 
@@ -125,7 +125,7 @@ def _require_separable(components: Components) -> None:
     Raises:
         ConfigError: It does.
     """
-    with untouched(torch.default_generator):
+    with preserve_generator(torch.default_generator):
         model = components.make_model().train()  # a layer may stay in evaluation mode
     try:
         require_separable(model, components.objective)

@@ -22,7 +22,7 @@ from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.pooled import PooledExamples, set_aside
 from fedlearn.simulation.population import Population
 from fedlearn.training.input_dtypes import InputCast
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import preserve_generator
 
 
 def build_server_task(components: Components) -> Task:
@@ -60,7 +60,7 @@ def _input_dtypes(components: Components) -> Sequence[torch.dtype] | None:
     features = components.own.load(np.zeros(1, np.int64)).features
     if all(each.dtype in (torch.float32, torch.bool) for each in list_tensors(features)):
         return None
-    with untouched(torch.default_generator):
+    with preserve_generator(torch.default_generator):
         model = components.make_model()
     return InputCast(model, Layout.of(model)).dtypes(features)
 

@@ -33,14 +33,14 @@ from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.behaviour import Behaviour, ClientBehaviour, Instant
 from fedlearn.simulation.choice import (
     ExecutorKind,
-    Job,
+    TrainingJob,
     make_executor,
 )
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import (
     ClientEvaluator,
     ReadOnce,
-    evaluated_clients,
+    sample_clients,
 )
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import (
@@ -156,7 +156,7 @@ def _build_sessions(
     )
 
 
-def _build_engine(simulation: Simulation, job: Job, cluster: Cluster) -> Collector:
+def _build_engine(simulation: Simulation, job: TrainingJob, cluster: Cluster) -> Collector:
     config, plan, summing = simulation.config, simulation.secure, None
     if plan is not None:  # the same sum without masks: the protocol itself needs sessions
         seed = simulation.seed.derive("rounding")
@@ -183,7 +183,7 @@ def _build_evaluators(
     num_clients = config.evaluation.num_clients
     if not num_clients or config.centralized:
         return [central]
-    sample = evaluated_clients(population.num_clients, num_clients, simulation.seed)
+    sample = sample_clients(population.num_clients, num_clients, simulation.seed)
     if channel is None:
         of_clients: Evaluator = ClientEvaluator(
             model=model,

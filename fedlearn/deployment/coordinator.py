@@ -52,7 +52,7 @@ from fedlearn.gateway.telemetry import Snapshot, Telemetry
 from fedlearn.identity.registry import Registry
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.records import RunStatus
-from fedlearn.simulation.cluster import one_thread
+from fedlearn.simulation.cluster import limit_to_one_thread
 from fedlearn.store.lease import Lease, find_deployment
 from fedlearn.store.patience import Patience
 from fedlearn.store.registry import StoredRegistry
@@ -136,7 +136,7 @@ def coordinate(
         places, components, insecure=insecure, serve_on=serve_on, start=start, progress=progress
     )
     raise_max_open_files()  # the gRPC server uses half of them for connections
-    with stop_signals(coordinator.interruption), one_thread():
+    with stop_signals(coordinator.interruption), limit_to_one_thread():
         try:
             coordinator.serve()
         except Parked as parked:

@@ -33,7 +33,7 @@ from fedlearn.experiment.site import Site
 from fedlearn.experiment.summary import summarize
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.records import RunStatus
-from fedlearn.simulation.cluster import one_thread
+from fedlearn.simulation.cluster import limit_to_one_thread
 from fedlearn.store.lease import Lease
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import StoredRun
@@ -102,7 +102,7 @@ def run(
     site = Site(resolve_addresses(config, environ=environ), environ, interruption, progress)
     _require_no_eligibility(config)
     components = assembly.build_deployment(config, data_dir=site.addresses.data_dir)
-    with site.database() as database, one_thread():
+    with site.database() as database, limit_to_one_thread():
         name = (
             config.name or begin(new_record(components, extra={}), database, seed=config.seed).name
         )

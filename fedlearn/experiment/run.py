@@ -83,9 +83,9 @@ class Run:
             return found
         import torch  # noqa: PLC0415 (see above)
 
-        from fedlearn.training.keyed_dropout import untouched  # noqa: PLC0415 (likewise)
+        from fedlearn.training.keyed_dropout import preserve_generator  # noqa: PLC0415 (likewise)
 
-        with untouched(torch.default_generator):
+        with preserve_generator(torch.default_generator):
             places = {name: place for place, name in enumerate(self.make_model().state_dict())}
         return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))
 

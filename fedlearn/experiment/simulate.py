@@ -61,12 +61,12 @@ from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
 from fedlearn.simulation.behaviour import ClientBehaviour
-from fedlearn.simulation.cluster import launch, one_thread
+from fedlearn.simulation.cluster import launch, limit_to_one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import preserve_generator
 
 log = structlog.get_logger()
 
@@ -367,7 +367,7 @@ def run_simulation(components: Simulation, site: Site) -> Run:
 def _describe_arguments(components: Simulation) -> dict[str, object]:
     """Describe the arguments that must be the same when the run is resumed, by name."""
     is_own = _is_argument(components.config.devices)
-    with untouched(torch.default_generator):
+    with preserve_generator(torch.default_generator):
         model = components.make_model()
     return {
         **({"devices": repr(components.behaviour)} if is_own else {}),
@@ -383,7 +383,9 @@ def _describe_arguments(components: Simulation) -> dict[str, object]:
 
 
 def _resolve(components: Simulation, site: Site) -> Simulation:
-    with one_thread():  # a probe must measure what workers will do, and they use one thread
+    with (
+        limit_to_one_thread()
+    ):  # a probe must measure what workers will do, and they use one thread
         return resolve(
             components,
             clock=site.clock,

@@ -28,7 +28,7 @@ from fedlearn.parallel.jobs import Folder, Job, digest_of, read_job, train
 from fedlearn.parallel.server_steps import with_state
 from fedlearn.parallel.task import Evaluation, Progress, Task, TrainingState
 from fedlearn.parallel.worker import train_as_rank
-from fedlearn.simulation.cluster import under_torchrun
+from fedlearn.simulation.cluster import read_torchrun_size
 from fedlearn.store.holding import hold_run
 from fedlearn.training.resident import Precision, ResidentModel
 from fedlearn.training.trainer import UNATTENDED
@@ -130,7 +130,7 @@ def train_alone(
         identity=identity,
         is_kept=request.folder is not None,
     )
-    is_rank = under_torchrun(site.environ) is not None
+    is_rank = read_torchrun_size(site.environ) is not None
     with _lock_folder(folder, site.environ, is_kept=job.is_kept), explain_divergence():
         _require_same_decay(job, task)
         if is_rank:

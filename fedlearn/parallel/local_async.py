@@ -30,9 +30,9 @@ from fedlearn.training.trainer import (
     LocalEvaluation,
     LocalResult,
     LocalTrainer,
+    NullControl,
     TaskControl,
     TrainContext,
-    Unattended,
 )
 
 
@@ -155,7 +155,7 @@ class _Token:
         os.close(self._end)
 
 
-class _Counting(Unattended):
+class _Counting(NullControl):
     """Task control of a fork, which counts its steps in memory that it shares with its parent."""
 
     def __init__(self, done: Tensor) -> None:

@@ -38,12 +38,12 @@ from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.fused.chain import Chain, NotAChain, as_chain
 from fedlearn.simulation.executors.fused.executor import FusedExecutor, describe_misfit
 from fedlearn.simulation.executors.sequential import SequentialExecutor
-from fedlearn.simulation.executors.stacked import StackedExecutor, why_not_compiled
+from fedlearn.simulation.executors.stacked import StackedExecutor, explain_not_compiled
 from fedlearn.simulation.executors.stacked_gradient import BlockGradient
 from fedlearn.simulation.executors.trainers import MakeTrainer, TrainerExecutor
-from fedlearn.simulation.executors.trial import Trial, said, trial_of
-from fedlearn.simulation.population import Population, readable_client, spread_clients
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.simulation.executors.trial import Trial, describe_first_line, trial_of
+from fedlearn.simulation.population import Population, find_readable_client, pick_spread_clients
+from fedlearn.training.keyed_dropout import preserve_generator
 from fedlearn.training.resident import Precision, ResidentModel
 
 _SECONDS = TypeAdapter(dict[str, FiniteFloat])
@@ -73,7 +73,7 @@ class ExecutorKind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingJob:
     """The training job for which an executor is chosen.
 
     Attributes:
@@ -147,7 +147,7 @@ class Choice:
     reason: str
 
 
-def make_executor(job: Job, kind: ExecutorKind) -> Executor:
+def make_executor(job: TrainingJob, kind: ExecutorKind) -> Executor:
     """Build the executor of a kind.
 
     Raises:
@@ -159,7 +159,7 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
         return SequentialExecutor(job.resident_model())
     if kind is ExecutorKind.FUSED:
         return FusedExecutor(_chain(job), objective=job.objective)
-    reason = why_not_compiled() if kind is ExecutorKind.COMPILED else None
+    reason = explain_not_compiled() if kind is ExecutorKind.COMPILED else None
     if reason is not None:
         raise EngineError(f'engine.executor "compiled": {reason}; use "vmap"')
     gradient = BlockGradient(
@@ -172,7 +172,7 @@ def make_executor(job: Job, kind: ExecutorKind) -> Executor:
     return StackedExecutor(gradient, is_compiled=kind is ExecutorKind.COMPILED)
 
 
-def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
+def choose(job: TrainingJob, *, clock: Clock, cache_dir: Path) -> Choice:
     """Choose the fastest executor that can train this job.
 
     Args:
@@ -184,30 +184,32 @@ def choose(job: Job, *, clock: Clock, cache_dir: Path) -> Choice:
         EngineError: Not even the sequential executor can train the job.
     """
     if job.make_trainer is not None:
-        return _by_trainers(job)
+        return _use_trainers(job)
     trial = _trial(job)
     if isinstance(trial, str):
-        return _choice(job, ExecutorKind.SEQUENTIAL, trial)
-    not_fused = _objection(job, ExecutorKind.FUSED, trial)
+        return _make_choice(job, ExecutorKind.SEQUENTIAL, trial)
+    not_fused = _find_objection(job, ExecutorKind.FUSED, trial)
     path = cache_dir / f"{_fingerprint(job)}.json"
     blocks = path.with_suffix(".blocks.json")
     if not_fused is None:
-        usual = _choice(job, ExecutorKind.FUSED, "the model calls its layers one after another")
-        return _tuned(job, usual, clock, blocks)
-    if (not_stacked := _objection(job, ExecutorKind.VMAP, trial)) is not None:
-        return _choice(job, ExecutorKind.SEQUENTIAL, not_stacked)
+        usual = _make_choice(
+            job, ExecutorKind.FUSED, "the model calls its layers one after another"
+        )
+        return _tune_block_size(job, usual, clock, blocks)
+    if (not_stacked := _find_objection(job, ExecutorKind.VMAP, trial)) is not None:
+        return _make_choice(job, ExecutorKind.SEQUENTIAL, not_stacked)
     try:
-        speed = _measured(job, clock, path)
+        speed = _load_or_probe(job, clock, path)
     except EngineError as error:
         _require_trainable(job)
-        return _choice(job, ExecutorKind.SEQUENTIAL, str(error))
-    fastest = _fastest(job, speed, trial, not_fused)
+        return _make_choice(job, ExecutorKind.SEQUENTIAL, str(error))
+    fastest = _choose_fastest(job, speed, trial, not_fused)
     if fastest.kind is not ExecutorKind.VMAP:
         return fastest
-    return _tuned(job, fastest, clock, blocks)
+    return _tune_block_size(job, fastest, clock, blocks)
 
 
-def named(job: Job, kind: ExecutorKind) -> Choice:
+def use_configured(job: TrainingJob, kind: ExecutorKind) -> Choice:
     """Use the executor that the user configured, after checking that it works.
 
     Raises:
@@ -219,26 +221,26 @@ def named(job: Job, kind: ExecutorKind) -> Choice:
                 f'engine.executor is "{kind}", but the clients have trainers of their own, which '
                 'train one at a time; use "auto" or "sequential"'
             )
-        return _by_trainers(job)
+        return _use_trainers(job)
     if kind is not ExecutorKind.SEQUENTIAL:
         try:
             make_executor(job, kind)
         except EngineError as error:
-            raise _not_this(kind, str(error)) from error
+            raise _build_refusal(kind, str(error)) from error
         tried = kind if kind is ExecutorKind.FUSED else ExecutorKind.VMAP  # compiling takes seconds
         trial = _trial(job)
-        reason = trial if isinstance(trial, str) else _objection(job, tried, trial)
+        reason = trial if isinstance(trial, str) else _find_objection(job, tried, trial)
         if reason is not None:
-            raise _not_this(kind, reason)
-    return _choice(job, kind, "as configured")
+            raise _build_refusal(kind, reason)
+    return _make_choice(job, kind, "as configured")
 
 
-def _not_this(kind: ExecutorKind, reason: str) -> EngineError:
+def _build_refusal(kind: ExecutorKind, reason: str) -> EngineError:
     """Build the error for a configured executor that cannot train the model."""
     return EngineError(f'engine.executor "{kind}": {reason}; use "auto" or "sequential"')
 
 
-def _trial(job: Job) -> Trial | str:
+def _trial(job: TrainingJob) -> Trial | str:
     """Run the job's trial; if it fails, return why the model must train one client at a time.
 
     Raises:
@@ -247,7 +249,7 @@ def _trial(job: Job) -> Trial | str:
     if job.params.layout.others:
         _require_trainable(job)
     reason = ""
-    for shift, client in enumerate(_tried(job)):
+    for shift, client in enumerate(_sample_clients(job)):
         try:
             work = job.work(client)
             return trial_of(
@@ -256,19 +258,19 @@ def _trial(job: Job) -> Trial | str:
         except EngineError:
             raise
         except Exception as error:  # noqa: BLE001 - user code; another client's data may work
-            reason = reason or said(error)
+            reason = reason or describe_first_line(error)
     _require_trainable(job)
     return reason
 
 
-def _require_trainable(job: Job) -> None:
+def _require_trainable(job: TrainingJob) -> None:
     """Check that at least one of a few clients can be trained.
 
     Raises:
         EngineError: No client can; the message has the first client's error.
     """
     executor, first = make_executor(job, ExecutorKind.SEQUENTIAL), None
-    for client in _tried(job):
+    for client in _sample_clients(job):
         try:
             executor.train(job.work(client))
         except Exception as error:  # noqa: BLE001 - user code raises anything
@@ -278,22 +280,22 @@ def _require_trainable(job: Job) -> None:
     assert first is not None  # there is a client
     dtypes = job.params.layout.dtypes()
     raise EngineError(
-        f"the model cannot be trained, not even one client at a time: {said(first)}"
+        f"the model cannot be trained, not even one client at a time: {describe_first_line(first)}"
         f"{f' (it {dtypes})' if dtypes else ''}; train it on one batch in a loop of your own "
         "to see where"
     ) from first
 
 
-def _tried(job: Job) -> Iterator[NDArray[np.int64]]:
+def _sample_clients(job: TrainingJob) -> Iterator[NDArray[np.int64]]:
     """Yield single clients spread over the population, since one client's data may be bad."""
-    yield from spread_clients(job.population, _PROBE_CLIENTS)[:, None]
+    yield from pick_spread_clients(job.population, _PROBE_CLIENTS)[:, None]
 
 
-def _objection(job: Job, kind: ExecutorKind, trial: Trial) -> str | None:
+def _find_objection(job: TrainingJob, kind: ExecutorKind, trial: Trial) -> str | None:
     return trial.objection(lambda: make_executor(job, kind))
 
 
-def _by_trainers(job: Job) -> Choice:
+def _use_trainers(job: TrainingJob) -> Choice:
     seen = set[str]()
     for piece in iter_updates(job.local):
         new = [lane.name for lane in piece.lanes if lane.name not in seen]
@@ -307,42 +309,42 @@ def _by_trainers(job: Job) -> Choice:
     return Choice(kind=ExecutorKind.SEQUENTIAL, block_size=1, reason=reason)
 
 
-def _choice(job: Job, kind: ExecutorKind, reason: str) -> Choice:
+def _make_choice(job: TrainingJob, kind: ExecutorKind, reason: str) -> Choice:
     layout = job.params.layout
     match kind:
         case ExecutorKind.SEQUENTIAL:
-            block_size = sequential.preferred_block(layout)
+            block_size = sequential.choose_block_size(layout)
         case ExecutorKind.FUSED:
-            block_size = fused.preferred_block(layout)
+            block_size = fused.choose_block_size(layout)
         case _:
-            block_size = stacked.preferred_block(layout, job.local)
+            block_size = stacked.choose_block_size(layout, job.local)
     return Choice(kind=kind, block_size=block_size, reason=reason)
 
 
-def _fastest(job: Job, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
+def _choose_fastest(job: TrainingJob, speed: "_Speed", trial: Trial, not_fused: str) -> Choice:
     ratio = speed.sequential_s / speed.stacked_s
     best_s = min(speed.sequential_s, speed.stacked_s) * job.num_clients
     much = f"{ratio:.1f} times as fast" if ratio > 1.0 else f"{1 / ratio:.1f} times as slow"
     measured = f"at once they are {much} as one at a time, and not fused: {not_fused}"
     compiled = ExecutorKind.COMPILED
-    if best_s > _WORTH_COMPILING_S and _objection(job, compiled, trial) is None:
+    if best_s > _WORTH_COMPILING_S and _find_objection(job, compiled, trial) is None:
         reason = f"compiling pays in a run of about {best_s:.0f} s; {measured}"
-        return _choice(job, compiled, reason)
+        return _make_choice(job, compiled, reason)
     kind = ExecutorKind.VMAP if ratio > 1.0 else ExecutorKind.SEQUENTIAL
-    return _choice(job, kind, measured)
+    return _make_choice(job, kind, measured)
 
 
-def _tuned(job: Job, usual: Choice, clock: Clock, path: Path) -> Choice:
+def _tune_block_size(job: TrainingJob, usual: Choice, clock: Clock, path: Path) -> Choice:
     """Choose the fastest of several block sizes, if the run is long enough to time them.
 
     The block size may change rounding. Training one client at a time is chosen only if it is
     clearly faster.
     """
-    seconds = _remembered(path)
+    seconds = _load_timings(path)
     if not seconds:
-        seconds = _timed_blocks(job, usual, clock)
+        seconds = _time_block_sizes(job, usual, clock)
         if seconds:
-            _remember(path, seconds)
+            _save_timings(path, seconds)
     rivals = {name: each for name, each in seconds.items() if not name.startswith(usual.kind.value)}
     own = {name: each for name, each in seconds.items() if name not in rivals}
     if not own:
@@ -356,7 +358,7 @@ def _tuned(job: Job, usual: Choice, clock: Clock, path: Path) -> Choice:
     return Choice(kind=ExecutorKind(kind), block_size=int(size), reason=reason)
 
 
-def _timed_blocks(job: Job, usual: Choice, clock: Clock) -> dict[str, float]:
+def _time_block_sizes(job: TrainingJob, usual: Choice, clock: Clock) -> dict[str, float]:
     """Time several block sizes: seconds per example, by "executor size".
 
     Empty if the run is too short, or if an executor or client fails; the usual size is used then.
@@ -376,18 +378,18 @@ def _timed_blocks(job: Job, usual: Choice, clock: Clock) -> dict[str, float]:
                 break  # there is nothing to compare with
             continue
         left -= cost
-        client_ids = spread_clients(job.population, size)
+        client_ids = pick_spread_clients(job.population, size)
         num_examples = job.local.work.num_processed(job.population.num_examples(client_ids)).sum()
         try:
             executor = executors.setdefault(kind, make_executor(job, kind))
-            seconds = _seconds(executor, job.work(client_ids), clock)
+            seconds = _time_executor(executor, job.work(client_ids), clock)
         except (DataError, EngineError):
             return {}
         found[f"{kind.value} {size}"] = seconds * size / int(num_examples)
     return found if len(found) > 1 else {}
 
 
-def _chain(job: Job) -> Chain:
+def _chain(job: TrainingJob) -> Chain:
     if isinstance(job.local, NoisedGradients):
         raise EngineError("each example's gradient is clipped, and it has those of batches alone")
     model = job.resident_model()
@@ -396,7 +398,7 @@ def _chain(job: Job) -> Chain:
         raise EngineError(chain.reason)
     if job.precision is not Precision.FLOAT32:
         raise EngineError(f"precision {job.precision} needs automatic mixed precision")
-    work = job.work(np.asarray([readable_client(job.population)]))
+    work = job.work(np.asarray([find_readable_client(job.population)]))
     reason = describe_misfit(
         chain, objective=job.objective, features=work.features, labels=work.labels
     )
@@ -412,21 +414,21 @@ class _Speed(NamedTuple):
     stacked_s: float
 
 
-def _measured(job: Job, clock: Clock, path: Path) -> _Speed:
+def _load_or_probe(job: TrainingJob, clock: Clock, path: Path) -> _Speed:
     """Load the cached result of an earlier probe from ``path``, or run a probe and cache it.
 
     Raises:
         EngineError: An executor cannot train the clients.
     """
-    found = _remembered(path)
+    found = _load_timings(path)
     if found.keys() == set(_Speed._fields):
         return _Speed(**found)
     speed = _probe(job, clock)
-    _remember(path, speed._asdict())
+    _save_timings(path, speed._asdict())
     return speed
 
 
-def _remembered(path: Path) -> dict[str, float]:
+def _load_timings(path: Path) -> dict[str, float]:
     """Load cached timings by name; empty if the file is missing or damaged."""
     try:
         return _SECONDS.validate_json(path.read_bytes())
@@ -434,7 +436,7 @@ def _remembered(path: Path) -> dict[str, float]:
         return {}
 
 
-def _remember(path: Path, seconds: Mapping[str, float]) -> None:
+def _save_timings(path: Path, seconds: Mapping[str, float]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(seconds))
@@ -442,14 +444,16 @@ def _remember(path: Path, seconds: Mapping[str, float]) -> None:
         pass  # a read-only home: the next run measures again
 
 
-def _probe(job: Job, clock: Clock) -> _Speed:
-    size = min(_PROBE_CLIENTS, stacked.preferred_block(job.params.layout, job.local))
+def _probe(job: TrainingJob, clock: Clock) -> _Speed:
+    size = min(_PROBE_CLIENTS, stacked.choose_block_size(job.params.layout, job.local))
     sequential = make_executor(job, ExecutorKind.SEQUENTIAL)
     in_a_block = make_executor(job, ExecutorKind.VMAP)
 
     def timed(client_ids: NDArray[np.int64]) -> _Speed:
         work = job.work(client_ids)
-        return _Speed(_seconds(sequential, work, clock), _seconds(in_a_block, work, clock))
+        return _Speed(
+            _time_executor(sequential, work, clock), _time_executor(in_a_block, work, clock)
+        )
 
     client_ids, errors = (
         np.arange(min(size, job.population.num_clients)),
@@ -461,11 +465,11 @@ def _probe(job: Job, clock: Clock) -> _Speed:
         trained = attempts(lambda some: sequential.train(job.work(some)), client_ids, errors)
         sound = [places for places, _ in trained]
         if not (sound and errors):  # the failure is not specific to some clients
-            raise EngineError(said(error)) from error
+            raise EngineError(describe_first_line(error)) from error
     return timed(np.sort(np.concatenate(sound)))
 
 
-def _seconds(executor: Executor, work: Work, clock: Clock) -> float:
+def _time_executor(executor: Executor, work: Work, clock: Clock) -> float:
     """Time an executor: seconds per client, the better of two runs after a warm-up.
 
     Raises:
@@ -477,14 +481,14 @@ def _seconds(executor: Executor, work: Work, clock: Clock) -> float:
         try:
             executor.train(work)
         except Exception as error:
-            raise EngineError(said(error)) from error
+            raise EngineError(describe_first_line(error)) from error
         times.append(clock.now_s() - started_s)
     return min(times[1:]) / len(work.client_ids)
 
 
-def _fingerprint(job: Job) -> str:
+def _fingerprint(job: TrainingJob) -> str:
     """Hash everything that a probe's result depends on, as a key for cached timings."""
-    with untouched(torch.default_generator):
+    with preserve_generator(torch.default_generator):
         model = job.make_model()
     parts = (
         torch.__version__,

@@ -82,7 +82,7 @@ class SharingMemory:
             else:
                 value = self.links[0].recv()
         except (EOFError, OSError) as error:
-            raise _lost(self.rank, error) from error
+            raise _build_lost_error(self.rank, error) from error
         assert value is not None  # rank 0 has one
         return value
 
@@ -98,10 +98,10 @@ class SharingMemory:
                 self.links[0].send_bytes(b"")
                 self.links[0].recv_bytes()
         except (EOFError, OSError) as error:
-            raise _lost(self.rank, error) from error
+            raise _build_lost_error(self.rank, error) from error
 
 
-def _lost(rank: int, error: Exception) -> EngineError:
+def _build_lost_error(rank: int, error: Exception) -> EngineError:
     return EngineError(
         f"worker {rank} lost another worker in the middle of a round ({error!r}); "
         "the run resumes from its last commit with `fedlearn resume`"
@@ -131,12 +131,12 @@ def launch(
             be started.
     """
     others = others or body
-    with one_thread():
-        if under_torchrun(environment) is not None:
-            return _joined(body, environment)
+    with limit_to_one_thread():
+        if read_torchrun_size(environment) is not None:
+            return _join_torchrun(body, environment)
         if num_workers == 1:
             return body(Alone())
-        start = _forked if can_fork() else _spawned
+        start = _run_forked if can_fork() else _run_spawned
         return start(body, others, num_workers)
 
 
@@ -145,12 +145,12 @@ def can_fork() -> bool:
     return sys.platform == "linux"
 
 
-def under_torchrun(environment: Mapping[str, str]) -> int | None:
+def read_torchrun_size(environment: Mapping[str, str]) -> int | None:
     """Return the number of processes that torchrun has started, or ``None`` without it."""
     return int(environment["WORLD_SIZE"]) if "RANK" in environment else None
 
 
-def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) -> ResultT:
+def _join_torchrun(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) -> ResultT:
     backend = "gloo"
     if torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"
@@ -163,7 +163,7 @@ def _joined(body: Callable[[Cluster], ResultT], environment: Mapping[str, str]) 
         dist.destroy_process_group()
 
 
-def _spawned(
+def _run_spawned(
     body: Callable[[Cluster], ResultT], others: Callable[[Cluster], object], num_workers: int
 ) -> ResultT:
     """Spawn the workers and run as rank 0; all workers are gone when this returns or raises."""
@@ -175,12 +175,12 @@ def _spawned(
                 link, other = context.Pipe()
                 links.append(link)
                 arguments = (others, rank, num_workers, other, Path(folder))
-                processes.append(context.Process(target=_be_spawned, args=arguments))
+                processes.append(context.Process(target=_run_spawned_worker, args=arguments))
                 _start(processes[-1])
                 other.close()  # then only the worker has it, so its death closes the link
             for rank, each in enumerate(links, start=1):
                 _await_ready(each, rank)
-            rows = _rows_in(Path(folder), num_workers)
+            rows = _share_rows(Path(folder), num_workers)
             try:
                 return body(SharingMemory(0, links, rows))
             finally:
@@ -216,11 +216,11 @@ def _await_ready(link: Link, rank: int) -> None:
         ) from error
 
 
-def _rows_in(folder: Path, num_workers: int) -> tuple[SharedRows, SharedRows]:
+def _share_rows(folder: Path, num_workers: int) -> tuple[SharedRows, SharedRows]:
     return SharedRows(num_workers, folder / "even"), SharedRows(num_workers, folder / "odd")
 
 
-def _be_spawned(
+def _run_spawned_worker(
     others: Callable[[Cluster], object],
     rank: int,
     num_workers: int,
@@ -231,7 +231,7 @@ def _be_spawned(
     torch.set_num_threads(1)
     threading.Thread(target=_exit_with_parent_process, daemon=True).start()
     link.send_bytes(b"ready")
-    _work(others, lambda: SharingMemory(rank, [link], _rows_in(folder, num_workers)))
+    _work(others, lambda: SharingMemory(rank, [link], _share_rows(folder, num_workers)))
 
 
 def _exit_with_parent_process() -> NoReturn:
@@ -241,12 +241,12 @@ def _exit_with_parent_process() -> NoReturn:
     os._exit(1)
 
 
-def _forked(
+def _run_forked(
     body: Callable[[Cluster], ResultT], others: Callable[[Cluster], object], num_workers: int
 ) -> ResultT:
     """Fork the workers and run as rank 0; all workers are gone when this returns or raises."""
     rows = (SharedRows(num_workers), SharedRows(num_workers))
-    bodies = [partial(_be_forked, others, rank, rows) for rank in range(1, num_workers)]
+    bodies = [partial(_run_forked_worker, others, rank, rows) for rank in range(1, num_workers)]
     try:
         with run_forks(bodies) as workers:
             return body(SharingMemory(0, [each.link for each in workers], rows))
@@ -255,7 +255,7 @@ def _forked(
             each.close()
 
 
-def _be_forked(
+def _run_forked_worker(
     others: Callable[[Cluster], object],
     rank: int,
     rows: tuple[SharedRows, SharedRows],
@@ -284,7 +284,7 @@ def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoR
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def limit_to_one_thread() -> Iterator[None]:
     """Limit torch to one thread in the block.
 
     Small operations gain nothing from a second thread, which busy-waits and takes CPU time from

@@ -11,7 +11,7 @@ from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.features import move_to_device, slice_rows
 from fedlearn.core.params import Params, freeze_buffers
 from fedlearn.simulation.population import Population
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import preserve_generator
 from fedlearn.training.resident import Part, Precision, ResidentModel
 
 #: Examples in the trial's batch.
@@ -60,7 +60,7 @@ def constant_buffers(
     num_examples = population.num_examples(np.arange(min(64, population.num_clients)))
     features, labels = population.load(np.asarray([num_examples.argmax()])).gathered()
     device, some = params.vector.device, slice(_TRIED)
-    with untouched(torch.default_generator):
+    with preserve_generator(torch.default_generator):
         model = ResidentModel(make_model, objective, device=device, precision=Precision.FLOAT32)
         with model.training(params):
             for key in range(_STEPS):

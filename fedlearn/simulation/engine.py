@@ -42,10 +42,10 @@ from fedlearn.errors import EngineError, UnusableResult
 from fedlearn.session.faults import describe_failure, is_failure
 from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
 from fedlearn.simulation.executors.attempts import attempts
-from fedlearn.simulation.executors.base import Apart, Executor, LocalTask, Trained, Work
+from fedlearn.simulation.executors.base import Executor, LocalTask, StartModels, TrainedBlock, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
-from fedlearn.simulation.population import ClientRows, Population, spread_clients
-from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
+from fedlearn.simulation.population import ClientRows, Population, pick_spread_clients
+from fedlearn.simulation.reduction import Gathered, Reduction, Summed, select_rows
 from fedlearn.simulation.schedule import rows_of_round, training_rows
 from fedlearn.simulation.secure import ModularSum
 from fedlearn.simulation.virtual_round import RAISED, REFUSED, REPORTED, VirtualRound, Wave
@@ -100,7 +100,7 @@ class Engine:
                 share a trainer's client state, or another worker is gone.
         """
         collection = collection_for(self.policy, self.staleness, pending, requests[round_num])
-        return VirtualRound(self, collection, requests, draw).play()
+        return VirtualRound(self, collection, requests, draw).run()
 
     def reduction(self, request: RoundRequest) -> Reduction:
         """Create the accumulator for a round's updates.
@@ -143,7 +143,9 @@ class Engine:
             seed=Seed(request.seed),
         )
 
-    def foreseen(self, drawn: Sequence[PendingTask], request: RoundRequest) -> list[PendingTask]:
+    def predict_tasks(
+        self, drawn: Sequence[PendingTask], request: RoundRequest
+    ) -> list[PendingTask]:
         """Predict the duration and failure of tasks that were drawn together.
 
         All of them are sent ``request``.
@@ -195,12 +197,12 @@ class Engine:
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
         work = list(zip(updates, requests, strict=True))
         is_apart = not self._takes_apart(updates, requests)
-        blocks = _blocks(mine, work, self.block_size, is_apart=is_apart)
+        blocks = _cut_blocks(mine, work, self.block_size, is_apart=is_apart)
 
-        def train(some: NDArray[np.int64]) -> tuple[Trained, Updates]:
+        def train(some: NDArray[np.int64]) -> tuple[TrainedBlock, Updates]:
             asked = [requests[place] for place in some.tolist()]
             trained = self._train_block(client_ids[some], asked, updates[some[0]])
-            return trained, _sent(client_ids[some], trained, asked)
+            return trained, _build_sent_updates(client_ids[some], trained, asked)
 
         attempted = chain.from_iterable(attempts(train, each, errors) for each in blocks)
         for block, (trained, left) in attempted:
@@ -236,7 +238,7 @@ class Engine:
         if isinstance(self.executor, TrainerExecutor):
             everyone = gather(metrics, self.cluster)
             metrics = {place: told for each in everyone for place, told in each.items()}
-        everything = shared(
+        everything = share_client_states(
             kept,
             client_ids[verdicts == REPORTED].tolist(),
             local=request.strategy.local,
@@ -261,7 +263,7 @@ class Engine:
         """
         problem = None
         if self.cluster.rank == 0:
-            others = spread_clients(self.population, _TRIED)
+            others = pick_spread_clients(self.population, _TRIED)
             others = others[~np.isin(others, client_ids)]
             trains = any(self._trains(each, request) for each in others.tolist())
             told = f"client {client_ids[0]}: {reasons[0]}"
@@ -275,7 +277,7 @@ class Engine:
         (local,), client_ids = request.strategy.locals_for([ClientId(client_id)]), [client_id]
         try:
             trained = self._train_block(np.asarray(client_ids), [request], local)
-            _sent(np.asarray(client_ids), trained, [request])
+            _build_sent_updates(np.asarray(client_ids), trained, [request])
         except BaseException as error:  # user code may raise anything
             if not is_failure(error):
                 raise
@@ -313,10 +315,10 @@ class Engine:
 
     def _train_block(
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest], local: LocalUpdate
-    ) -> Trained:
+    ) -> TrainedBlock:
         request, apart = requests[0], None
         if not _is_one(requests):
-            apart = Apart(
+            apart = StartModels(
                 rounds_K=np.asarray([each.round_num for each in requests]),
                 starts_KP=torch.stack([each.params.vector for each in requests]),
             )
@@ -350,7 +352,7 @@ class Engine:
         client_ids: NDArray[np.int64],
         request: RoundRequest,
         local: LocalUpdate,
-        apart: Apart | None,
+        apart: StartModels | None,
     ) -> ClientRows:
         """Load the examples of a block as its clients would read them."""
         seed = Seed(request.seed)
@@ -366,11 +368,11 @@ class Engine:
     def weights(self, num_examples_B: Tensor, request: RoundRequest) -> Tensor:
         """Return the aggregation weights of clients with these example counts: shape [B]."""
         aggregation = self.summing or request.strategy.aggregation
-        return weights(aggregation, _sent_numbers(num_examples_B, request))
+        return weights(aggregation, _list_sent_numbers(num_examples_B, request))
 
 
-def _sent(
-    client_ids: NDArray[np.int64], trained: Trained, requests: Sequence[RoundRequest]
+def _build_sent_updates(
+    client_ids: NDArray[np.int64], trained: TrainedBlock, requests: Sequence[RoundRequest]
 ) -> Updates:
     """Build a block's updates as clients send them, after transforms, with weights of 1.
 
@@ -414,7 +416,7 @@ def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) 
     return replace(updates, lanes={**updates.lanes, DELTA.name: deltas})
 
 
-def _sent_numbers(num_examples_B: Tensor, request: RoundRequest) -> Tensor:
+def _list_sent_numbers(num_examples_B: Tensor, request: RoundRequest) -> Tensor:
     """Return the numbers of examples that clients send.
 
     If clients add noise, it is 1 for each, since the actual number would be sent without noise.
@@ -427,7 +429,7 @@ def _sent_numbers(num_examples_B: Tensor, request: RoundRequest) -> Tensor:
 
 def _attach_weights(
     sent: Updates,
-    trained: Trained,
+    trained: TrainedBlock,
     requests: Sequence[RoundRequest],
     reduction: Reduction,
     *,
@@ -435,7 +437,7 @@ def _attach_weights(
 ) -> Updates:
     """Give a block's updates their aggregation weights."""
     num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
-    weights_B = weights(reduction.aggregation, _sent_numbers(num_examples_B, requests[0]))
+    weights_B = weights(reduction.aggregation, _list_sent_numbers(num_examples_B, requests[0]))
     if factors is not None:
         weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
     return replace(sent, weights_B=weights_B)
@@ -457,7 +459,7 @@ def _fold_block(
         heavy, rows = np.flatnonzero(is_heavy).tolist(), np.flatnonzero(~is_heavy)
         refused = {row: bounds.too_heavy(int(num_examples[row])) for row in heavy}
     if len(rows):
-        some, asked = only(sent, rows), [requests[row] for row in rows.tolist()]
+        some, asked = select_rows(sent, rows), [requests[row] for row in rows.tolist()]
         current = _rebase(some, asked, reduction.params)
         reasons = reduction.fold(some, places[rows], current=current)
         found = zip(rows.tolist(), reasons, strict=True)
@@ -486,7 +488,7 @@ def _require_declared(
         raise UnusableResult(f"the updates of {name} do not fit: {problem}")
 
 
-def shared(
+def share_client_states(
     kept: ClientStates,
     client_ids: Sequence[int],
     *,
@@ -523,7 +525,7 @@ def by_client(
     return np.concatenate([num_examples[:0], *(count(u.work, own) for u, own in each)])
 
 
-def _blocks(
+def _cut_blocks(
     mine: NDArray[np.int64],
     work: Sequence[tuple[LocalUpdate, RoundRequest]],
     block_size: int,

@@ -18,7 +18,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.session.faults import describe_failure, is_failure
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
-from fedlearn.training.resident import Measured, ResidentModel
+from fedlearn.training.resident import ResidentModel, SetMeasures
 
 #: Most clients whose examples are in memory at the same time.
 _CLIENTS_AT_ONCE = 64
@@ -46,7 +46,7 @@ class CentralEvaluator:
 
     def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
         """Compute the ``loss`` and each metric, as a mean over examples or on the whole set."""
-        mine = _share(len(self.labels), self.cluster)
+        mine = _take_share(len(self.labels), self.cluster)
         found = self.model.measure(
             params, slice_rows(self.features, mine), self.labels[mine], batch_size=self.batch_size
         )
@@ -138,7 +138,7 @@ class ClientEvaluator:
             EngineError: No client can be evaluated.
         """
         sample, directions = self.client_ids, self.model.measures.directions
-        mine = _share(len(sample), self.cluster)
+        mine = _take_share(len(sample), self.cluster)
         values_MC, reasons = np.zeros((len(directions), len(sample))), dict[int, str]()
         for start in range(mine.start, mine.stop, _CLIENTS_AT_ONCE):
             part = slice(start, min(mine.stop, start + _CLIENTS_AT_ONCE))
@@ -195,7 +195,7 @@ class ClientEvaluator:
             )
         return means | self._whole(found, sizes.tolist())
 
-    def _whole(self, found: Measured, sizes: list[int]) -> dict[str, NDArray[np.float64]]:
+    def _whole(self, found: SetMeasures, sizes: list[int]) -> dict[str, NDArray[np.float64]]:
         measures = self.model.measures
         if not measures.needs_whole_sets:
             return {}
@@ -204,13 +204,13 @@ class ClientEvaluator:
         return {name: np.asarray([each[name] for each in values]) for name in values[0]}
 
 
-def _share(num: int, cluster: Cluster) -> slice:
+def _take_share(num: int, cluster: Cluster) -> slice:
     """Return this worker's share of ``num`` items."""
     ends = np.linspace(0, num, cluster.world_size + 1).astype(int)
     return slice(ends[cluster.rank], ends[cluster.rank + 1])
 
 
-def evaluated_clients(population: int, num_clients: int, seed: Seed) -> NDArray[np.int64]:
+def sample_clients(population: int, num_clients: int, seed: Seed) -> NDArray[np.int64]:
     """Sample the clients to evaluate, the same in every round: shape [num_clients]."""
     rng = seed.derive("evaluated clients").numpy()
     return np.sort(rng.choice(population, num_clients, replace=False))

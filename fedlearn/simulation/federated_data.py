@@ -26,14 +26,19 @@ from fedlearn.core.features import (
 from fedlearn.core.randomness import Seed, reseed_by_key
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import DataError
-from fedlearn.simulation.parquet import Columns, ParquetPopulation, num_classes_in, read_parquet
+from fedlearn.simulation.parquet import (
+    ParquetPopulation,
+    TableColumns,
+    num_classes_in,
+    read_parquet,
+)
 from fedlearn.simulation.partition import (
     ByIds,
     Partition,
     Partitioner,
-    checked_ids,
     client_text,
     offsets_of,
+    require_ids,
 )
 from fedlearn.simulation.population import (
     ArrayPopulation,
@@ -42,7 +47,7 @@ from fedlearn.simulation.population import (
     MapDataset,
     Population,
     client_names,
-    readable_client,
+    find_readable_client,
 )
 from fedlearn.simulation.sources import (
     Examples,
@@ -222,7 +227,7 @@ def from_arrays(
         _require_natural(partition)
     held_out = test_fraction if test is None else _examples(*_test_pair(test))
     assert held_out is not None  # one of the two is given
-    return _divided(train, held_out, partition=partition, seed=seed)
+    return _divide(train, held_out, partition=partition, seed=seed)
 
 
 def _test_pair(test: Any) -> tuple[Any, Any]:  # Any: not looked at yet
@@ -262,11 +267,11 @@ def _examples(
     return Examples.of(
         features=rebuild_inputs(inputs, like=features),
         labels=values,
-        groups=None if groups is None else checked_ids(groups, num_examples=len(values)),
+        groups=None if groups is None else require_ids(groups, num_examples=len(values)),
     )
 
 
-def _divided(
+def _divide(
     train: Examples, test: Examples | float, *, partition: Division, seed: int
 ) -> FederatedData:
     """Divide examples; ``test`` is a test set, or the share of the examples to hold out."""
@@ -301,7 +306,7 @@ def from_dataset(
         labels: The label of each row, so that rows need not be read to divide them: [N]. Natural
             clients need none; the labels must then be among the classes of ``test``.
         groups: The client of each row, for :class:`Natural`: [N], integers or strings; see
-            :func:`~fedlearn.simulation.partition.checked_ids`.
+            :func:`~fedlearn.simulation.partition.require_ids`.
         partition: How the rows are divided among clients.
         test: Pairs for the central test set; all are read at once and kept in memory.
         seed: Chooses the partition.
@@ -323,7 +328,7 @@ def from_dataset(
         array(['ada', 'zoe'], dtype='<U3')
     """
     own = _own_datasets(dataset)
-    whole = _whole(dataset, own)
+    whole = _join_datasets(dataset, own)
     require_map_style(whole, what="the dataset")
     require_map_style(test, what="the test set")
     known = None if labels is None else tensor_of(labels, what="labels")
@@ -337,7 +342,7 @@ def from_dataset(
         num_classes = larger(num_classes_of(known), num_classes)
     population = DatasetPopulation(
         dataset=whole,
-        partition=_divided_rows(
+        partition=_divide_rows(
             len(whole), partition, own=own, groups=groups, labels=known, seed=seed
         ),
         num_classes=num_classes,
@@ -345,7 +350,9 @@ def from_dataset(
     return FederatedData(population=population, test=replace(held_out, num_classes=num_classes))
 
 
-def _whole(dataset: Any, own: "_OwnDatasets | None") -> MapDataset:  # Any: not looked at yet
+def _join_datasets(
+    dataset: Any, own: "_OwnDatasets | None"
+) -> MapDataset:  # Any: not looked at yet
     """Join the clients' datasets into one."""
     whole: MapDataset = dataset if own is None else ConcatDataset(own.datasets)
     return whole
@@ -372,7 +379,7 @@ def _own_datasets(
         return None
     if not isinstance(dataset, Mapping):
         return _OwnDatasets(datasets, None)
-    names = checked_ids(list(dataset), num_examples=len(datasets))
+    names = require_ids(list(dataset), num_examples=len(datasets))
     return _OwnDatasets(datasets, np.asarray(names.tolist()))
 
 
@@ -382,7 +389,7 @@ def _is_dataset(value: object) -> bool:
     return isinstance(value, Dataset) or (hasattr(value, "__getitem__") and not is_example)
 
 
-def _divided_rows(
+def _divide_rows(
     num_rows: int,
     partition: Partitioner | Natural,
     *,
@@ -413,7 +420,7 @@ def _divided_rows(
                 "the rows do not say whose they are, as a natural partition needs; give "
                 "groups=, a list or a mapping of datasets, or another partition"
             )
-        return ByIds(checked_ids(groups, num_examples=num_rows)).split(
+        return ByIds(require_ids(groups, num_examples=num_rows)).split(
             np.zeros(num_rows), seed=_partition_seed(seed)
         )
     if isinstance(partition, Bootstrap):
@@ -507,7 +514,7 @@ def from_npz(
     read = partial(npz, Path(path))
     train = read(features=features, labels=labels, groups=groups)
     held_out = read(features=test[0], labels=test[1]) if isinstance(test, tuple) else test
-    return _divided(train, held_out, partition=partition, seed=seed)
+    return _divide(train, held_out, partition=partition, seed=seed)
 
 
 @explain_calls
@@ -534,7 +541,7 @@ def from_parquet(
         DataError: A file or column is missing, damaged or of a wrong type, the rows are not
             grouped by client, or training and test do not fit together.
     """
-    columns = Columns.of_file(Path(path), client=client, label=label, features=features)
+    columns = TableColumns.of_file(Path(path), client=client, label=label, features=features)
     test = read_parquet(Path(test_path), columns=columns)
     num_classes = larger(num_classes_in(Path(path), columns=columns), test.num_classes)
     population = ParquetPopulation(
@@ -588,7 +595,7 @@ def _require_examples(population: Population) -> None:
 
 
 def _require_alike(population: Population, *, test: Examples) -> None:
-    client_id = readable_client(population)
+    client_id = find_readable_client(population)
     first = population.load(np.asarray([client_id]))
     ours, theirs = ({**name_inputs(each.features), "labels": each.labels} for each in (first, test))
     if ours.keys() != theirs.keys():
@@ -598,7 +605,7 @@ def _require_alike(population: Population, *, test: Examples) -> None:
         )
     for what, own in ours.items():
         other = theirs[what]
-        if own.shape[1:] != other.shape[1:] or _kind(own.dtype) != _kind(other.dtype):
+        if own.shape[1:] != other.shape[1:] or _find_kind(own.dtype) != _find_kind(other.dtype):
             raise DataError(
                 f"client {client_id} has {what} of {own.dtype} and shape {tuple(own.shape[1:])} an "
                 f"example, the test set of {other.dtype} and shape {tuple(other.shape[1:])}; make "
@@ -606,7 +613,7 @@ def _require_alike(population: Population, *, test: Examples) -> None:
             )
 
 
-def _kind(dtype: torch.dtype) -> str:
+def _find_kind(dtype: torch.dtype) -> str:
     """Return the kind of a dtype. Dtypes of one kind are converted to one dtype for the model."""
     if dtype.is_floating_point:
         return "floats"

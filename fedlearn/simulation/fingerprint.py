@@ -20,7 +20,7 @@ from fedlearn.simulation.population import (
     Population,
     unread_rows,
 )
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import preserve_generator
 
 #: Hashes in a sketch. A smaller set has all of its hashes there.
 SKETCH_SIZE = 4096
@@ -67,7 +67,7 @@ def fingerprint_of(population: Population) -> Fingerprint:
     """
     sketch = np.zeros(0, np.uint64)
     users: list[int] = []
-    with untouched(torch.default_generator), preserve_global_generators():
+    with preserve_generator(torch.default_generator), preserve_global_generators():
         is_stable = _reads_alike(population)
         for rows in _blocks(population):
             hashes = example_hashes(rows)

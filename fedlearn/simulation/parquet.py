@@ -32,7 +32,7 @@ from fedlearn.training.tables import ExampleColumns, RowGroup, RowGroups, Table,
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns(ExampleColumns):
+class TableColumns(ExampleColumns):
     """The columns of a table: features, label, and client.
 
     Attributes:
@@ -85,7 +85,7 @@ class ParquetPopulation:
     """
 
     def __init__(
-        self, path: Path, *, columns: Columns, num_classes: int | None, cache_bytes: int
+        self, path: Path, *, columns: TableColumns, num_classes: int | None, cache_bytes: int
     ) -> None:
         table = Table.at(path, columns)
         self._columns, self._num_classes = columns, num_classes
@@ -133,7 +133,7 @@ class ParquetPopulation:
         return ClientRows(features, labels, np.arange(rows.size), offsets)
 
 
-def read_parquet(path: Path, *, columns: Columns) -> Examples:
+def read_parquet(path: Path, *, columns: TableColumns) -> Examples:
     """Read all examples of a Parquet file or a folder of them into memory, as a test set.
 
     The client column is not read and may be absent. Integer labels are classes.
@@ -154,7 +154,7 @@ def read_parquet(path: Path, *, columns: Columns) -> Examples:
     )
 
 
-def num_classes_in(path: Path, *, columns: Columns) -> int | None:
+def num_classes_in(path: Path, *, columns: TableColumns) -> int | None:
     """Return one more than the largest label; ``None`` if labels are not integers.
 
     The label column is read one row group at a time.
@@ -184,7 +184,7 @@ class _ClientIndex(NamedTuple):
 def _index_clients(table: Table, *, client: str) -> _ClientIndex:
     runs, sizes, groups = [], [], []
     for group, rows in table.row_groups([client]):
-        names, lengths = _runs(rows.column(0), column=client, path=group.path)
+        names, lengths = _find_runs(rows.column(0), column=client, path=group.path)
         runs.append(names)
         sizes.append(lengths)
         groups.append(group)
@@ -195,12 +195,12 @@ def _index_clients(table: Table, *, client: str) -> _ClientIndex:
             f"client column {client!r} is {' here and '.join(kinds)} there; write "
             "the same type in all files"
         )
-    names, lengths = _joined(pa.concat_arrays(runs), np.concatenate(sizes))
+    names, lengths = _join_runs(pa.concat_arrays(runs), np.concatenate(sizes))
     _require_grouped(names, column=client)
     return _ClientIndex(offsets_of(lengths), names, groups)
 
 
-def _runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[np.int64]]:
+def _find_runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[np.int64]]:
     """Find runs of consecutive rows of one client: the client of each run, and its length."""
     if pt.is_dictionary(clients.type):
         clients = clients.cast(clients.type.value_type)
@@ -215,7 +215,7 @@ def _runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[np.int
     return encoded.values, np.diff(encoded.run_ends.to_numpy(), prepend=0)
 
 
-def _joined(names: Any, lengths: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64]]:
+def _join_runs(names: Any, lengths: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64]]:
     """Join runs of one client that continue in the next row group."""
     changes = pc.not_equal(names.slice(1), names.slice(0, len(names) - 1))
     starts = np.concatenate([[0], np.flatnonzero(changes.to_numpy(zero_copy_only=False)) + 1])

@@ -275,7 +275,7 @@ class ByIds:
     """Natural clients: one per distinct id (a writer, a user, a hospital), in ascending order.
 
     Attributes:
-        ids: The client of each example, integers or strings: [N]; see :func:`checked_ids`.
+        ids: The client of each example, integers or strings: [N]; see :func:`require_ids`.
 
     Example:
         >>> natural = ByIds(np.array(["zoe", "ada", "zoe"])).split(np.zeros(3), seed=Seed(0))
@@ -291,12 +291,12 @@ class ByIds:
         Raises:
             DataError: The ids are not one integer or string per example, or there are none.
         """
-        ids = checked_ids(self.ids, num_examples=len(labels))
-        names, owners = numbered_ids(ids)
+        ids = require_ids(self.ids, num_examples=len(labels))
+        names, owners = number_ids(ids)
         return Partition.of_owners(owners, num_clients=names.size, names=names)
 
 
-def checked_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
+def require_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
     """Check client ids; return an array of integers, or of strings or objects: shape [N].
 
     They may be a column of numpy, pandas, pyarrow or Python; a categorical column counts by its
@@ -310,7 +310,7 @@ def checked_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
         DataError: There is not one id per example, an id is missing, or they are of another type.
 
     Example:
-        >>> checked_ids(["zoe", "ada"], num_examples=2)
+        >>> require_ids(["zoe", "ada"], num_examples=2)
         array(['zoe', 'ada'], dtype=object)
     """
     if isinstance(ids, np.ma.MaskedArray) and np.ma.is_masked(ids):
@@ -336,11 +336,11 @@ def checked_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
     raise DataError(_refusal_of_ids(listed))
 
 
-def numbered_ids(ids: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def number_ids(ids: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """Number the ids: return the distinct ones in ascending order, and each id's index in them.
 
     Args:
-        ids: As :func:`checked_ids` returns them: shape [N].
+        ids: As :func:`require_ids` returns them: shape [N].
     """
     if ids.dtype.kind != "O":
         names, owners = np.unique(ids, return_inverse=True)

@@ -473,20 +473,20 @@ def _require_rows(partition: Partition, *, num_rows: int) -> None:
         )
 
 
-def spread_clients(population: Population, num_wanted: int) -> NDArray[np.int64]:
+def pick_spread_clients(population: Population, num_wanted: int) -> NDArray[np.int64]:
     """Return up to ``num_wanted`` clients evenly spread over a population, including the first."""
     last = population.num_clients - 1
     ends = np.linspace(0, last, min(num_wanted, population.num_clients))
     return np.unique(ends.astype(np.int64))
 
 
-def readable_client(population: Population) -> int:
+def find_readable_client(population: Population) -> int:
     """Find a client whose examples can be read, preferably the first.
 
     Raises:
         Exception: No client that was tried has such examples; this is the last one's error.
     """
-    *others, last = spread_clients(population, 16)
+    *others, last = pick_spread_clients(population, 16)
     for client_id in others:
         with suppress(Exception):  # user code raises anything
             population.load(np.asarray([client_id]))

@@ -120,9 +120,9 @@ class Summed:
         block = self.aggregation.accumulate(self._empty(), current)
         reasons: list[str | None] = [None] * len(sent.client_ids)
         if not self._is_plausible(block, sent.weights_B):
-            reasons = refusals(sent, self._lanes, self.params.layout, self._bounds)
+            reasons = find_refusals(sent, self._lanes, self.params.layout, self._bounds)
             if any(reasons):
-                some = only(current, _find_accepted(reasons))
+                some = select_rows(current, _find_accepted(reasons))
                 block = self.aggregation.accumulate(self._empty(), some)
         self._total = merge(self._total, block)
         self._clipped.add(sent, reasons)
@@ -191,9 +191,9 @@ class Gathered:
         self, sent: Updates, places: NDArray[np.int64], *, current: Updates
     ) -> list[str | None]:
         """Copy the acceptable rows of a block to their places; otherwise as :meth:`Summed.fold`."""
-        reasons = refusals(sent, self._lanes, self.params.layout, self._bounds)
+        reasons = find_refusals(sent, self._lanes, self.params.layout, self._bounds)
         accepted = _find_accepted(reasons)
-        some, index = only(current, accepted), torch.from_numpy(places[accepted])
+        some, index = select_rows(current, accepted), torch.from_numpy(places[accepted])
         self._weights[index] = some.weights_B
         self._based_on[index] = torch.tensor(some.based_on, dtype=torch.float64)
         for name, rows in some.lanes.items():
@@ -216,7 +216,7 @@ class Gathered:
             self._based_on.long().tolist(),
             self.params.layout.num_trainable,
         )
-        self._waves.append(only(wave, np.flatnonzero(is_there)))
+        self._waves.append(select_rows(wave, np.flatnonzero(is_there)))
 
     def close(self) -> Aggregate:
         """Combine the updates of all waves."""
@@ -238,7 +238,7 @@ Reduction: TypeAlias = Summed | Gathered
 """The updates of one round on their way into an aggregate; a block's memory is used again."""
 
 
-def refusals(
+def find_refusals(
     sent: Updates,
     lanes: Sequence[LaneSpec],
     layout: Layout,
@@ -266,7 +266,7 @@ def _find_accepted(reasons: Sequence[str | None]) -> NDArray[np.int64]:
     return np.flatnonzero([reason is None for reason in reasons])
 
 
-def only(updates: Updates, rows: NDArray[np.int64]) -> Updates:
+def select_rows(updates: Updates, rows: NDArray[np.int64]) -> Updates:
     """Select rows of ``updates``; without a copy if they are all selected."""
     if len(rows) == len(updates.client_ids):
         return updates

@@ -140,11 +140,14 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         train = _training(request)
         if train is None:
             return np.zeros(len(clients))
-        return self.behaviour.durations_s(self._asked(clients, train))
+        return self.behaviour.durations_s(self._describe_device_round(clients, train))
 
     def _handle(self, client_id: ClientId, data: bytes, state: bytes) -> tuple[bytes, bytes]:
         train = _training(peek(data))
-        if train is not None and self.behaviour.failures(self._asked([client_id], train))[0]:
+        if (
+            train is not None
+            and self.behaviour.failures(self._describe_device_round([client_id], train))[0]
+        ):
             return encode(Failure(DROPPED_OUT)), state
         try:
             trainer = self._trainer(client_id, train)
@@ -185,7 +188,9 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     def _note_bounded(self, client_id: ClientId, contribution: Contribution) -> None:
         self.bounded[client_id] = AboveBounds(bool(contribution.clipped), bool(contribution.capped))
 
-    def _asked(self, clients: Sequence[ClientId], train: TrainRequest) -> DeviceRound:
+    def _describe_device_round(
+        self, clients: Sequence[ClientId], train: TrainRequest
+    ) -> DeviceRound:
         client_ids = np.asarray(clients, np.int64)
         told: dict[str, Any] = {n: each for n, each in train.settings.items() if n in _AMOUNTS}
         work = replace(self.work, **told)

@@ -33,7 +33,8 @@ class SharedRows:
 
     def __init__(self, num_rows: int, place: Path | None = None) -> None:
         self._files = [
-            _memory_file() if place is None else _named_file(place, row) for row in range(num_rows)
+            _open_memory_file() if place is None else _open_named_file(place, row)
+            for row in range(num_rows)
         ]
         self._like: Sequence[tuple[int, torch.dtype]] | None = None
         self._rows: list[list[Tensor]] = []  # by process, then by tensor
@@ -95,11 +96,11 @@ def _views(file: int, like: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     ]
 
 
-def _named_file(place: Path, row: int) -> int:
+def _open_named_file(place: Path, row: int) -> int:
     return os.open(place.with_name(f"{place.name}-{row}"), os.O_RDWR | os.O_CREAT, 0o600)
 
 
-def _memory_file() -> int:
+def _open_memory_file() -> int:
     """Open an anonymous file, in memory on Linux."""
     if sys.platform == "linux":
         return os.memfd_create("fedlearn")

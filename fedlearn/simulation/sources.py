@@ -22,7 +22,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import is_number
 from fedlearn.errors import DataError
 from fedlearn.simulation.behaviour import TraceBandwidth
-from fedlearn.simulation.partition import checked_ids, numbered_ids
+from fedlearn.simulation.partition import number_ids, require_ids
 from fedlearn.simulation.population import CheckedExamples
 
 _NUM_DIGITS = 10
@@ -108,7 +108,7 @@ class Examples(CheckedExamples):
             )
         has_classes = self.num_classes is not None and self.labels.dim() == 1
         strata = self.labels.numpy() if has_classes else np.zeros(len(self.labels), np.int64)
-        is_test = _held_out(strata, fraction=fraction, seed=seed)
+        is_test = _choose_held_out(strata, fraction=fraction, seed=seed)
         if self.groups is not None:
             is_test &= ~_last_of_each(self.groups, is_test, seed=seed)
         if not is_test.any() or is_test.all():
@@ -116,9 +116,9 @@ class Examples(CheckedExamples):
                 f"test_fraction {fraction} of {len(self.labels)} examples leaves one part empty; "
                 "take about 0.2, or add data"
             )
-        return TrainTest(train=self._taken(~is_test), test=self._taken(is_test))
+        return TrainTest(train=self._select(~is_test), test=self._select(is_test))
 
-    def _taken(self, mask: NDArray[np.bool_]) -> "Examples":
+    def _select(self, mask: NDArray[np.bool_]) -> "Examples":
         chosen = torch.from_numpy(mask)
         return replace(
             self,
@@ -289,7 +289,9 @@ def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
     return examples.split(fraction=test_fraction, seed=seed)
 
 
-def _held_out(labels: NDArray[np.int64], *, fraction: float, seed: Seed) -> NDArray[np.bool_]:
+def _choose_held_out(
+    labels: NDArray[np.int64], *, fraction: float, seed: Seed
+) -> NDArray[np.bool_]:
     """Choose the examples to hold out, as a mask: the fraction of each class, rounded."""
     keys = seed.derive("test split").hash(np.arange(labels.size))
     order = np.lexsort((keys, labels))
@@ -304,7 +306,7 @@ def _last_of_each(
     groups: NDArray[Any], is_test: NDArray[np.bool_], *, seed: Seed
 ) -> NDArray[np.bool_]:
     """Choose one example of each group that would have none left for training, as a mask."""
-    names, owners = numbered_ids(checked_ids(groups, num_examples=len(groups)))
+    names, owners = number_ids(require_ids(groups, num_examples=len(groups)))
     lost = np.bincount(owners[~is_test], minlength=len(names)) == 0
     is_kept = np.zeros(len(groups), np.bool_)
     if lost.any():

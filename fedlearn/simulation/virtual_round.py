@@ -75,7 +75,9 @@ class SimulatedClients(Protocol):
     def reduction(self, request: RoundRequest) -> Reduction:
         """Create the accumulator for a round's updates."""
 
-    def foreseen(self, drawn: Sequence[PendingTask], request: RoundRequest) -> list[PendingTask]:
+    def predict_tasks(
+        self, drawn: Sequence[PendingTask], request: RoundRequest
+    ) -> list[PendingTask]:
         """Predict the duration and failure of tasks that were drawn together."""
 
     def train(
@@ -121,7 +123,7 @@ class VirtualRound:
         self.reduction = self.clients.reduction(self.request)
         self._turns = count()
 
-    def play(self) -> Collected:
+    def run(self) -> Collected:
         """Process arrivals in order until the round closes; return its result."""
         self.collection.give_up_stale()
         self._expect(self.collection.pending)
@@ -150,7 +152,7 @@ class VirtualRound:
             self._expect(self.collection.ask(self.now_s))
             if not (drawn := self.collection.draw(self.draw)):
                 break
-            self.collection.put(self.clients.foreseen(drawn, self.request))
+            self.collection.put(self.clients.predict_tasks(drawn, self.request))
         self._expect(self.collection.ask(self.now_s))
         if self.collection.waited_for:
             self._until_s = self._closes_s()

@@ -24,7 +24,12 @@ from fedlearn.core.features import (
 from fedlearn.core.randomness import preserve_global_generators
 from fedlearn.errors import SettingsRefused
 from fedlearn.training.functional import functional_call
-from fedlearn.training.keyed_dropout import KeyedDropouts, global_generator, shown, untouched
+from fedlearn.training.keyed_dropout import (
+    KeyedDropouts,
+    describe_layer,
+    global_generator,
+    preserve_generator,
+)
 from fedlearn.training.recurrent_layers import batch_hidden_states
 
 Named = dict[str, Tensor]
@@ -45,7 +50,7 @@ def batch_statistics(module: nn.Module) -> str | None:
         normalises = isinstance(layer, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - of all of them
         is_by_example = isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # noqa: SLF001
         if normalises and layer.training and not (is_by_example and not layer.track_running_stats):
-            return shown(name, layer)
+            return describe_layer(name, layer)
     return None
 
 
@@ -168,7 +173,7 @@ class ExampleGradients:
         parameters = dict(self._module.named_parameters())
         before = {name: value.clone() for name, value in self._module.named_buffers()}
         generator = global_generator(labels.device)
-        with untouched(generator), preserve_global_generators() as have_moved:
+        with preserve_generator(generator), preserve_global_generators() as have_moved:
             self._dropouts.set_key(0)
             start = generator.get_state()
             after, whole = self._forward(parameters, features, labels)

@@ -25,7 +25,7 @@ from fedlearn.core.features import (
 from fedlearn.core.params import Layout
 from fedlearn.errors import DataError
 from fedlearn.training.functional import functional_call
-from fedlearn.training.keyed_dropout import global_generator, untouched
+from fedlearn.training.keyed_dropout import global_generator, preserve_generator
 
 #: Integers so narrow that arithmetic overflows: converted to floats if the model accepts floats,
 #: else widened.
@@ -97,7 +97,7 @@ class InputCast:
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         args, kwargs = split_arguments(features)
         device = list_tensors(features)[0].device
-        with untouched(global_generator(device)), _evaluating(self._module):
+        with preserve_generator(global_generator(device)), _evaluating(self._module):
             try:
                 functional_call(self._module, buffers, args, kwargs)
             except Exception:  # noqa: BLE001 - the user's code says no as it pleases

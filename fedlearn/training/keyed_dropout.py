@@ -56,7 +56,7 @@ class KeyedDropout(nn.Module):
         return inputs * keep.to(inputs.dtype) / (1.0 - self.p)
 
 
-def shown(name: str, module: nn.Module) -> str:
+def describe_layer(name: str, module: nn.Module) -> str:
     """Format a layer's name for a message, with the class that the user wrote."""
     kind = module.kind if isinstance(module, KeyedDropout) else type(module).__name__
     return f"layer {name} ({kind})" if name else f"the model ({kind})"
@@ -82,7 +82,7 @@ def global_generator(device: torch.device) -> torch.Generator:
 
 
 @contextmanager
-def untouched(generator: torch.Generator) -> Iterator[None]:
+def preserve_generator(generator: torch.Generator) -> Iterator[None]:
     """Restore the generator's state after the block, so that the application's draws do not change.
 
     Other threads wait for the block to end: see

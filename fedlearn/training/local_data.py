@@ -190,8 +190,10 @@ def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Feat
                 f"dataset[{row}] has {' and '.join(inputs)}, dataset[{numbers[0]}] "
                 f"{' and '.join(first)}; give every row the same inputs"
             )
-    stacked = [_stacked([each[name] for each in rest], rows=numbers, what=name) for name in first]
-    labels = _stacked([label for _, label in pairs], rows=numbers, what="a label")
+    stacked = [
+        _stack_values([each[name] for each in rest], rows=numbers, what=name) for name in first
+    ]
+    labels = _stack_values([label for _, label in pairs], rows=numbers, what="a label")
     return rebuild_inputs(stacked, like=pairs[0][0]), labels
 
 
@@ -320,7 +322,7 @@ def _split_row(
     chosen = tuple(inputs) or tuple(name for name in item if name != label)
     if missing := [name for name in (label, *chosen) if name not in item]:
         raise DataError(
-            f"dataset[{row}] has no column {missing[0]!r}; it has {_listed(item)}: correct "
+            f"dataset[{row}] has no column {missing[0]!r}; it has {_list_keys(item)}: correct "
             "fl.Columns"
         )
     if not chosen:
@@ -335,13 +337,13 @@ def _label_of(item: Mapping[str, Any], *, row: int) -> str:
     if len(found) != 1:
         what = f"both {found[0]!r} and {found[1]!r}" if found else "no column with a usual name"
         raise DataError(
-            f"dataset[{row}] has the columns {_listed(item)}: for the label it has {what} "
+            f"dataset[{row}] has the columns {_list_keys(item)}: for the label it has {what} "
             f'({", ".join(_LABELS)}); name it: fl.Columns(dataset, label="...", inputs=["..."])'
         )
     return found[0]
 
 
-def _listed(item: Mapping[str, Any]) -> str:
+def _list_keys(item: Mapping[str, Any]) -> str:
     return ", ".join(repr(name) for name in item) or "none"
 
 
@@ -359,7 +361,7 @@ def _as_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet
         ) from error
 
 
-def _stacked(values: Sequence[Tensor], *, rows: Sequence[int], what: str) -> Tensor:
+def _stack_values(values: Sequence[Tensor], *, rows: Sequence[int], what: str) -> Tensor:
     expected = (values[0].shape, values[0].dtype)
     for row, value in zip(rows, values, strict=True):
         if (value.shape, value.dtype) != expected:

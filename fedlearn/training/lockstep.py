@@ -35,7 +35,7 @@ class Lockstep:
 
     Use it as a context manager. A process that leaves the block with an error takes part in one
     last sum, with a flag set, so that the others raise instead of waiting for it forever. All
-    processes must call :meth:`summed` the same number of times. Every sum has the same length.
+    processes must call :meth:`sum_gradients` equally often. Every sum has the same length.
 
     Args:
         processes: The processes that train together.
@@ -67,7 +67,7 @@ class Lockstep:
         with suppress(ProcessesParted):  # the error that is already being raised says more
             self.processes.all_reduce([self._sums])
 
-    def summed(
+    def sum_gradients(
         self, grads: Sequence[Tensor | None], loss: Tensor, *, weight: Tensor | float
     ) -> tuple[Sequence[Tensor | None], Tensor, Tensor | float]:
         """Sum gradients, a loss and a weight over the processes.

@@ -35,21 +35,21 @@ def _with_batched_state(
     if not isinstance(inputs, Tensor) or inputs.dim() < 1:
         return None  # a packed sequence, or an input for which the layer raises its own error
     if state is None:
-        state = _zeros(layer, inputs)
+        state = _make_zeros(layer, inputs)
     batched = (
-        tuple(_batched(each, inputs) for each in state)
+        tuple(_batch_state(each, inputs) for each in state)
         if isinstance(state, tuple)
-        else _batched(state, inputs)
+        else _batch_state(state, inputs)
     )
     return (), given | {"hx": batched}
 
 
-def _batched(state: Tensor, inputs: Tensor) -> Tensor:
+def _batch_state(state: Tensor, inputs: Tensor) -> Tensor:
     # The trick: `new_zeros` of a tensor that `vmap` batches is itself batched, and so is the sum.
     return state + inputs.new_zeros(state.shape, dtype=state.dtype)
 
 
-def _zeros(layer: nn.Module, inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+def _make_zeros(layer: nn.Module, inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Return the zero state that torch uses by default."""
     if isinstance(layer, nn.RNNCellBase):
         shape: tuple[int, ...] = (*inputs.shape[:-1], layer.hidden_size)

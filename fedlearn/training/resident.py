@@ -68,8 +68,8 @@ from fedlearn.training.keyed_dropout import (
     KeyedDropouts,
     example_keys,
     global_generator,
+    preserve_generator,
     share_key,
-    untouched,
 )
 from fedlearn.training.lockstep import Lockstep
 
@@ -131,7 +131,7 @@ class Gradients(NamedTuple):
     weight: Tensor | float
 
 
-class Measured(NamedTuple):
+class SetMeasures(NamedTuple):
     """The results of one evaluation pass over a set.
 
     Attributes:
@@ -199,7 +199,7 @@ class ResidentModel:
         metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.measures = Measures(objective, metrics or {})
-        with untouched(torch.default_generator):
+        with preserve_generator(torch.default_generator):
             self.module = ModelFactory.of(make_model)()
         self.layout = Layout.of(self.module)
         self.module.to(device=device).train()
@@ -299,8 +299,8 @@ class ResidentModel:
             ValueError: The global model has a different layout than the module.
         """
         self.load(params)
-        # Not `untouched`, which would block other threads for the whole training. They may draw
-        # between the steps, because each step seeds the generator again.
+        # Not `preserve_generator`: it would block other threads for the whole training. They may
+        # draw between the steps, because each step seeds the generator again.
         state = self._generator.get_state()
         try:
             yield
@@ -337,14 +337,14 @@ class ResidentModel:
                     loss = loss * torch.as_tensor(weighs / num_examples).to(loss)
                 further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
             weight = weight + weighs
-            grads = list(map(_sum, grads, further)) if grads else further
+            grads = list(map(_add_gradients, grads, further)) if grads else further
             losses.append(loss.detach())
         if not losses:
             return Gradients([None] * len(self.trainable), self.vector_P.new_zeros(()), 0.0)
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         return Gradients(grads, loss, weight)
 
-    def noised_gradients(
+    def compute_noised_gradients(
         self,
         parts: Iterable[Part],
         *,
@@ -393,9 +393,9 @@ class ResidentModel:
                     for value, more in zip(sums, clipped, strict=True):
                         value.add_(more)
                     total += losses.sum(dtype=torch.float64)
-        return self._noised(sums, total, num_examples=num_examples, rule=rule, together=together)
+        return self._add_noise(sums, total, num_examples=num_examples, rule=rule, together=together)
 
-    def _noised(
+    def _add_noise(
         self,
         sums: list[Tensor],
         total: Tensor,
@@ -411,18 +411,18 @@ class ResidentModel:
             total: This process's sum of losses.
             num_examples: Number of examples in the whole batch.
             rule: Adds the noise.
-            together: See :meth:`noised_gradients`.
+            together: See :meth:`compute_noised_gradients`.
         """
         if together is None:
             noised = rule.add_noise(sums, [num_examples], like=self.trainable_stack)
             return [grad[0] for grad in noised], total / num_examples
-        whole, total, _ = together.summed([each[0] for each in sums], total, weight=0.0)
+        whole, total, _ = together.sum_gradients([each[0] for each in sums], total, weight=0.0)
         own: Sequence[Tensor | None] = [None] * len(whole)
         if together.processes.rank == 0:
             clipped = [each.unsqueeze(0) for each in whole if each is not None]  # none is None
             noised = rule.add_noise(clipped, [num_examples], like=self.trainable_stack)
             own = [grad[0] for grad in noised]
-        told, *_ = together.summed(own, torch.zeros_like(total), weight=0.0)
+        told, *_ = together.sum_gradients(own, torch.zeros_like(total), weight=0.0)
         return [grad for grad in told if grad is not None], total / num_examples
 
     def snapshot(self) -> dict[str, Tensor]:
@@ -482,7 +482,7 @@ class ResidentModel:
             outputs = require_one_tensor(functional_call(self.module, tensors, *inputs))
             return mean_loss(self._objective, outputs, labels)
 
-        with untouched(self._generator):
+        with preserve_generator(self._generator):
             if memory_format.agrees(self._untried, loss_of):
                 for parameter in self._untried.values():
                     place = parameter.data
@@ -506,13 +506,13 @@ class ResidentModel:
 
     def _try_objective(self, outputs: Tensor, labels: Tensor) -> None:
         """Check the objective on a first batch, without moving the generator that the step uses."""
-        with torch.no_grad(), untouched(self._generator):
+        with torch.no_grad(), preserve_generator(self._generator):
             require_fitting(self._objective, outputs, labels)
         self._is_objective_tried = True
 
     def measure(
         self, params: Params, features: Features, labels: Tensor, *, batch_size: int
-    ) -> Measured:
+    ) -> SetMeasures:
         """Measure the model on examples in memory, in evaluation mode.
 
         ``batch_size`` bounds memory and changes nothing else. Batches are copied, because a forward
@@ -531,7 +531,7 @@ class ResidentModel:
     @torch.no_grad()
     def measure_batches(
         self, params: Params, batches: Iterable[tuple[Features, Tensor]]
-    ) -> Measured:
+    ) -> SetMeasures:
         """Measure the model on batches, like :meth:`measure`, with one in memory at a time.
 
         If a measure needs the whole set, the outputs of all examples are held in memory, too.
@@ -560,7 +560,7 @@ class ResidentModel:
         by_example, by_weight = (
             {name: torch.cat(values) for name, values in each.items()} for each in (parts, weights)
         )
-        return Measured(by_example, by_weight, *whole)
+        return SetMeasures(by_example, by_weight, *whole)
 
 
 class Training:
@@ -594,8 +594,8 @@ class Training:
         together: Lockstep | None = None,
     ) -> None:
         self._model, self._params, self._together = model, params, together
-        self._noised = local if isinstance(local, NoisedGradients) else None
-        self._local = local if self._noised is None else self._noised.inner
+        self._add_noise = local if isinstance(local, NoisedGradients) else None
+        self._local = local if self._add_noise is None else self._add_noise.inner
         self._round_num, self._short_cut = round_num, find_affine_step(self._local)
         self._takes_any_layout = takes_flat(self._local)
         if not self._takes_any_layout:
@@ -630,7 +630,7 @@ class Training:
         with ExitStack() as kept_as_they_were:
             if self._is_own:
                 kept_as_they_were.enter_context(preserve_global_generators())
-                kept_as_they_were.enter_context(untouched(torch.default_generator))
+                kept_as_they_were.enter_context(preserve_generator(torch.default_generator))
             kept_as_they_were.enter_context(self._model.training(self._params))
             with torch.no_grad():
                 self._draw(BEGIN)
@@ -652,17 +652,17 @@ class Training:
             parts: The batch, whole or cut; with several processes, this process's share.
             num_examples: Number of examples in the whole batch.
         """
-        if self._noised is not None:
+        if self._add_noise is not None:
             with torch.no_grad():
-                noised, loss = self._model.noised_gradients(
-                    parts, num_examples=num_examples, rule=self._noised, together=self._together
+                noised, loss = self._model.compute_noised_gradients(
+                    parts, num_examples=num_examples, rule=self._add_noise, together=self._together
                 )
                 self._update(noised)
         else:
             grads, loss, weight = self._model.gradients(parts, num_examples=num_examples)
             with torch.no_grad():
                 if self._together is not None:
-                    grads, loss, weight = self._together.summed(grads, loss, weight=weight)
+                    grads, loss, weight = self._together.sum_gradients(grads, loss, weight=weight)
                 if isinstance(weight, Tensor) and self._model.weighs_examples:
                     factor = torch.where(weight > 0.0, num_examples / weight, 0.0).to(loss.dtype)
                     grads = [None if grad is None else grad * factor for grad in grads]
@@ -678,7 +678,9 @@ class Training:
         moment = Moment(self._round_num, self.num_steps)
         affine = None if self._short_cut is None else self._short_cut(moment)
         if affine is not None and affine.keep == 1.0 and not (affine.pull or affine.shift):
-            reached = self._model.trainable if is_whole else _reached(self._model.trainable, grads)
+            reached = (
+                self._model.trainable if is_whole else _select_reached(self._model.trainable, grads)
+            )
             torch._foreach_add_(reached, own, alpha=affine.scale)
             return
         self._draw(self.num_steps)
@@ -686,8 +688,8 @@ class Training:
         memory: Memory = self.memory
         broadcast = self._broadcast
         if not is_whole:
-            places = _reached(range(len(grads)), grads)
-            x, broadcast = _reached(x, grads), along(broadcast, places)
+            places = _select_reached(range(len(grads)), grads)
+            x, broadcast = _select_reached(x, grads), along(broadcast, places)
             memory = along(memory, places)
         if not self._takes_any_layout:
             own = [grad.contiguous() for grad in own]
@@ -738,12 +740,12 @@ class Training:
         )
 
 
-def _reached(values: Sequence[ValueT], grads: Sequence[Tensor | None]) -> list[ValueT]:
+def _select_reached(values: Sequence[ValueT], grads: Sequence[Tensor | None]) -> list[ValueT]:
     """Select the values of those parameters that have a gradient."""
     return [value for value, grad in zip(values, grads, strict=True) if grad is not None]
 
 
-def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _add_gradients(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     """Add two gradients, ``None`` being zero, into a new tensor."""
     if one is None or other is None:
         return other if one is None else one

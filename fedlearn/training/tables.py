@@ -109,7 +109,7 @@ def columns_of_file(
         ValueError: An input has no column.
     """
     first = _files_at(path)[0]
-    with _opened(first) as file:
+    with _open_file(first) as file:
         schema = file.schema
     groups = _groups(_free_columns(schema, {label, *others}) if features is None else features)
     if not groups:
@@ -178,7 +178,7 @@ class Table:
         """
         files, dtypes = _files_at(path), set()
         for each in files:
-            with _opened(each) as file:
+            with _open_file(each) as file:
                 dtypes.add(_check_schema(file.schema, columns=columns, path=each))
         return cls(files, columns, torch.int64 if dtypes == {torch.int64} else torch.float32)
 
@@ -204,7 +204,7 @@ class Table:
         """
         found = []
         for path in self.files:
-            with _opened(path) as file:
+            with _open_file(path) as file:
                 sizes = [file.num_rows(group, self.columns.label) for group in range(len(file))]
             found += [RowGroup(path, group, size) for group, size in enumerate(sizes) if size]
         return found
@@ -216,7 +216,7 @@ class Table:
             DataError: A file lacks a column or cannot be read.
         """
         for path in self.files:
-            with _opened(path) as file:
+            with _open_file(path) as file:
                 _require_columns(file.schema, names, path=path)
                 for group in range(len(file)):
                     rows = file.read(group, names)
@@ -229,7 +229,7 @@ class Table:
         Raises:
             DataError: It cannot be read, its number of rows changed, or a value is missing.
         """
-        with _opened(group.path, what=str(group)) as file:
+        with _open_file(group.path, what=str(group)) as file:
             rows = file.read(group.number, self.columns.names)
         if len(rows) != group.num_rows:
             raise DataError(
@@ -323,9 +323,9 @@ class RowGroups:
         """
         columns = self._table.columns.features
         features = map_inputs(
-            lambda each: _empty(rows.size, *each.shape, dtype=each.dtype), columns
+            lambda each: _allocate(rows.size, *each.shape, dtype=each.dtype), columns
         )
-        labels = _empty(rows.size, dtype=self._table.label_dtype)
+        labels = _allocate(rows.size, dtype=self._table.label_dtype)
         groups = np.searchsorted(self.offsets, rows, side="right") - 1
         missing = np.unique(groups)
         if self._on_disk is not None:
@@ -357,20 +357,20 @@ class RowGroups:
         at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)  # 1 in a worker of a DataLoader
         for start in range(0, len(groups), at_once):
             some = groups[start : start + at_once]
-            read = {group: self._dropped(group) for group in some if group in self._kept}
+            read = {group: self._drop(group) for group in some if group in self._kept}
             missing = [group for group in some if group not in read]
-            read |= zip(missing, self._decoded(missing), strict=True)
+            read |= zip(missing, self._decode(missing), strict=True)
             for group in some:
                 yield group, read[group]
                 self._keep(group, read[group])
 
-    def _decoded(self, groups: list[int]) -> list[Rows]:
+    def _decode(self, groups: list[int]) -> list[Rows]:
         if len(groups) <= 1:
-            return [self._checked(each) for each in groups]
+            return [self._check_group(each) for each in groups]
         with ThreadPoolExecutor(len(groups)) as pool:
-            return list(pool.map(self._checked, groups))
+            return list(pool.map(self._check_group, groups))
 
-    def _checked(self, group: int) -> Rows:
+    def _check_group(self, group: int) -> Rows:
         rows = self._table.read(self._groups[group])
         if self._check is not None:
             self._check(self._groups[group], rows)
@@ -384,15 +384,15 @@ class RowGroups:
         self._kept[group] = rows
         self._num_bytes += rows.num_bytes
         while self._num_bytes > self._max_bytes:
-            self._dropped(next(iter(self._kept)))
+            self._drop(next(iter(self._kept)))
 
-    def _dropped(self, group: int) -> Rows:
+    def _drop(self, group: int) -> Rows:
         rows = self._kept.pop(group)
         self._num_bytes -= rows.num_bytes
         return rows
 
 
-def _empty(*shape: int, dtype: torch.dtype) -> Tensor:
+def _allocate(*shape: int, dtype: torch.dtype) -> Tensor:
     """Allocate a tensor through numpy, which asks for huge pages: filling it is 5x faster."""
     octets = torch.from_numpy(np.empty(torch.Size(shape).numel() * dtype.itemsize, np.uint8))
     return octets.view(dtype).reshape(shape)
@@ -418,7 +418,7 @@ def _files_at(path: Path) -> list[Path]:
     return files
 
 
-class _File(Protocol):
+class _TableFile(Protocol):
     """An open Parquet or Arrow file."""
 
     schema: Any  # pyarrow has no types
@@ -471,7 +471,7 @@ class _ArrowFile:
 
 
 @contextmanager
-def _opened(path: Path, *, what: str | None = None) -> Iterator[_File]:
+def _open_file(path: Path, *, what: str | None = None) -> Iterator[_TableFile]:
     is_arrow = path.suffix in _ARROW
     kind, remedy = ("Arrow", " with pyarrow.feather.write_feather") if is_arrow else ("Parquet", "")
     try:

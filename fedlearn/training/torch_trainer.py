@@ -77,7 +77,7 @@ class Turns(Protocol):
         """
 
 
-def in_order(take: Take, losses: Tensor, *, control: TaskControl) -> None:  # noqa: ARG001 - as Turns
+def take_in_order(take: Take, losses: Tensor, *, control: TaskControl) -> None:  # noqa: ARG001 - as Turns
     """Take all steps in this process, one after another."""
     take(lambda _: nullcontext(), control)
 
@@ -304,7 +304,7 @@ class TorchTrainer:
         tensors: Mapping[str, Tensor],
         *,
         context: TrainContext,
-        turns: Turns = in_order,
+        turns: Turns = take_in_order,
     ) -> LocalResult:
         """Train like :meth:`train`, up to rounding, in several processes that share the work.
 
@@ -345,7 +345,7 @@ class TorchTrainer:
             together=together,
         )
         seed = client_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
-        with unwritten, training.client(self._kept(local, context.state), seed=seed):
+        with unwritten, training.client(self._select_client_state(local, context.state), seed=seed):
             losses, sizes = self._run(training, local.work, context, together.processes, turns)
             report = training.report()
         return LocalResult(
@@ -404,7 +404,9 @@ class TorchTrainer:
         constants = {name: t for name, t in tensors.items() if name not in layout.by_name}
         return Params(layout, vector, constants)
 
-    def _kept(self, local: LocalUpdate, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _select_client_state(
+        self, local: LocalUpdate, state: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Select the client state that the update declares; drop that of a different update."""
         kept = [name for name, spec in local.memory.items() if spec.is_kept]
         sizes = [(size_of(local.memory[name].over, self._model.layout),) for name in kept]

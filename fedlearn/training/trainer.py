@@ -44,11 +44,11 @@ class TaskControl(Protocol):
         """
 
 
-class Unattended:
+class NullControl:
     """The control of a task that is never cancelled, watched or resumed, such as a simulated one.
 
     Example:
-        >>> control = Unattended()
+        >>> control = NullControl()
         >>> control.check(), control.load()
         (None, {})
     """
@@ -68,7 +68,7 @@ class Unattended:
 
 
 #: Shared by all tasks, since it has no state.
-UNATTENDED = Unattended()
+UNATTENDED = NullControl()
 
 
 @dataclass(frozen=True, kw_only=True)

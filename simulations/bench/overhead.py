@@ -35,9 +35,9 @@ from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.experiment.simulate import build_config, new_record
 from fedlearn.rounds.run import train
-from fedlearn.simulation.cluster import one_thread
+from fedlearn.simulation.cluster import limit_to_one_thread
 from fedlearn.simulation.engine import Engine
-from fedlearn.simulation.executors.base import Executor, Trained, Work
+from fedlearn.simulation.executors.base import Executor, TrainedBlock, Work
 from fedlearn.simulation.population import ClientRows, Population
 from fedlearn.store.runs import Database, sqlite_url
 
@@ -75,7 +75,7 @@ class Stopwatches:
         self._started_s = self.clock.now_s()
         return self.population.load(client_ids)
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         """Train the block and stop the watch."""
         trained = self.executor.train(work)
         self.work_s += self.clock.now_s() - self._started_s
@@ -137,7 +137,7 @@ def components(num_rounds: int, devices: str) -> Simulation:
 def measure(num_rounds: int, devices: str) -> Iterator[Row]:
     """Run once, and yield how much of a round is overhead."""
     clock, progress = SystemClock(), Stopwatch()
-    with tempfile.TemporaryDirectory() as folder, one_thread():
+    with tempfile.TemporaryDirectory() as folder, limit_to_one_thread():
         runs_dir = Path(folder)
         resolved = resolve(
             components(num_rounds, devices),

@@ -14,9 +14,15 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.choice import ExecutorKind, Job, choose, make_executor, named
-from fedlearn.simulation.executors.base import Trained
-from fedlearn.simulation.executors.stacked import why_not_compiled
+from fedlearn.simulation.choice import (
+    ExecutorKind,
+    TrainingJob,
+    choose,
+    make_executor,
+    use_configured,
+)
+from fedlearn.simulation.executors.base import TrainedBlock
+from fedlearn.simulation.executors.stacked import explain_not_compiled
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.training.resident import Precision
@@ -52,7 +58,7 @@ def job_of(
     *,
     local: LocalUpdate = SGD,
     sizes: list[int] = SIZES,
-) -> Job:
+) -> TrainingJob:
     """Return the training of a few ragged clients on a device."""
     generator, count = torch.Generator().manual_seed(1), sum(sizes)
     population = ArrayPopulation(
@@ -64,7 +70,7 @@ def job_of(
     torch.manual_seed(0)
     params = Params.of(make_model())
     constants = {name: value.to(device) for name, value in params.constants.items()}
-    return Job(
+    return TrainingJob(
         make_model=make_model,
         objective=CrossEntropy(),
         metrics={},
@@ -79,12 +85,12 @@ def job_of(
     )
 
 
-def trained(job: Job, kind: ExecutorKind) -> Trained:
+def trained(job: TrainingJob, kind: ExecutorKind) -> TrainedBlock:
     """Train one block of all clients."""
     return make_executor(job, kind).train(job.work(np.arange(len(SIZES))))
 
 
-def apart(one: Trained, other: Trained) -> float:
+def apart(one: TrainedBlock, other: TrainedBlock) -> float:
     """Return the largest difference of what clients contribute, keep and tell."""
     assert one.kept.keys() == other.kept.keys()
     pairs = [(one.deltas_KP, other.deltas_KP)]
@@ -141,7 +147,7 @@ def test_examples_clipped_one_by_one_are_those_of_the_cpu(
 @pytest.mark.slow
 def test_a_compiled_step_trains_as_the_sequential_one_on_the_cpu(gpu: torch.device) -> None:
     """Where there is a compiler."""
-    if (reason := why_not_compiled()) is not None:
+    if (reason := explain_not_compiled()) is not None:
         pytest.skip(reason)
     expected = trained(job_of(dropping, "cpu"), ExecutorKind.SEQUENTIAL)
     found = trained(job_of(dropping, gpu), ExecutorKind.COMPILED)
@@ -155,7 +161,7 @@ def test_the_trial_of_an_executor_finds_nothing_against_it(
     make_model: Callable[[], nn.Module], kind: ExecutorKind, gpu: torch.device
 ) -> None:
     """It compares trainings, Python's state and generators, all with the model on the GPU."""
-    assert named(job_of(make_model, gpu), kind).kind is kind
+    assert use_configured(job_of(make_model, gpu), kind).kind is kind
 
 
 class Drawing(nn.Module):

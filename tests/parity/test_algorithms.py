@@ -23,7 +23,7 @@ from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
+from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
 from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
 from fedlearn.training.resident import Precision
@@ -90,7 +90,7 @@ def engine(
     strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster, block_size: int = 100
 ) -> Engine:
     population, params = flower.population(), Params.of(without_dropout())
-    job = Job(
+    job = TrainingJob(
         make_model=without_dropout,
         objective=flower.OBJECTIVE,
         metrics={},

@@ -40,7 +40,7 @@ from fedlearn.rounds.round import (
 )
 from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, train
 from fedlearn.simulation.behaviour import Behaviour, LognormalBandwidth
-from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
+from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
 from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.partition import Partition
@@ -120,7 +120,7 @@ class Simulation:
 
     def plan(self, cluster: Cluster) -> RoundPlan:
         clients = population()
-        job = Job(
+        job = TrainingJob(
             make_model=make_model,
             objective=CrossEntropy(),
             metrics={},

@@ -19,9 +19,9 @@ from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import Instant
-from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
+from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
 from fedlearn.simulation.engine import Engine
-from fedlearn.simulation.executors.base import Executor, Trained, Work
+from fedlearn.simulation.executors.base import Executor, TrainedBlock, Work
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.training.resident import Precision
@@ -55,7 +55,7 @@ class Counting:
     executor: Executor
     heights: list[int] = field(default_factory=list)
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         self.heights.append(len(work.client_ids))
         return self.executor.train(work)
 
@@ -77,7 +77,7 @@ def run(
     )
     torch.manual_seed(0)
     params = Params.of(make_model())
-    job = Job(
+    job = TrainingJob(
         make_model=make_model,
         objective=CrossEntropy(),
         metrics={},

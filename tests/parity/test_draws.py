@@ -28,8 +28,8 @@ from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
-from fedlearn.simulation.choice import ExecutorKind, choose, make_executor, named
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.choice import ExecutorKind, choose, make_executor, use_configured
+from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 from tests.parity.test_layerwise_updates import Remembering, job, make_model
@@ -99,7 +99,7 @@ UPDATES: dict[str, LocalUpdate] = {
 }
 
 
-def sent(trained: Trained, place: int) -> dict[str, Tensor]:
+def sent(trained: TrainedBlock, place: int) -> dict[str, Tensor]:
     """Return what one client sends, and its new state."""
     rows = {**trained.lanes, **trained.kept, "delta": trained.deltas_KP}
     return {name: value[place].clone() for name, value in rows.items()}
@@ -242,7 +242,7 @@ def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:
     assert runs[0]["drawn"] != 0
     for kind in (ExecutorKind.FUSED, ExecutorKind.VMAP):
         with pytest.raises(EngineError, match=r"PlainRandom draws from a global generator"):
-            named(job(local), kind)
+            use_configured(job(local), kind)
 
 
 @pytest.mark.slow

@@ -45,7 +45,7 @@ from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behaviour import DeviceRound
-from fedlearn.simulation.choice import Job
+from fedlearn.simulation.choice import TrainingJob
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
@@ -182,9 +182,9 @@ def resident(make: Callable[[], nn.Module] = make_model) -> ResidentModel:
     return ResidentModel(make, OBJECTIVE, device=cpu, precision=Precision.FLOAT32)
 
 
-def job(local: LocalUpdate, make: Callable[[], nn.Module]) -> Job:
+def job(local: LocalUpdate, make: Callable[[], nn.Module]) -> TrainingJob:
     """Build the job of an executor, with the clients here and the test's model."""
-    return Job(
+    return TrainingJob(
         make_model=make,
         objective=OBJECTIVE,
         metrics={},

@@ -28,12 +28,12 @@ from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.simulation.executors.fused.chain import Chain, Layer, NotAChain, as_chain
 from fedlearn.simulation.executors.fused.executor import (
     FusedExecutor,
+    choose_block_size,
     describe_misfit,
-    preferred_block,
 )
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.population import ClientRows
@@ -154,7 +154,7 @@ def work_for(
     )
 
 
-def by_reference(model: str, work: Work) -> Trained:
+def by_reference(model: str, work: Work) -> TrainedBlock:
     make, _ = MODELS[model]
     resident = ResidentModel(
         lambda: make().to(work.params.layout.dtype),
@@ -175,7 +175,7 @@ def fused_executor(model: str, work: Work) -> FusedExecutor:
     return FusedExecutor(chain, objective=CrossEntropy())
 
 
-def difference(one: Trained, other: Trained) -> float:
+def difference(one: TrainedBlock, other: TrainedBlock) -> float:
     """Return the largest difference of any delta, loss, lane or client state."""
     found = [
         (one.deltas_KP - other.deltas_KP).abs().max().item(),
@@ -534,4 +534,4 @@ def test_blocks_are_as_large_as_the_cache_allows(
     model: Callable[[], nn.Module], smallest: int, largest: int
 ) -> None:
     """As measured: many small models, few large ones, and at least two."""
-    assert smallest <= preferred_block(Layout.of(model())) <= largest
+    assert smallest <= choose_block_size(Layout.of(model())) <= largest

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.core.features import Inputs
-from fedlearn.simulation.executors.stacked import why_not_compiled
+from fedlearn.simulation.executors.stacked import explain_not_compiled
 
 SEQUENTIAL = {"executor": "sequential", "num_workers": 1}
 VMAP = {"executor": "vmap", "num_workers": 1}
@@ -132,7 +132,7 @@ def main(folder: Path) -> None:
         save_file(outcome(form, engine), folder / f"{form}, {way}")
     save_file(outcome("one tensor", SEQUENTIAL), folder / "one tensor")
     save_file(outcome("one tensor", SEQUENTIAL, num_rounds=2), folder / "two rounds")
-    if why_not_compiled() is None:
+    if explain_not_compiled() is None:
         compiled: dict[str, object] = {"executor": "compiled"}
         save_file(outcome("dict", compiled, make_model=Flat), folder / "compiled")
         save_file(outcome("dict", SEQUENTIAL, make_model=Flat), folder / "flat")
@@ -188,7 +188,7 @@ def test_a_dict_equals_a_tuple_bit_for_bit(results: Results, way: str) -> None:
     assert difference(results[f"dict, {way}"], results[f"tuple, {way}"]) == 0.0
 
 
-@pytest.mark.skipif(why_not_compiled() is not None, reason="no C++ compiler")
+@pytest.mark.skipif(explain_not_compiled() is not None, reason="no C++ compiler")
 def test_a_compiled_step_takes_several_inputs(results: Results) -> None:
     """Like the other executors. Control: the model is a different one."""
     assert difference(results["compiled"], results["flat"]) < 1e-5

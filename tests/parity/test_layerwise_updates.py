@@ -30,8 +30,8 @@ from fedlearn.algorithms.proximal import Proximal
 from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
 from fedlearn.errors import EngineError
-from fedlearn.simulation.choice import ExecutorKind, Job, make_executor, named
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor, use_configured
+from fedlearn.simulation.executors.base import TrainedBlock, Work
 from tests.parity import test_flower as flower
 
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
@@ -215,7 +215,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def job(local: LocalUpdate) -> Job:
+def job(local: LocalUpdate) -> TrainingJob:
     return flower.job(local, make_model)
 
 
@@ -224,7 +224,7 @@ def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:
     executor, found = make_executor(job(local), kind), dict[str, Tensor]()
     work: Work = job(local).work(np.arange(6))
     for round_num in range(2):
-        trained: Trained = executor.train(work)
+        trained: TrainedBlock = executor.train(work)
         found |= {f"{round_num} {name}": rows for name, rows in trained.lanes.items()}
         found |= {f"{round_num} {name}": rows for name, rows in trained.kept.items()}
         found[f"{round_num} delta"] = trained.deltas_KP.clone()
@@ -309,8 +309,8 @@ class FlatMemory(FlatByMistake):
 def test_a_trial_finds_what_takes_flat_tensors_by_mistake(local: LocalUpdate, words: str) -> None:
     """It compares models, lanes and client states."""
     with pytest.raises(EngineError, match=words):
-        named(job(local), ExecutorKind.FUSED)
-    named(job(local), ExecutorKind.VMAP)  # this executor has one tensor per parameter
+        use_configured(job(local), ExecutorKind.FUSED)
+    use_configured(job(local), ExecutorKind.VMAP)  # this executor has one tensor per parameter
 
 
 class CountedSgd(LocalSgd):

@@ -17,10 +17,10 @@ from fedlearn.algorithms.recipes import FedAvg, FedMedian, FedProx
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.simulation.choice import ExecutorKind, Job, make_executor
+from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
 from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
-from fedlearn.simulation.executors.stacked import why_not_compiled
+from fedlearn.simulation.executors.stacked import explain_not_compiled
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from tests.parity import test_flower as flower
 from tests.processes import Launcher
@@ -69,7 +69,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Identity(), nn.Tanh(), nn.Linear(8, 3))
 
 
-def job(local: LocalUpdate) -> Job:
+def job(local: LocalUpdate) -> TrainingJob:
     return flower.job(local, make_model)
 
 
@@ -116,7 +116,7 @@ def test_an_overridden_step_is_taken_once_a_step(kind: ExecutorKind, block_size:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(why_not_compiled() is not None, reason=f"{why_not_compiled()}")
+@pytest.mark.skipif(explain_not_compiled() is not None, reason=f"{explain_not_compiled()}")
 def test_an_overridden_step_is_taken_under_the_compiled_executor() -> None:
     """Only the gradient is compiled."""
     assert by_engine(COUNTED, ExecutorKind.COMPILED, block_size=100)[1] == 0

@@ -21,9 +21,9 @@ from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors import stacked, stacked_gradient, stacked_trace
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.simulation.executors.sequential import SequentialExecutor
-from fedlearn.simulation.executors.stacked import StackedExecutor, why_not_compiled
+from fedlearn.simulation.executors.stacked import StackedExecutor, explain_not_compiled
 from fedlearn.simulation.executors.stacked_gradient import Batch, BlockGradient, Shared, Stack
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.executors.trial import trial_of
@@ -91,7 +91,7 @@ def work_of(
     )
 
 
-def reference(make_model: MakeModel, work: Work, objective: Objective) -> Trained:
+def reference(make_model: MakeModel, work: Work, objective: Objective) -> TrainedBlock:
     model = ResidentModel(make_model, objective, device=CPU, precision=Precision.FLOAT32)
     return SequentialExecutor(model).train(work)
 
@@ -118,7 +118,7 @@ def error_of(
     return distance(expected, found)
 
 
-def distance(expected: Trained, found: Trained) -> float:
+def distance(expected: TrainedBlock, found: TrainedBlock) -> float:
     assert found.deltas_KP.shape == expected.deltas_KP.shape
     errors = [float((found.deltas_KP - expected.deltas_KP).abs().max())]
     errors.append(float(np.abs(found.losses_K - expected.losses_K).max()))
@@ -659,7 +659,7 @@ def test_hidden_random_numbers_are_an_error_and_never_other_masks() -> None:
 def test_convolutional_models_are_trained_in_smaller_blocks() -> None:
     """At least two at a time; the blocks of other models depend on their parameters only."""
     blocks = [
-        stacked.preferred_block(Layout.of(nn.Sequential(first, nn.Linear(width, 10))), PLAIN)
+        stacked.choose_block_size(Layout.of(nn.Sequential(first, nn.Linear(width, 10))), PLAIN)
         for first, width in (
             (nn.Linear(64, 200), 200),
             (nn.Conv2d(1, 32, 5), 20_000),
@@ -675,7 +675,10 @@ def test_blocks_by_example_are_no_larger_and_hold_all_gradients_of_a_batch() -> 
     for width, batch_size in ((10, 4), (200, None), (2000, 64)):
         layout = Layout.of(nn.Sequential(nn.Linear(784, width), nn.Linear(width, 10)))
         rule = replace(by_example, inner=replace(PLAIN, batch_size=batch_size))
-        block, plain = stacked.preferred_block(layout, rule), stacked.preferred_block(layout, PLAIN)
+        block, plain = (
+            stacked.choose_block_size(layout, rule),
+            stacked.choose_block_size(layout, PLAIN),
+        )
         together = min(32, batch_size or 32)
         assert block <= plain
         assert block == max(2, min(plain, 2**27 // (4 * layout.size * together)))
@@ -685,12 +688,14 @@ def test_blocks_by_example_are_no_larger_and_hold_all_gradients_of_a_batch() -> 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its name, and a fix."""
     monkeypatch.setenv("CXX", "no-such-compiler")
-    found = why_not_compiled()
+    found = explain_not_compiled()
     assert found is not None
     assert "no-such-compiler" in found
 
 
-needs_compiler = pytest.mark.skipif(why_not_compiled() is not None, reason=str(why_not_compiled()))
+needs_compiler = pytest.mark.skipif(
+    explain_not_compiled() is not None, reason=str(explain_not_compiled())
+)
 #: On one worker, so that tests reuse each other's compiled code.
 together = pytest.mark.xdist_group("compiled")
 

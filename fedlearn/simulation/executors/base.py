@@ -20,11 +20,16 @@ from fedlearn.core.randomness import Seed, preserve_global_generators
 from fedlearn.errors import EngineError
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import Schedule, schedule
-from fedlearn.training.keyed_dropout import global_generator, step_keys, step_seed, untouched
+from fedlearn.training.keyed_dropout import (
+    global_generator,
+    preserve_generator,
+    step_keys,
+    step_seed,
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Apart:
+class StartModels:
     """Start models for a block whose clients were asked in different rounds.
 
     Attributes:
@@ -76,7 +81,7 @@ class Work(LocalTask):
     rows_K: Sequence[NDArray[np.int64]]
     schedule: Schedule
     kept: Mapping[str, Tensor]
-    apart: Apart | None = None
+    apart: StartModels | None = None
 
     @classmethod
     def of(
@@ -86,7 +91,7 @@ class Work(LocalTask):
         client_ids: NDArray[np.int64],
         *,
         kept: Mapping[str, Tensor],
-        apart: Apart | None = None,
+        apart: StartModels | None = None,
     ) -> Self:
         """Build the work of a block; the examples are moved to the model's device."""
         vector = task.params.vector
@@ -142,7 +147,7 @@ class Work(LocalTask):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Trained:
+class TrainedBlock:
     """A trained block.
 
     Attributes:
@@ -171,12 +176,12 @@ class Executor(Protocol):
     an attribute ``takes_apart`` that is true.
     """
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         """Train the clients and return their deltas and losses."""
 
 
 @contextmanager
-def without_global_draws(work: Work) -> Iterator[None]:
+def refuse_global_draws(work: Work) -> Iterator[None]:
     """Run a block of clients that train together, and reject draws from a global generator.
 
     Raises:
@@ -187,7 +192,7 @@ def without_global_draws(work: Work) -> Iterator[None]:
         yield
         return
     generator = global_generator(work.params.vector.device)
-    with preserve_global_generators() as have_moved, untouched(generator):
+    with preserve_global_generators() as have_moved, preserve_generator(generator):
         before = generator.get_state()
         yield
         if have_moved() or not torch.equal(before, generator.get_state()):
@@ -198,6 +203,6 @@ def without_global_draws(work: Work) -> Iterator[None]:
             )
 
 
-def block_within(num_bytes: int, *, each: int) -> int:
+def fit_block_size(num_bytes: int, *, each: int) -> int:
     """Return how many clients of ``each`` bytes fit: 2 to 64, since more save no further time."""
     return min(64, max(2, num_bytes // each))

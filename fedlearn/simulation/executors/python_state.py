@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlearn.training.keyed_dropout import shown
+from fedlearn.training.keyed_dropout import describe_layer
 
 #: Attributes of a module that training may change, and the one that holds its layers.
 _TENSORS: tuple[str, ...] = ("_parameters", "_buffers")
@@ -53,7 +53,7 @@ def _places(module: nn.Module, objective: object) -> Iterator[tuple[str, object]
     for name, part in module.named_modules():
         for attribute, value in _state_of(part).items():
             if attribute != _LAYERS:
-                yield f"{attribute!r} of {shown(name, part)}", value
+                yield f"{attribute!r} of {describe_layer(name, part)}", value
     for layer in {type(part): part for part in module.modules()}.values():
         kind = type(layer).__name__
         yield f"something that the code of {kind} refers to", type(layer)
@@ -75,7 +75,7 @@ def _digest(value: object, own: Collection[int]) -> bytes:
 
 
 @dataclass(frozen=True)
-class _Described:
+class _ObjectDescription:
     """Written in place of an object; its pickled ``state`` may refer back to the object."""
 
     name: str
@@ -112,20 +112,20 @@ class _Describer(pickle.Pickler):
         name = f"{type(value).__name__} {id(value)}"
         match value:
             case nn.Module():
-                return _Described, (name,), _state_of(value)
+                return _ObjectDescription, (name,), _state_of(value)
             case type():
-                return _Described, (name,), (value.__bases__, _own_code(value))
+                return _ObjectDescription, (name,), (value.__bases__, _own_code(value))
             case FunctionType():
-                return _Described, (name,), _referred_to(value)
+                return _ObjectDescription, (name,), _list_references(value)
             case staticmethod() | classmethod():
-                return _Described, (name,), (value.__func__,)
+                return _ObjectDescription, (name,), (value.__func__,)
             case property():
-                return _Described, (name,), (value.fget,)
+                return _ObjectDescription, (name,), (value.fget,)
         try:
             reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         except Exception:  # noqa: BLE001 - user code, or an object that cannot be pickled
-            return _Described, (name,)
-        return (_Described, (name,)) if isinstance(reduced, str) else reduced
+            return _ObjectDescription, (name,)
+        return (_ObjectDescription, (name,)) if isinstance(reduced, str) else reduced
 
 
 def _is_users(code: type | FunctionType) -> bool:
@@ -154,7 +154,7 @@ def _own_code(kind: type) -> dict[str, object]:
     }
 
 
-def _referred_to(function: FunctionType) -> list[object]:
+def _list_references(function: FunctionType) -> list[object]:
     """List the objects that a function refers to: cells, defaults, globals, module attributes."""
     names = sorted(_names(function.__code__))
     named = [function.__globals__[name] for name in names if name in function.__globals__]

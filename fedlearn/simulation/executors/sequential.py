@@ -14,7 +14,7 @@ from fedlearn.algorithms.draws import client_seed
 from fedlearn.algorithms.local import LocalReport
 from fedlearn.core.features import Features, list_tensors, rebuild_inputs
 from fedlearn.core.params import Layout
-from fedlearn.simulation.executors.base import Trained, Work, block_within
+from fedlearn.simulation.executors.base import TrainedBlock, Work, fit_block_size
 from fedlearn.training.resident import Part, ResidentModel, Training, weighted_mean
 
 #: Bytes of features to gather at a time, unless a single batch has more.
@@ -23,14 +23,14 @@ _GATHERED_BYTES = 4 << 20
 _ALIGNMENT = 64
 
 
-def preferred_block(layout: Layout) -> int:
+def choose_block_size(layout: Layout) -> int:
     """Return how many clients to train per block, after which their deltas are added to the sum.
 
     Example:
-        >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
+        >>> choose_block_size(Layout.of(torch.nn.Linear(784, 200)))
         13
     """
-    return block_within(8 << 20, each=layout.dtype.itemsize * layout.size)
+    return fit_block_size(8 << 20, each=layout.dtype.itemsize * layout.size)
 
 
 class SequentialExecutor:
@@ -44,14 +44,14 @@ class SequentialExecutor:
         self._model = model
         self._deltas_KP = torch.empty(0, model.layout.size, dtype=model.layout.dtype)
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         """Train the clients and return their deltas and losses."""
         params = work.params.as_sent()
         num_clients, global_P = len(work.client_ids), params.vector
         if len(self._deltas_KP) < num_clients or self._deltas_KP.device != global_P.device:
             self._deltas_KP = global_P.new_empty(num_clients, len(global_P))
         steps_K = (work.schedule.counts_TK > 0).sum(0)
-        batches, losses, reports = _batches(work), list[Tensor](), list[LocalReport]()
+        batches, losses, reports = _iterate_batches(work), list[Tensor](), list[LocalReport]()
         training = Training(
             self._model,
             params,
@@ -71,21 +71,21 @@ class SequentialExecutor:
                 ]
                 reports.append(training.report())
             torch.sub(self._model.vector_P, global_P, out=self._deltas_KP[client])
-        return Trained(
+        return TrainedBlock(
             deltas_KP=self._deltas_KP[:num_clients],
-            lanes=_stacked([report.lanes for report in reports]),
-            losses_K=_mean_losses(losses, work.schedule.counts_TK),
+            lanes=_stack([report.lanes for report in reports]),
+            losses_K=_average_losses(losses, work.schedule.counts_TK),
             num_examples_K=work.num_examples(),
-            kept=_stacked([report.kept for report in reports]),
+            kept=_stack([report.kept for report in reports]),
         )
 
 
-def _stacked(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _stack(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Join single rows [1, n] by name into one tensor each: shape [K, n]."""
     return {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
 
 
-def _batches(work: Work) -> Iterator[Part]:
+def _iterate_batches(work: Work) -> Iterator[Part]:
     """Yield the batches of one client after another; gather many small ones at a time."""
     counts_KT = work.schedule.counts_TK.T
     is_step_KT = counts_KT > 0
@@ -97,15 +97,17 @@ def _batches(work: Work) -> Iterator[Part]:
     num_together = max(1, _GATHERED_BYTES // max(1, batch_bytes))
     for first in range(0, len(sizes_N), num_together):
         now = slice(first, first + num_together)
-        gathered = [_gathered(tensor, rows_NB[now], sizes_N[now]) for tensor in inputs]
+        gathered = [_gather_batches(tensor, rows_NB[now], sizes_N[now]) for tensor in inputs]
         features: Iterable[Features] = gathered[0]
         if not isinstance(work.features, Tensor):
             features = (rebuild_inputs(batch, like=like) for batch in zip(*gathered, strict=True))
-        labels = _gathered(work.labels, rows_NB[now], sizes_N[now])
+        labels = _gather_batches(work.labels, rows_NB[now], sizes_N[now])
         yield from map(Part, features, labels, keys[now])
 
 
-def _gathered(tensor: Tensor, rows_NB: Tensor, sizes_N: NDArray[np.int64]) -> Sequence[Tensor]:
+def _gather_batches(
+    tensor: Tensor, rows_NB: Tensor, sizes_N: NDArray[np.int64]
+) -> Sequence[Tensor]:
     """Copy the rows of each batch.
 
     Each copy starts at a multiple of 64 bytes, like the separate allocations in a client session,
@@ -127,7 +129,7 @@ def _row_bytes(tensor: Tensor) -> int:
     return tensor.itemsize * tensor.shape[1:].numel()
 
 
-def _mean_losses(losses: Sequence[Tensor], counts_TK: NDArray[np.int64]) -> NDArray[np.float64]:
+def _average_losses(losses: Sequence[Tensor], counts_TK: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return each client's mean loss over the examples of all its steps."""
     values = torch.stack(list(losses)).double().cpu().numpy()  # one transfer for all clients
     counts_KT = counts_TK.T

@@ -41,10 +41,10 @@ from fedlearn.core.features import map_inputs
 from fedlearn.core.params import Layout
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.base import (
-    Trained,
+    TrainedBlock,
     Work,
-    block_within,
-    without_global_draws,
+    fit_block_size,
+    refuse_global_draws,
 )
 from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.stacked_gradient import (
@@ -66,18 +66,18 @@ _TRIED_ROWS = 8
 NUM_HEIGHTS = 4
 
 
-def preferred_block(layout: Layout, local: LocalUpdate) -> int:
+def choose_block_size(layout: Layout, local: LocalUpdate) -> int:
     """Return how many clients to train at once: as many as in the fused executor, or fewer.
 
     Fewer for models with convolutions, since the memory of their activations is not reused from
     step to step here, and for per-example gradients.
     """
-    num_clients = fused.preferred_block(layout, bytes_of_images=8 << 20)
+    num_clients = fused.choose_block_size(layout, bytes_of_images=8 << 20)
     if not isinstance(local, NoisedGradients):
         return num_clients
     together = min(TOGETHER, local.work.batch_size or TOGETHER)
     each = layout.dtype.itemsize * layout.size * together
-    return min(num_clients, block_within(_EXAMPLE_BYTES, each=each))
+    return min(num_clients, fit_block_size(_EXAMPLE_BYTES, each=each))
 
 
 @dataclass(eq=False)
@@ -121,7 +121,7 @@ class StackedExecutor:
 
     Args:
         gradient: Gradient of the model, on the device of the work's tensors.
-        is_compiled: Whether to compile the step, once per shape; see :func:`why_not_compiled`.
+        is_compiled: Whether to compile the step, once per shape; see :func:`explain_not_compiled`.
     """
 
     def __init__(self, gradient: BlockGradient, *, is_compiled: bool) -> None:
@@ -133,7 +133,7 @@ class StackedExecutor:
         self._deltas_KP = torch.empty(0, self._layout.size)
         self._mixes: bool | None = None
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         """Train the clients and return their deltas and losses.
 
         Raises:
@@ -153,13 +153,13 @@ class StackedExecutor:
             self._mixes = self._gradient.mixes_examples(work.features, work.labels, rows=rows)
         if isinstance(work.local, NoisedGradients):
             self._require_examples()
-        with torch.no_grad(), without_global_draws(work), warnings.catch_warnings():
+        with torch.no_grad(), refuse_global_draws(work), warnings.catch_warnings():
             # Operations that vmap vectorises by a loop are slow, but correct.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             run = self._start(work)
             for step in range(work.schedule.num_steps):
                 self._step(run, step)
-            return self._trained(run)
+            return self._build_result(run)
 
     def _require_examples(self) -> None:
         """Check that per-example gradients exist.
@@ -179,7 +179,7 @@ class StackedExecutor:
 
     def _start(self, work: Work) -> _Run:
         """Load the global model and the client state into the stack."""
-        rows_TKB, weights_TKB = self._padded(work)
+        rows_TKB, weights_TKB = self._pad_schedule(work)
         if not self._gradient.by_example:  # otherwise the weights apply to the clipped gradients
             weights_TKB = batch_weights(
                 self._gradient.objective,
@@ -214,12 +214,12 @@ class StackedExecutor:
             ),
         )
 
-    def _padded(self, work: Work) -> tuple[Tensor, Tensor]:
+    def _pad_schedule(self, work: Work) -> tuple[Tensor, Tensor]:
         """Return the rows and weights of the schedule, padded to the shapes that are traced."""
         rows_TKB, weights_TKB = work.schedule.rows_TKB, work.schedule.weights_TKB
         _, height, size = rows_TKB.shape
-        more_places = _bucketed_size(work.local.work, size) - size
-        more_clients = _bucketed_height(height, max(height, self._height)) - height
+        more_places = _round_up_size(work.local.work, size) - size
+        more_clients = _round_up_height(height, max(height, self._height)) - height
         if more_places or more_clients:
             rows_TKB = F.pad(rows_TKB, (0, more_places, 0, more_clients))
             weights_TKB = F.pad(weights_TKB, (0, more_places, 0, more_clients))
@@ -236,7 +236,7 @@ class StackedExecutor:
             keys_TK[:, : len(work.client_ids)] = work.step_keys().T
         return torch.from_numpy(keys_TK).to(self._device)
 
-    def _trained(self, run: _Run) -> Trained:
+    def _build_result(self, run: _Run) -> TrainedBlock:
         work, num_clients = run.work, len(run.work.client_ids)
         stack, deltas_KP = self._prefix(num_clients), self._deltas_KP[:num_clients]
         run.draws.fill(stack.memory, REPORT)
@@ -253,7 +253,7 @@ class StackedExecutor:
             torch.sub(value, start[name], out=local[name])
         counts_TK = torch.from_numpy(work.schedule.counts_TK)
         sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
-        return Trained(
+        return TrainedBlock(
             deltas_KP=deltas_KP,
             lanes=report.lanes,
             losses_K=(sums_K / counts_TK.sum(0)).numpy(),
@@ -310,7 +310,7 @@ class StackedExecutor:
 
     def _step_together(self, run: _Run, step: int, *, active: int, size: int) -> None:
         if size == run.rows_TKB.shape[2]:
-            height = _bucketed_height(active, self._height)
+            height = _round_up_height(active, self._height)
             batch = run.batch(step, slice(height), size=size)
             outcome = self._traced(self._prefix(height), run.shared, batch).first(active)
         else:
@@ -330,7 +330,7 @@ class StackedExecutor:
     ) -> None:
         """Take a DP-SGD step: clip and sum per-example gradients in parts, then add noise."""
         active, size = len(sizes_k), run.rows_TKB.shape[2]
-        height = _bucketed_height(active, self._height)
+        height = _round_up_height(active, self._height)
         batch = run.batch(step, slice(height), size=size)
         stack, own = self._prefix(height), self._prefix(active)
         sums: dict[str, Tensor] = {}
@@ -375,13 +375,13 @@ class StackedExecutor:
             run.shared = replace(shared, constants=outcome.constants)
 
 
-def _bucketed_height(height: int, capacity: int) -> int:
+def _round_up_height(height: int, capacity: int) -> int:
     """Return the next larger height at which steps are traced."""
     gap = -(-capacity // NUM_HEIGHTS)
     return min(capacity, -(-height // gap) * gap)
 
 
-def _bucketed_size(local: LocalWork, size: int) -> int:
+def _round_up_size(local: LocalWork, size: int) -> int:
     """Return the batch size at which a traced step runs.
 
     It is the configured size, or its half, quarter, ... if all batches fit. Without a configured
@@ -396,7 +396,7 @@ def _bucketed_size(local: LocalWork, size: int) -> int:
     return bucket
 
 
-def why_not_compiled() -> str | None:
+def explain_not_compiled() -> str | None:
     """Return the reason why this machine cannot compile steps, or ``None`` if it can."""
     compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:

@@ -43,7 +43,7 @@ from fedlearn.training.keyed_dropout import (
     KeyedDropouts,
     example_keys,
     global_generator,
-    untouched,
+    preserve_generator,
 )
 from fedlearn.training.recurrent_layers import batch_hidden_states
 from fedlearn.training.resident import Precision, autocast
@@ -231,7 +231,7 @@ class BlockGradient:
         precision: Precision,
         by_example: bool = False,
     ) -> None:
-        with untouched(torch.default_generator):
+        with preserve_generator(torch.default_generator):
             self.module = ModelFactory.of(make_model)()
         self.layout = Layout.of(self.module)
         self.module.to(device=device).train()
@@ -314,7 +314,7 @@ class BlockGradient:
             leaves = {name: v[0].detach().requires_grad_() for name, v in trainable.items()}
             first = {name: v[0] for name, v in statistics.items()}
             examples = batch.rebuilt([v[0] for v in batch.tensors()])
-            with torch.enable_grad(), untouched(global_generator(self.device)):
+            with torch.enable_grad(), preserve_generator(global_generator(self.device)):
                 loss, _ = self._loss(leaves, first, frozen, constants, *examples)
                 grads: Sequence[Tensor | None] = torch.autograd.grad(
                     loss, list(leaves.values()), allow_unused=True
@@ -374,9 +374,9 @@ class BlockGradient:
     def draws_random_numbers(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool:
         """Whether a training forward pass on some of these ``rows`` uses the global generator."""
         generator = global_generator(self.device)
-        with untouched(generator):
+        with preserve_generator(generator):
             before = generator.get_state()
-            self._probe(rows[spread(len(rows), 2, like=rows)], features, labels)
+            self._probe(rows[spread_rows(len(rows), 2, like=rows)], features, labels)
             return not torch.equal(before, generator.get_state())
 
     def mixes_examples(self, features: Features, labels: Tensor, *, rows: Tensor) -> bool | None:
@@ -395,12 +395,12 @@ class BlockGradient:
         """
         if not self.objective.per_example:
             return True
-        rows = rows[spread(len(rows), 8, like=rows)]
+        rows = rows[spread_rows(len(rows), 8, like=rows)]
         tried = list_tensors(take_rows(features, rows))
         if all(bool((tensor == tensor[:1]).all()) for tensor in tried):
             return None
         generator, results = global_generator(self.device), []
-        with untouched(generator):
+        with preserve_generator(generator):
             for part in (rows[:1].repeat(2), rows):
                 generator.manual_seed(0)
                 results.append(self._probe(part, features, labels))
@@ -423,7 +423,7 @@ class BlockGradient:
         return [v[:1] for v in per_example] + [tensors[name] for name in self.statistics]
 
 
-def spread(num_rows: int, num_wanted: int, *, like: Tensor) -> Tensor:
+def spread_rows(num_rows: int, num_wanted: int, *, like: Tensor) -> Tensor:
     """Return ``num_wanted`` row numbers evenly spread over ``num_rows`` examples, int64."""
     return torch.arange(num_wanted, device=like.device) * num_rows // num_wanted
 

@@ -85,7 +85,7 @@ class TracedSteps:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # raised inside torch
-                step: _Step = self._by_products(parts, batch, tensors) or self._traced(
+                step: _Step = self._by_products(parts, batch, tensors) or self._trace(
                     parts, batch, tensors
                 )
                 if self._is_compiled:
@@ -133,7 +133,7 @@ class TracedSteps:
                 return None
         return trace
 
-    def _traced(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> GraphModule:
+    def _trace(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> GraphModule:
         """Trace the vectorised gradient, from flat tensors to the fields of a result."""
         names = self._gradient.reached(parts, batch)
         trace = self._graph(partial(self._gradient.vectorised, names), parts, batch, tensors)

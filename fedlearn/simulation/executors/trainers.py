@@ -15,7 +15,7 @@ from fedlearn.core.features import cast_for_trainer, take_rows
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.errors import Diverged, UnusableResult
 from fedlearn.session.results import train_and_reply
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.training.trainer import LocalTrainer, TrainContext, require_trainer
 
 #: Creates the trainer of one client from its features [n, ...] and labels [n, ...].
@@ -32,7 +32,7 @@ class TrainerExecutor:
     def __init__(self, make_trainer: MakeTrainer) -> None:
         self._make_trainer = make_trainer
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         """Train the client and return its delta and loss.
 
         Raises:
@@ -61,7 +61,7 @@ class TrainerExecutor:
             reply, kept = train_and_reply(trainer, request, context=context)
         except Diverged:
             layout = work.params.layout
-            return Trained(
+            return TrainedBlock(
                 deltas_KP=torch.full_like(like, math.nan)[None],
                 lanes={
                     lane.name: like.new_full((1, lane.size(layout)), math.nan)
@@ -77,7 +77,7 @@ class TrainerExecutor:
                 f"{type(trainer).__name__} returned an update that does not fit: {problem}"
             )
         lanes = {name: vector.to(like) for name, vector in reply.lanes.items()}
-        return Trained(
+        return TrainedBlock(
             deltas_KP=lanes.pop(DELTA.name)[None],
             lanes={name: vector[None] for name, vector in lanes.items()},
             losses_K=np.asarray([float(reply.metrics.get("loss", math.nan))]),

@@ -23,13 +23,13 @@ from fedlearn.algorithms.objectives import Objective
 from fedlearn.core.params import Params, TensorSpec
 from fedlearn.core.randomness import Seed, preserve_global_generators
 from fedlearn.errors import EngineError
-from fedlearn.simulation.executors.base import Executor, Trained, Work
+from fedlearn.simulation.executors.base import Executor, TrainedBlock, Work
 from fedlearn.simulation.executors.python_state import digests
 from fedlearn.simulation.executors.sequential import SequentialExecutor
-from fedlearn.simulation.executors.stacked_gradient import BlockGradient, first_line, spread
+from fedlearn.simulation.executors.stacked_gradient import BlockGradient, first_line, spread_rows
 from fedlearn.simulation.population import ClientRows
 from fedlearn.simulation.schedule import schedule
-from fedlearn.training.keyed_dropout import untouched
+from fedlearn.training.keyed_dropout import preserve_generator
 from fedlearn.training.resident import Precision, ResidentModel
 
 #: Number of times that one module trains the same clients.
@@ -51,11 +51,11 @@ class Round:
     """
 
     work: Work
-    reference: Trained
+    reference: TrainedBlock
     rounding: Mapping[str, float]
     precision: Precision
 
-    def difference(self, found: Trained) -> str | None:
+    def difference(self, found: TrainedBlock) -> str | None:
         """Describe a difference from the reference that rounding does not explain, if any."""
         params, expected = self.work.params, self.reference
         least = 16 * torch.finfo(params.layout.dtype).eps * (1 + params.vector.abs().max())
@@ -102,7 +102,7 @@ class Trial:
         except EngineError as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - user code runs on tensors it does not expect
-            return said(error)
+            return describe_first_line(error)
         return None
 
 
@@ -131,9 +131,9 @@ def trial_of(
     params, device = work.params, work.params.vector.device
     for spec in params.layout.others:
         return f"{spec.name!r} is {spec.dtype}, not {params.layout.dtype}, and trains as such"
-    rows = (spread(len(work.labels), 5, like=work.labels) + shift) % len(work.labels)
+    rows = (spread_rows(len(work.labels), 5, like=work.labels) + shift) % len(work.labels)
     sample = _sample_of(work, rows.cpu().numpy())
-    with preserve_global_generators() as have_moved, untouched(torch.default_generator):
+    with preserve_global_generators() as have_moved, preserve_generator(torch.default_generator):
         first, second, third = models = [
             ResidentModel(make_model, objective, device=device, precision=precision)
             for _ in range(3)
@@ -143,7 +143,7 @@ def trial_of(
         gradient = BlockGradient(make_model, objective, device=device, precision=precision)
         if gradient.draws_random_numbers(work.features, work.labels, rows=rows):
             return "it draws random numbers in its forward pass"
-        runs, states = list[Trained](), list[Mapping[str, bytes]]()
+        runs, states = list[TrainedBlock](), list[Mapping[str, bytes]]()
         for model in (*(first,) * _TIMES, second):
             runs.append(_train(model, sample))
             if have_moved():
@@ -162,13 +162,13 @@ def trial_of(
             return f"a second training of the same clients trains {difference}"
     if difference := first_round.difference(runs[-1]):
         return f"a second model of make_model() trains {difference}"
-    with untouched(torch.default_generator):
+    with preserve_generator(torch.default_generator):
         following = _following(sample, runs[0])
         second_round = _round(first, following, _train(first, following), precision)
     return Trial(rounds=(first_round, second_round))
 
 
-def said(error: Exception) -> str:
+def describe_first_line(error: Exception) -> str:
     """Return the type and first line of an error."""
     return f"{type(error).__name__}: {first_line(error)}"
 
@@ -179,21 +179,24 @@ def _require_layout(model: ResidentModel, params: Params) -> None:
         name = next(n for n in (*theirs, *mine) if theirs.get(n) != mine.get(n))
         raise EngineError(
             f"make_model() builds another model from call to call: {name!r} is "
-            f"{_shown(theirs.get(name))}, then {_shown(mine.get(name))}; let it depend on nothing "
+            f"{_describe_spec(theirs.get(name))}, then {_describe_spec(mine.get(name))}; "
+            "let it depend on nothing "
             "that changes"
         )
 
 
-def _shown(spec: TensorSpec | None) -> str:
+def _describe_spec(spec: TensorSpec | None) -> str:
     return "missing" if spec is None else f"{spec.dtype} {list(spec.shape)} at {spec.offset}"
 
 
-def _train(model: ResidentModel, work: Work) -> Trained:
+def _train(model: ResidentModel, work: Work) -> TrainedBlock:
     trained = SequentialExecutor(model).train(work)
     return replace(trained, deltas_KP=trained.deltas_KP.clone())
 
 
-def _round(model: ResidentModel, work: Work, reference: Trained, precision: Precision) -> Round:
+def _round(
+    model: ResidentModel, work: Work, reference: TrainedBlock, precision: Precision
+) -> Round:
     """Measure the effect of rounding: train once more from slightly changed initial weights."""
     vector = work.params.vector
     noise = torch.rand(vector.shape, generator=Seed(0).torch(), dtype=vector.dtype)
@@ -207,13 +210,13 @@ def _round(model: ResidentModel, work: Work, reference: Trained, precision: Prec
     return Round(work=work, reference=reference, rounding=rounding, precision=precision)
 
 
-def _following(work: Work, trained: Trained) -> Work:
+def _following(work: Work, trained: TrainedBlock) -> Work:
     """Return the work of the next round, from the mean model and with the clients' state."""
     moved = work.params.with_vector(work.params.vector + trained.deltas_KP.mean(0))
     return replace(work, params=moved, round_num=work.round_num + 1, kept=trained.kept)
 
 
-def _tensors(trained: Trained, params: Params) -> dict[str, Tensor]:
+def _tensors(trained: TrainedBlock, params: Params) -> dict[str, Tensor]:
     """Return the clients' deltas by tensor, [K, ...] each, under their names in messages."""
     views = params.layout.views(trained.deltas_KP)
     return {repr(name): moves for name, moves in views.items()}
@@ -224,7 +227,7 @@ def _largest(values: Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def _reports(trained: Trained) -> dict[str, Tensor]:
+def _reports(trained: TrainedBlock) -> dict[str, Tensor]:
     """Return lanes and client state, [K, n] each, under their names in messages."""
     lanes = {f"the lane {name!r}": rows for name, rows in trained.lanes.items()}
     return lanes | {f"the kept {name!r}": rows for name, rows in trained.kept.items()}

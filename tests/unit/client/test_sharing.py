@@ -20,7 +20,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import Cancelled, DeploymentError, ProcessesParted, SettingsRefused
 from fedlearn.parallel.shared_trainer import SharedTrainer
-from fedlearn.training.trainer import LocalResult, TrainContext, Unattended
+from fedlearn.training.trainer import LocalResult, NullControl, TrainContext
 from tests.processes import children_of
 
 pytestmark = pytest.mark.slow
@@ -154,7 +154,7 @@ def workers() -> list[int]:
     ]
 
 
-class Watched(Unattended):
+class Watched(NullControl):
     """A task control that keeps the last checkpoint and triggers an event at one batch.
 
     Args:
@@ -191,7 +191,7 @@ class Watched(Unattended):
         self.kept = {name: value.clone() for name, value in tensors.items()}
 
 
-def train(shared: SharedTrainer, control: Unattended) -> LocalResult:
+def train(shared: SharedTrainer, control: NullControl) -> LocalResult:
     return shared.train(weights(), context=replace(CONTEXT, control=control))
 
 

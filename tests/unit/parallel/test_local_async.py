@@ -26,7 +26,7 @@ from fedlearn.parallel.local_async import Hogwild
 from fedlearn.training import memory_format
 from fedlearn.training.resident import ResidentModel
 from fedlearn.training.torch_trainer import TorchTrainer
-from fedlearn.training.trainer import LocalResult, TrainContext, Unattended
+from fedlearn.training.trainer import LocalResult, NullControl, TrainContext
 from tests.processes import children_of
 
 SGD = LocalSgd(epochs=4, batch_size=8, learning_rate=0.2)
@@ -186,7 +186,7 @@ def test_a_process_that_is_gone_fails_the_task_and_tells_no_data(
         assert not set(children_of(os.getpid())) - set(others)
 
 
-class Watching(Unattended):
+class Watching(NullControl):
     """A control that records progress, and may cancel the task after its first report."""
 
     def __init__(self, *, cancels: bool) -> None:

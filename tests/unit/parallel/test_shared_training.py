@@ -36,7 +36,7 @@ from fedlearn.errors import Cancelled, ProcessesParted
 from fedlearn.parallel.group import join_group
 from fedlearn.training.lockstep import share
 from fedlearn.training.torch_trainer import TorchTrainer
-from fedlearn.training.trainer import LocalResult, TrainContext, Unattended
+from fedlearn.training.trainer import LocalResult, NullControl, TrainContext
 
 ResultT = TypeVar("ResultT")
 
@@ -289,7 +289,7 @@ def test_a_parameter_has_a_gradient_if_it_has_one_anywhere(tmp_path: Path) -> No
         assert is_left_alone == (rows == 3)
 
 
-class CalledOff(Unattended):
+class CalledOff(NullControl):
     """The control of a task that is cancelled at its n-th batch."""
 
     def __init__(self, nth: int) -> None:

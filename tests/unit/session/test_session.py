@@ -23,9 +23,9 @@ from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import (
     LocalEvaluation,
     LocalResult,
+    NullControl,
     TaskControl,
     TrainContext,
-    Unattended,
 )
 
 MODEL = {"w": torch.tensor([1.0, 2.0])}
@@ -197,7 +197,7 @@ def test_a_state_that_was_damaged_is_a_failure() -> None:
     assert not trainer.contexts
 
 
-class CalledOff(Unattended):
+class CalledOff(NullControl):
     """A control that has called its task off."""
 
     def check(self) -> None:

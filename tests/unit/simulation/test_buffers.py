@@ -27,7 +27,7 @@ from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.engine import Engine
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.simulation.population import BootstrapPopulation
 from fedlearn.simulation.virtual_round import DROPPED_OUT
 
@@ -60,13 +60,13 @@ class ToTheirOwn:
     takes_apart: bool = False
     blocks: list[tuple[int, list[int]]] = field(default_factory=list)
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         ids = work.client_ids.tolist()
         self.blocks.append((work.round_num, ids))
         aims_K = torch.tensor([math.nan if c in self.diverging else float(c) for c in ids])
         starts = work.params.vector if work.apart is None else work.apart.starts_KP
         deltas_KP = RATE * (aims_K[:, None] - starts)
-        return Trained(
+        return TrainedBlock(
             deltas_KP=deltas_KP,
             lanes={},
             losses_K=np.asarray(ids) / 10.0,

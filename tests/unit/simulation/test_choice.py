@@ -23,10 +23,10 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.simulation.choice import (
     ExecutorKind,
-    Job,
+    TrainingJob,
     choose,
     make_executor,
-    named,
+    use_configured,
 )
 from fedlearn.simulation.executors.fused.executor import FusedExecutor
 from fedlearn.simulation.executors.sequential import SequentialExecutor
@@ -77,7 +77,7 @@ class Ticking:
 
 
 # Any: the fields of a job have different types.
-def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
+def job(make_model: Callable[[], nn.Module], **changes: Any) -> TrainingJob:
     torch.set_num_threads(1)
     sizes = [12, 8, 8, 4]
     num_examples = sum(sizes)
@@ -89,7 +89,7 @@ def job(make_model: Callable[[], nn.Module], **changes: Any) -> Job:
         num_classes=3,
     )
     torch.manual_seed(0)
-    made = Job(
+    made = TrainingJob(
         make_model=make_model,
         objective=CrossEntropy(),
         metrics={},
@@ -182,7 +182,7 @@ def test_a_gradient_that_is_nothing_but_rounding_is_no_objection() -> None:
     for seed in range(5):
         torch.manual_seed(seed)
         small = job(biased, local=adam)
-        assert named(small, ExecutorKind.VMAP).reason == "as configured"
+        assert use_configured(small, ExecutorKind.VMAP).reason == "as configured"
 
 
 @pytest.mark.slow
@@ -407,9 +407,9 @@ def test_a_forward_pass_that_changes_from_call_to_call_trains_in_turn(
     assert says in choice.reason
     make_executor(unsteady, choice.kind).train(unsteady.work(np.arange(2)))
     with pytest.raises(EngineError):
-        named(unsteady, ExecutorKind.FUSED)
+        use_configured(unsteady, ExecutorKind.FUSED)
     with pytest.raises(EngineError, match=re.escape(says)):
-        named(unsteady, ExecutorKind.VMAP)
+        use_configured(unsteady, ExecutorKind.VMAP)
 
 
 def test_a_loss_that_changes_from_call_to_call_trains_in_turn(tmp_path: Path) -> None:
@@ -448,7 +448,7 @@ def test_a_model_that_no_executor_can_train_is_an_engine_error(tmp_path: Path) -
 
     for kind in (ExecutorKind.VMAP, ExecutorKind.COMPILED):
         with pytest.raises(EngineError, match=r"cannot be trained.*shapes cannot be multiplied"):
-            named(job(Narrow), kind)
+            use_configured(job(Narrow), kind)
     with pytest.raises(EngineError, match=r"cannot be trained.*shapes cannot be multiplied"):
         choose(job(Narrow), clock=Ticking(), cache_dir=tmp_path)
 
@@ -498,7 +498,7 @@ def test_a_model_of_other_dtypes_trains_in_turn(
         make_executor(odd, choice.kind).train(odd.work(np.arange(4))).deltas_KP.abs().amax(1).all()
     )
     with pytest.raises(EngineError, match="trains as such"):
-        named(odd, ExecutorKind.VMAP)
+        use_configured(odd, ExecutorKind.VMAP)
 
 
 def test_layers_whose_dtypes_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -545,8 +545,8 @@ def test_features_that_are_several_inputs_are_not_fused(tmp_path: Path) -> None:
     assert choice.kind is ExecutorKind.SEQUENTIAL
     assert f"not fused: {says}" in choice.reason
     with pytest.raises(EngineError, match=says):
-        named(several, ExecutorKind.FUSED)
-    assert named(several, ExecutorKind.VMAP).kind is ExecutorKind.VMAP
+        use_configured(several, ExecutorKind.FUSED)
+    assert use_configured(several, ExecutorKind.VMAP).kind is ExecutorKind.VMAP
 
 
 def test_executors_are_made_by_name() -> None:
@@ -561,12 +561,12 @@ def test_executors_are_made_by_name() -> None:
 
 def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
     """It is never replaced silently, and the error suggests an alternative."""
-    assert named(job(normalised), ExecutorKind.VMAP).reason == "as configured"
-    assert named(job(Branching), ExecutorKind.SEQUENTIAL).reason == "as configured"
+    assert use_configured(job(normalised), ExecutorKind.VMAP).reason == "as configured"
+    assert use_configured(job(Branching), ExecutorKind.SEQUENTIAL).reason == "as configured"
     with pytest.raises(EngineError, match='use "auto" or "sequential"'):
-        named(job(Branching), ExecutorKind.VMAP)
+        use_configured(job(Branching), ExecutorKind.VMAP)
     with pytest.raises(EngineError):
-        named(job(normalised), ExecutorKind.FUSED)
+        use_configured(job(normalised), ExecutorKind.FUSED)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, None])
@@ -575,7 +575,7 @@ def test_small_batches_are_no_objection(kind: ExecutorKind, batch_size: int | No
     """The trial uses batches no larger than the clients' own."""
     make_model = chain if kind is ExecutorKind.FUSED else normalised
     small = job(make_model, local=replace(PLAIN, batch_size=batch_size))
-    assert named(small, kind).reason == "as configured"
+    assert use_configured(small, kind).reason == "as configured"
 
 
 @pytest.mark.slow

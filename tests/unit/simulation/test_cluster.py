@@ -18,7 +18,7 @@ import torch
 
 import fedlearn
 from fedlearn.core.cluster import Alone
-from fedlearn.simulation.cluster import launch, one_thread, under_torchrun
+from fedlearn.simulation.cluster import launch, limit_to_one_thread, read_torchrun_size
 from tests.processes import Launcher
 
 PRELUDE = """
@@ -99,8 +99,8 @@ def test_alone_a_sum_is_the_value() -> None:
 
 def test_torchrun_is_recognised_by_its_variables() -> None:
     """Under torchrun, the processes exist already."""
-    assert under_torchrun({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == 8
-    assert under_torchrun({}) is None
+    assert read_torchrun_size({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == 8
+    assert read_torchrun_size({}) is None
 
 
 def test_threads_are_given_back() -> None:
@@ -108,7 +108,7 @@ def test_threads_are_given_back() -> None:
     before = torch.get_num_threads()
 
     def failing() -> None:
-        with one_thread():
+        with limit_to_one_thread():
             raise RuntimeError(f"inside: {torch.get_num_threads()}")
 
     with pytest.raises(RuntimeError, match="inside: 1"):

@@ -31,8 +31,8 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import describe_unsound, is_sound
 from fedlearn.simulation.behaviour import DeviceRound
-from fedlearn.simulation.engine import Engine, deal, shared
-from fedlearn.simulation.executors.base import Trained, Work
+from fedlearn.simulation.engine import Engine, deal, share_client_states
+from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.simulation.population import BootstrapPopulation
 
 ResultT = TypeVar("ResultT")
@@ -68,14 +68,14 @@ class Recording:
     blocks: list[list[int]] = field(default_factory=list)
     kept: list[dict[int, float]] = field(default_factory=list)
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         ids = work.client_ids.tolist()
         self.blocks.append(ids)
         values = [self.value if c in self.diverging else float(c) for c in ids]
         deltas_KP = torch.tensor(values)[:, None].expand(-1, 2).contiguous()
         if self.keeps:
             self.kept.append(dict(zip(ids, work.kept["velocity"][:, 0].tolist(), strict=True)))
-        return Trained(
+        return TrainedBlock(
             deltas_KP=deltas_KP,
             lanes={},
             losses_K=np.asarray(ids) / 10.0,
@@ -309,10 +309,10 @@ def test_workers_share_what_their_clients_kept() -> None:
     """Another worker may train the same client later. A single worker has nothing to share."""
     mine = {4: {"velocity": torch.full((2,), 2.0)}}
     cluster = TwoWorkers(torch.tensor([[0.0, 0.0], [5.0, 5.0]]))
-    found = shared(mine, [4, 8], local=KEEPING, params=PARAMS, cluster=cluster)
+    found = share_client_states(mine, [4, 8], local=KEEPING, params=PARAMS, cluster=cluster)
     assert {c: own["velocity"].tolist() for c, own in found.items()} == {4: [2.0] * 2, 8: [5.0] * 2}
-    assert shared(mine, [4], local=KEEPING, params=PARAMS, cluster=Alone()) is mine
-    assert shared({}, [4, 8], local=LOCAL, params=PARAMS, cluster=cluster) == {}
+    assert share_client_states(mine, [4], local=KEEPING, params=PARAMS, cluster=Alone()) is mine
+    assert share_client_states({}, [4, 8], local=LOCAL, params=PARAMS, cluster=cluster) == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

@@ -16,7 +16,7 @@ from fedlearn.core.collecting import Status
 from fedlearn.errors import EngineError, RoundError
 from fedlearn.simulation.behaviour import DeviceRound
 from fedlearn.simulation.executors.attempts import attempts
-from fedlearn.simulation.executors.base import Trained
+from fedlearn.simulation.executors.base import TrainedBlock
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import DatasetPopulation
 from fedlearn.training.torch_trainer import TorchTrainer
@@ -232,11 +232,11 @@ def test_a_block_trains_again_without_those_that_fail(
 ) -> None:
     """``most`` is the number of clients for which there is enough memory."""
 
-    def train(some: NDArray[np.int64]) -> Trained:
+    def train(some: NDArray[np.int64]) -> TrainedBlock:
         if len(some) > most or np.isin(some, failing).any():
             raise RuntimeError(f"of {some.tolist()}")
         values = torch.from_numpy(some).double()[:, None]
-        return Trained(
+        return TrainedBlock(
             deltas_KP=values, lanes={}, losses_K=some / 1.0, num_examples_K=some, kept={}
         )
 

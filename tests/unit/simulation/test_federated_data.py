@@ -32,7 +32,7 @@ from fedlearn.simulation.federated_data import (
     from_npz,
     from_parquet,
 )
-from fedlearn.simulation.parquet import Columns, read_parquet
+from fedlearn.simulation.parquet import TableColumns, read_parquet
 from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Shards
 from fedlearn.simulation.population import ArrayPopulation, ClientRows
 from fedlearn.simulation.sources import Examples
@@ -560,7 +560,7 @@ def test_columns_that_make_no_input_are_refused(tmp_path: Path) -> None:
     """A missing column, and an input without columns; a mask alone is not a feature."""
     path, owners = tmp_path / "t.parquet", np.arange(6) // 3
     pq.write_table(pa.table({"user": owners, "a": owners > 0, "y": owners}), path)
-    of_file = partial(Columns.of_file, path, client="user", label="y")
+    of_file = partial(TableColumns.of_file, path, client="user", label="y")
     with pytest.raises(DataError, match="no column 'size'"):
         of_file(features=(["a"], ["size"]))
     with pytest.raises(ValueError, match="no feature column is named"):

@@ -19,8 +19,8 @@ from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.simulation.parquet import (
-    Columns,
     ParquetPopulation,
+    TableColumns,
     num_classes_in,
     read_parquet,
 )
@@ -35,7 +35,7 @@ from fedlearn.training.tables import InputColumns
 
 # Client k holds examples whose features are k and whose label is k % 3.
 _OWNERS = np.array([0, 2, 1, 1, 0, 2, 2, 3])
-_COLUMNS = Columns(
+_COLUMNS = TableColumns(
     client="user",
     features=InputColumns(names=["pixels"], shape=(2,), dtype=torch.float32),
     label="digit",
@@ -67,7 +67,7 @@ def _written(path: Path, *, table: pa.Table | None = None, row_group_size: int =
 def _parquet(
     path: Path,
     *,
-    columns: Columns = _COLUMNS,
+    columns: TableColumns = _COLUMNS,
     num_classes: int | None = 3,
     cache_bytes: int = 10**6,
 ) -> ParquetPopulation:
@@ -131,7 +131,7 @@ def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
     table = pa.table(
         {"user": owners, "a": owners.astype(np.float64), "b": owners, "digit": owners % 3}
     )
-    columns = Columns(
+    columns = TableColumns(
         client="user",
         features=InputColumns(names=["a", "b"], shape=(1, 2), dtype=torch.float64),
         label="digit",
@@ -162,7 +162,7 @@ def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
     flat = pa.FixedSizeListArray.from_arrays(pa.array(features.numpy().ravel()), 100)
     table = pa.table({"user": owners, "pixels": flat, "digit": owners % 3})
     path = _written(tmp_path / "t.parquet", table=table, row_group_size=1000)
-    columns = Columns(
+    columns = TableColumns(
         client="user",
         features=InputColumns(names=["pixels"], shape=(100,), dtype=torch.float32),
         label="digit",
@@ -229,7 +229,7 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
         path = _written(tmp_path / f"{number}.parquet", table=malformed)
         with pytest.raises(DataError, match=message):
             _parquet(path)
-    wide = Columns(
+    wide = TableColumns(
         client="user",
         features=InputColumns(names=["pixels"], shape=(28, 28), dtype=torch.float32),
         label="digit",
@@ -277,8 +277,8 @@ def test_all_kinds_of_population_agree(tmp_path: Path) -> None:
         _assert_owners(population, asked=[3, 0, 2, 1])
 
 
-def _of_file(path: Path, *, features: list[str] | None = None) -> Columns:
-    return Columns.of_file(path, client="user", label="digit", features=features)
+def _of_file(path: Path, *, features: list[str] | None = None) -> TableColumns:
+    return TableColumns.of_file(path, client="user", label="digit", features=features)
 
 
 def test_columns_take_shape_and_dtype_from_the_schema(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_columns_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no column 'age'; it has \['user', 'pixels', 'digit'\]"):
         _of_file(path, features=["age"])
     with pytest.raises(DataError, match="no column 'who'"):
-        Columns.of_file(path, client="who", label="digit", features=None)
+        TableColumns.of_file(path, client="who", label="digit", features=None)
     bare = _written(tmp_path / "u.parquet", table=_table(np.sort(_OWNERS)).drop_columns(["pixels"]))
     with pytest.raises(DataError, match="no column for features"):
         _of_file(bare)

@@ -10,7 +10,7 @@ import pytest
 
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partition, Shards, checked_ids
+from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partition, Shards, require_ids
 
 _LABELS = np.repeat(np.arange(10), 100)
 
@@ -239,7 +239,7 @@ def test_a_long_text_costs_no_memory_for_the_others() -> None:
     """As it would in a numpy array of fixed-width texts, with 4 MB per id."""
     ids = ["x" * 1_000_000, *map(str, range(999))]
     tracemalloc.start()
-    checked_ids(ids, num_examples=1000)
+    require_ids(ids, num_examples=1000)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_000_000

@@ -16,7 +16,7 @@ from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.soundness import describe_unsound
-from fedlearn.simulation.reduction import Gathered, Reduction, Summed, only
+from fedlearn.simulation.reduction import Gathered, Reduction, Summed, select_rows
 
 PARAMS = Params.of(nn.Linear(2, 1))
 LANES = (DELTA, LaneSpec(name="more", over=2, weighted=False, bound=None))
@@ -156,8 +156,8 @@ def test_a_median_of_the_engine_is_the_median() -> None:
 def test_rows_are_chosen_without_a_copy_of_all() -> None:
     """So are their ids and weights."""
     updates = block([4, 5, 6])
-    assert only(updates, places(0, 1, 2)) is updates
-    some = only(updates, places(2, 0))
+    assert select_rows(updates, places(0, 1, 2)) is updates
+    some = select_rows(updates, places(2, 0))
     assert (some.client_ids, some.weights_B.tolist()) == ([6, 4], [1.0, 1.0])
     assert some.based_on == [60, 40]
     assert torch.as_tensor(some.lanes["more"]).tolist() == [[6.0, 6.0], [4.0, 4.0]]

@@ -8,9 +8,9 @@ from fedlearn.core.randomness import Seed
 from fedlearn.training.keyed_dropout import (
     KeyedDropout,
     KeyedDropouts,
+    preserve_generator,
     share_key,
     step_keys,
-    untouched,
 )
 
 
@@ -120,7 +120,7 @@ def test_a_models_own_draws_leave_the_global_generator_alone() -> None:
     before = generator.get_state()
 
     def failing() -> None:
-        with untouched(generator):
+        with preserve_generator(generator):
             generator.manual_seed(int(step_keys([Seed(0)], 2)[0, 1]))
             raise RuntimeError("inside")
 

@@ -21,9 +21,9 @@ from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
     LocalResult,
+    NullControl,
     TaskControl,
     TrainContext,
-    Unattended,
 )
 
 LOCAL = LocalSgd(epochs=3, batch_size=4, learning_rate=0.1)
@@ -77,7 +77,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 @dataclass
-class Watched(Unattended):
+class Watched(NullControl):
     """A control that records, and calls the task off after so many batches."""
 
     num_allowed: int = 10**9

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fedlearn.core.params import Layout, TensorSpec
 from fedlearn.training.functional import functional_call
-from fedlearn.training.keyed_dropout import KeyedDropout, shown
+from fedlearn.training.keyed_dropout import KeyedDropout, describe_layer
 
 Pair = tuple[int, int]
 Shape = tuple[int, ...]
@@ -125,30 +125,32 @@ def as_chain(module: nn.Module, layout: Layout) -> Chain | NotAChain:
         _require_plain(module, layout)
         layers = _Reader(module, layout).layers()
         _require_each_once(layers, layout)
-    except _Refused as refusal:
+    except _NotAChainError as refusal:
         return NotAChain(str(refusal))
     return Chain(layers, layout)
 
 
-class _Refused(Exception):
+class _NotAChainError(Exception):
     """Carries a reason up to :func:`as_chain`."""
 
 
 def _require_plain(module: nn.Module, layout: Layout) -> None:
     for spec in layout.statistics:
-        raise _Refused(f"{spec.name} is a statistic (as of BatchNorm), not a parameter")
+        raise _NotAChainError(f"{spec.name} is a statistic (as of BatchNorm), not a parameter")
     named = list(module.named_parameters(remove_duplicate=False))
     for name, parameter in named:
         if not parameter.requires_grad:
-            raise _Refused(f"parameter {name} is frozen (requires_grad is False)")
+            raise _NotAChainError(f"parameter {name} is frozen (requires_grad is False)")
     if len(named) != len(layout.specs):
-        raise _Refused("two names share one parameter")
+        raise _NotAChainError("two names share one parameter")
     for name, parameter in named:
         if parameter._backward_hooks:  # noqa: SLF001 - the only place where torch lists them
-            raise _Refused(f"parameter {name} has a hook, which would not be called")
+            raise _NotAChainError(f"parameter {name} has a hook, which would not be called")
     for name, part in module.named_modules():
         if _has_hooks(part):
-            raise _Refused(f"{shown(name, part)} has a hook, which would not be called")
+            raise _NotAChainError(
+                f"{describe_layer(name, part)} has a hook, which would not be called"
+            )
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -160,7 +162,7 @@ def _require_each_once(layers: Iterable[Layer], layout: Layout) -> None:
     used = [spec.name for layer in layers for spec in layer.specs.values()]
     for spec in layout.specs:
         if used.count(spec.name) != 1:
-            raise _Refused(
+            raise _NotAChainError(
                 f"parameter {spec.name} is used {used.count(spec.name)} times in the forward "
                 "pass, not once"
             )
@@ -189,22 +191,22 @@ class _Reader:
         try:
             graph = _Tracer().trace(self._module)
         except Exception as error:
-            raise _Refused(f"its forward pass cannot be traced: {error}") from error
+            raise _NotAChainError(f"its forward pass cannot be traced: {error}") from error
         return tuple(layer for node in graph.nodes for layer in self._of_node(node))
 
     def _of_node(self, node: fx.Node) -> Iterable[Layer]:
         if node.op == "placeholder":
             if self._values:
-                raise _Refused("its forward pass takes more than one argument")
+                raise _NotAChainError("its forward pass takes more than one argument")
             self._values.append(node)
             return ()
         if node.op == "get_attr":
-            raise _Refused(f"{node.target} is used outside of a layer")
+            raise _NotAChainError(f"{node.target} is used outside of a layer")
         if node.op == "output":
             self._require_latest(node, node.args[0])
             return ()
         if not node.args:
-            raise _Refused(f"{node.name} takes nothing from the layer before it")
+            raise _NotAChainError(f"{node.name} takes nothing from the layer before it")
         if self._reads_size(node):
             return ()
         self._require_latest(node, node.args[0])
@@ -214,7 +216,7 @@ class _Reader:
 
     def _require_latest(self, node: fx.Node, value: object) -> None:
         if value is not self._values[-1]:
-            raise _Refused(
+            raise _NotAChainError(
                 f"{node.name} does not take just the output of the layer before it "
                 f"({self._values[-1].name})"
             )
@@ -239,13 +241,13 @@ class _Reader:
         if node.op == "call_module":
             target = str(node.target)
             if len(node.args) != 1 or node.kwargs:
-                raise _Refused(f"layer {target} is called with more than one argument")
+                raise _NotAChainError(f"layer {target} is called with more than one argument")
             return self._of_module(self._module.get_submodule(target), target)
         if node.target in ("view", "reshape", torch.reshape):
             return (self._flatten_of_view(node),)
         make = _FUNCTIONS.get(node.target)
         if make is None or len(node.all_input_nodes) > 1:
-            raise _Refused(f"the operation {node.name} is not one of a plain chain")
+            raise _NotAChainError(f"the operation {node.name} is not one of a plain chain")
         return self._of_module(make(*node.args[1:], **node.kwargs), node.name)
 
     def _flatten_of_view(self, node: fx.Node) -> Layer:
@@ -261,13 +263,13 @@ class _Reader:
             case (-1, int(width)):
                 return Layer(nn.Flatten(), {}, width)
             case _:
-                raise _Refused(f"{node.name} does more than to flatten all but the batch")
+                raise _NotAChainError(f"{node.name} does more than to flatten all but the batch")
 
     def _of_module(self, module: nn.Module, name: str) -> Iterable[Layer]:
         is_known = type(module) in _KNOWN
         objection = _objection(module) if is_known else "is not one of a plain chain"
         if objection is not None:
-            raise _Refused(f"{shown(name, module)} {objection}")
+            raise _NotAChainError(f"{describe_layer(name, module)} {objection}")
         if isinstance(module, _NEUTRAL):
             return ()
         prefix = f"{name}." if name else ""
@@ -282,7 +284,7 @@ def _objection(module: nn.Module) -> str | None:
             return f"has {groups} groups, not 1"
         case nn.Conv2d(padding_mode=mode) if mode != "zeros":
             return f"pads by {mode}, not by zeros"
-        case nn.Conv2d(padding="same") if any(width % 2 for width in _added_by_same(module)):
+        case nn.Conv2d(padding="same") if any(width % 2 for width in _count_same_padding(module)):
             return "pads one side more than the other"
         case nn.MaxPool2d(return_indices=True):
             return "returns indices too"
@@ -303,11 +305,11 @@ def _without_values(module: nn.Module) -> nn.Module:
     own = copy.deepcopy(module).to("meta", torch.float32)
     if isinstance(own, nn.Conv2d) and isinstance(own.padding, str):
         is_same = own.padding == "same"
-        own.padding = tuple(width // 2 if is_same else 0 for width in _added_by_same(own))
+        own.padding = tuple(width // 2 if is_same else 0 for width in _count_same_padding(own))
     return own
 
 
-def _added_by_same(conv: nn.Conv2d) -> list[int]:
+def _count_same_padding(conv: nn.Conv2d) -> list[int]:
     """Return the number of zeros that the padding "same" adds per axis, on both sides together."""
     return [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
 

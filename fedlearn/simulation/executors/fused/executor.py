@@ -33,10 +33,10 @@ from fedlearn.core.features import Features, require_single_input
 from fedlearn.core.params import Layout
 from fedlearn.errors import DataError
 from fedlearn.simulation.executors.base import (
-    Trained,
+    TrainedBlock,
     Work,
-    block_within,
-    without_global_draws,
+    fit_block_size,
+    refuse_global_draws,
 )
 from fedlearn.simulation.executors.fused.chain import Chain
 from fedlearn.simulation.executors.fused.workspace import Workspace
@@ -45,7 +45,7 @@ from fedlearn.simulation.executors.fused.workspace import Workspace
 _WRITE_DOWN = Affine(keep=0.0, scale=1.0)
 
 
-def preferred_block(layout: Layout, *, bytes_of_images: int = 12 << 20) -> int:
+def choose_block_size(layout: Layout, *, bytes_of_images: int = 12 << 20) -> int:
     """Return how many clients to train at once, so that their models fit the cache.
 
     Args:
@@ -54,11 +54,11 @@ def preferred_block(layout: Layout, *, bytes_of_images: int = 12 << 20) -> int:
             less than for other models, because the activations also need the cache.
 
     Example:
-        >>> preferred_block(Layout.of(torch.nn.Linear(784, 200)))
+        >>> choose_block_size(Layout.of(torch.nn.Linear(784, 200)))
         17
     """
     has_kernels = any(len(spec.shape) == 4 for spec in layout.specs)  # noqa: PLR2004 - OIHW
-    return block_within(bytes_of_images if has_kernels else 32 << 20, each=12 * layout.size)
+    return fit_block_size(bytes_of_images if has_kernels else 32 << 20, each=12 * layout.size)
 
 
 def describe_misfit(
@@ -111,29 +111,29 @@ class FusedExecutor:
         self._chain, self._objective = chain, objective
         self._last: Workspace | None = None
 
-    def train(self, work: Work) -> Trained:
+    def train(self, work: Work) -> TrainedBlock:
         """Train the clients and return their deltas and losses.
 
         Raises:
             ValueError: The examples have a shape that the model does not take.
             EngineError: The local update draws from a global generator.
         """
-        with torch.no_grad(), without_global_draws(work):
+        with torch.no_grad(), refuse_global_draws(work):
             return self._train(work)
 
-    def _train(self, work: Work) -> Trained:
+    def _train(self, work: Work) -> TrainedBlock:
         num_clients, global_P = len(work.client_ids), work.params.vector
         workspace = self._workspace_for(work)
         start = global_P if work.apart is None else work.apart.starts_KP
         workspace.stack.load(start, num_clients=num_clients)
         stack, is_flat = workspace.stack, takes_flat(work.local)
         params = stack.params(num_clients, is_flat=is_flat)
-        broadcast = _broadcast_along(work, is_flat=is_flat)
+        broadcast = _lay_out_broadcast(work, is_flat=is_flat)
         memory, draws = make_memory(work.local, params, kept=work.kept), work.draws()
         draws.fill(memory, BEGIN)
         work.local.begin(params, memory, broadcast=broadcast)
         stack.refresh(num_clients)
-        rules = _rules(work)
+        rules = _make_rules(work)
         has_drift = rules is not None and any(rule.shift for rule in rules)
         drifting = drift_of(work.local) if has_drift else None
         losses_K = _train(
@@ -160,7 +160,7 @@ class FusedExecutor:
             num_steps=work.num_steps(),
             layout=work.params.layout,
         )
-        return Trained(
+        return TrainedBlock(
             deltas_KP=stack.deltas(start, num_clients=num_clients, is_settled=is_settled),
             lanes=report.lanes,
             losses_K=losses_K,
@@ -246,7 +246,7 @@ def _train(
     return losses_K
 
 
-def _broadcast_along(work: Work, *, is_flat: bool) -> Memory:
+def _lay_out_broadcast(work: Work, *, is_flat: bool) -> Memory:
     """Return the broadcast as tensors along the parameters, or as one flat tensor [1, P] each."""
     if not is_flat:
         return along_trainable(work.params.layout, work.params.vector, work.broadcast)
@@ -257,7 +257,7 @@ def _broadcast_along(work: Work, *, is_flat: bool) -> Memory:
     }
 
 
-def _rules(work: Work) -> Sequence[Affine] | None:
+def _make_rules(work: Work) -> Sequence[Affine] | None:
     """Return each step as an affine rule, which the backward pass can apply in place.
 
     ``None``: some step is not affine, so the local update needs the gradients in memory.

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _LARGEST_COPY = 1 << 16
 
 
-class Stack:
+class ParameterStack:
     """The clients' parameters, one row per client, and contiguous copies of some of them.
 
     A grouped convolution needs the kernels of all clients in one contiguous tensor, and an in-place
@@ -40,7 +40,7 @@ class Stack:
         self._params_KP = like.new_empty(num_clients, chain.layout.size)
         self._rows = chain.layout.views(self._params_KP)
         self._copies = {
-            spec.name: _in_one_piece(like, num_clients, *spec.shape)
+            spec.name: _allocate_contiguous(like, num_clients, *spec.shape)
             for spec in chain.layout.specs
             if spec.size <= _LARGEST_COPY or len(spec.shape) == 4  # noqa: PLR2004 - a kernel
         }
@@ -122,7 +122,7 @@ class Stack:
         return values, values if in_place else self._grads[name]
 
 
-def _in_one_piece(like: Tensor, num_clients: int, *shape: int) -> Tensor:
+def _allocate_contiguous(like: Tensor, num_clients: int, *shape: int) -> Tensor:
     """Allocate [num_clients, *shape] contiguously, with a kernel's channels last in memory."""
     if len(shape) < 4:  # noqa: PLR2004 - not a kernel
         return like.new_empty(num_clients, *shape)
@@ -146,7 +146,7 @@ class Scratch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class OperatorMemory:
     """The memory and sizes with which one operator of a program computes.
 
     Attributes:
@@ -162,7 +162,7 @@ class Place:
     num_clients: int
     batch_size: int
     scratch: Scratch
-    stack: Stack
+    stack: ParameterStack
     in_place: bool
 
     def matrices(self, use: str, width: int) -> Tensor:
@@ -189,7 +189,7 @@ class Place:
         return values[: self.num_clients], target[: self.num_clients]
 
 
-class Operator(Protocol):
+class LayerOperator(Protocol):
     """Computes one layer in one program."""
 
     def forward(self, x: Tensor, /) -> Tensor:
@@ -205,9 +205,9 @@ class Operator(Protocol):
         """
 
 
-def operator_of(
-    layer: Layer, before: Shape, after: Shape, *, place: Place, keeps_input: bool
-) -> Operator:
+def make_operator(
+    layer: Layer, before: Shape, after: Shape, *, place: OperatorMemory, keeps_input: bool
+) -> LayerOperator:
     """Create the operator of a layer, for examples of these shapes before and after it.
 
     With ``keeps_input`` an activation does not overwrite its input, because the layer before it
@@ -246,7 +246,7 @@ class _WithoutParameters:
 class _Linear:
     """``y = x W^T + b``, with one batched product in each direction."""
 
-    def __init__(self, specs: Mapping[str, TensorSpec], place: Place) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], place: OperatorMemory) -> None:
         self._weight, self._weight_target = place.parameter(specs["weight"])
         self._weight_t = self._weight.transpose(1, 2)
         self._bias = self._bias_target = None
@@ -274,7 +274,9 @@ class _Linear:
 class _Conv:
     """A convolution of each client's channels with its own kernel: one grouped convolution."""
 
-    def __init__(self, conv: nn.Conv2d, specs: Mapping[str, TensorSpec], place: Place) -> None:
+    def __init__(
+        self, conv: nn.Conv2d, specs: Mapping[str, TensorSpec], place: OperatorMemory
+    ) -> None:
         kernels, self._weight_target = place.parameter(specs["weight"])
         self._weight, self._groups = kernels.flatten(0, 1), place.num_clients
         self._bias = self._bias_sizes = self._bias_target = None
@@ -306,7 +308,9 @@ class _Conv:
 
 
 class _MaxPool(_WithoutParameters):
-    def __init__(self, pool: nn.MaxPool2d, before: Shape, after: Shape, place: Place) -> None:
+    def __init__(
+        self, pool: nn.MaxPool2d, before: Shape, after: Shape, place: OperatorMemory
+    ) -> None:
         self._window = (pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode)
         self._y, self._dx = place.images("y", after), place.images("dx", before)
         self._indices = place.images("indices", after, dtype=torch.int64)
@@ -323,7 +327,9 @@ class _MaxPool(_WithoutParameters):
 
 
 class _AvgPool(_WithoutParameters):
-    def __init__(self, pool: nn.AvgPool2d, before: Shape, after: Shape, place: Place) -> None:
+    def __init__(
+        self, pool: nn.AvgPool2d, before: Shape, after: Shape, place: OperatorMemory
+    ) -> None:
         window = (pool.kernel_size, pool.stride, pool.padding)
         self._window = (*window, pool.ceil_mode, pool.count_include_pad, pool.divisor_override)
         self._y, self._dx = place.images("y", after), place.images("dx", before)
@@ -340,7 +346,7 @@ class _AvgPool(_WithoutParameters):
 class _Flatten(_WithoutParameters):
     """Converts images to matrices, with each example's channels first."""
 
-    def __init__(self, before: Shape, place: Place) -> None:
+    def __init__(self, before: Shape, place: OperatorMemory) -> None:
         k, b = place.num_clients, place.batch_size
         self._split, self._joined = (b, k, *before), (k, b, *before)
         self._y = place.matrices("y", torch.Size(before).numel())
@@ -389,7 +395,7 @@ class _Activation(_WithoutParameters):
 class GatherMatrices:
     """Gathers the examples of a step as matrices: [k, b, features]."""
 
-    def __init__(self, shape: Shape, *, place: Place) -> None:
+    def __init__(self, shape: Shape, *, place: OperatorMemory) -> None:
         self._x = place.matrices("x", torch.Size(shape).numel())
 
     def __call__(self, features_NF: Tensor, rows_KB: Tensor) -> Tensor:
@@ -402,7 +408,7 @@ class GatherMatrices:
 class GatherImages:
     """Gathers the examples of a step as images: [b, k * channels, height, width]."""
 
-    def __init__(self, shape: Shape, *, place: Place) -> None:
+    def __init__(self, shape: Shape, *, place: OperatorMemory) -> None:
         self._rows = place.matrices("rows", torch.Size(shape).numel())
         self._x = place.images("x", shape)
 
@@ -428,7 +434,7 @@ class CrossEntropyHead:
     are contiguous in memory is several times slower than one over rows.
     """
 
-    def __init__(self, num_classes: int, *, place: Place) -> None:
+    def __init__(self, num_classes: int, *, place: OperatorMemory) -> None:
         k, b = place.num_clients, place.batch_size
         self._d = place.matrices("d", num_classes)
         self._logits = place.matrices("logits", num_classes).view(num_classes, k, b)

@@ -12,11 +12,11 @@ from fedlearn.simulation.executors.fused.layers import (
     CrossEntropyHead,
     GatherImages,
     GatherMatrices,
-    Operator,
-    Place,
+    LayerOperator,
+    OperatorMemory,
+    ParameterStack,
     Scratch,
-    Stack,
-    operator_of,
+    make_operator,
 )
 
 #: Most programs (combinations of block height and batch size) to cache; each is only a few views.
@@ -43,8 +43,8 @@ class Workspace:
     ) -> None:
         self.example_shape, self.device = example_shape, like.device
         self.num_clients, self.batch_size = num_clients, batch_size
-        self.stack = Stack(chain, num_clients=num_clients, like=like)
-        self._chain, self._shapes = _arranged(chain, example_shape)
+        self.stack = ParameterStack(chain, num_clients=num_clients, like=like)
+        self._chain, self._shapes = _arrange(chain, example_shape)
         self._scratch = Scratch(num_examples=num_clients * batch_size, like=like)
         self._programs: dict[tuple[int, int, bool], Program] = {}
 
@@ -60,7 +60,7 @@ class Workspace:
     def _new_program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
         layers, shapes = self._chain.layers, self._shapes
         places = [
-            Place(
+            OperatorMemory(
                 name=f"layer {index}",
                 num_clients=num_clients,
                 batch_size=batch_size,
@@ -75,7 +75,7 @@ class Workspace:
         return Program(
             gather=gather(shapes[0], place=places[0]),
             operators=[
-                operator_of(
+                make_operator(
                     layer,
                     shapes[index],
                     shapes[index + 1],
@@ -101,7 +101,7 @@ class Program:
     """
 
     gather: GatherMatrices | GatherImages
-    operators: Sequence[Operator]
+    operators: Sequence[LayerOperator]
     num_fixed: int
     head: CrossEntropyHead
 
@@ -131,7 +131,7 @@ class Program:
         self.operators[self.num_fixed].update(values[self.num_fixed], d, rule)
 
 
-def _arranged(chain: Chain, example_shape: Shape) -> tuple[Chain, tuple[Shape, ...]]:
+def _arrange(chain: Chain, example_shape: Shape) -> tuple[Chain, tuple[Shape, ...]]:
     """Return a faster chain for the same function, and the shapes around its layers.
 
     Without convolutions and pooling, every example is flattened at the start. A max pooling moves
