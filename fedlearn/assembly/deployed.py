@@ -69,7 +69,7 @@ def build_deployment(config: Config, *, data_dir: Path) -> Deployment:
     components = add_wrappers(components, config.client.extra)
     _require_names(config, components.objective)
     _require_free_in_telemetry(components.directions)
-    components = _deployed_privately(components) if config.privacy.is_on else components
+    components = _add_deployment_privacy(components) if config.privacy.is_on else components
     require_travels([components.algorithm.local], components.algorithm.transforms)
     if config.secure_aggregation.is_on:
         _require_evaluable(components)
@@ -149,7 +149,7 @@ def _require_evaluable(components: Deployment) -> None:
         )
 
 
-def _deployed_privately(components: Deployment) -> Deployment:
+def _add_deployment_privacy(components: Deployment) -> Deployment:
     """Add differential privacy for all clients that may enrol."""
     section = components.config.privacy
     num_users = section.num_users

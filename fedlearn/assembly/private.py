@@ -71,7 +71,7 @@ def _build_privacy_plan(components: Components, num_users: int) -> PrivacyPlan:
     section, policy, cohorts = (
         components.config.privacy,
         components.policy,
-        _assumed_cohorts(components, num_users),
+        _choose_cohorts(components, num_users),
     )
     assert section.clip_norm is not None  # the configuration makes sure
     common: dict[str, Any] = {  # Any: of several types
@@ -103,7 +103,7 @@ def _build_privacy_plan(components: Components, num_users: int) -> PrivacyPlan:
     return CentralPlan(**common, adaptive=adaptive)
 
 
-def _assumed_cohorts(components: Components, num_users: int) -> UserCohorts:
+def _choose_cohorts(components: Components, num_users: int) -> UserCohorts:
     """Return the sampling of users that the privacy accounting may assume.
 
     Subsampling among only the clients that happen to be available does not make it less likely that

@@ -268,7 +268,7 @@ def test_what_nobody_would_act_on_is_refused(
     monkeypatch.chdir(tmp_path)
     local = fl.LocalSgd(epochs=1, batch_size=2, learning_rate=0.1)
     with pytest.raises(
-        ConfigError, match=r"client\.extra tells shift, but .* fedlearn's own trainer"
+        ConfigError, match=r"client\.extra has shift, but .* fedlearn's own trainer"
     ):
         fl.simulate(make_model, data(), FedAvg(local), extra={"shift": 1.0})
     with pytest.raises(ConfigError, match=r"client\.extra\.shift is inf; give a text"):
