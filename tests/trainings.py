@@ -156,11 +156,11 @@ class Outcome:
 
     def apart(self, other: "Outcome") -> float:
         """Return the largest difference of a loss, a weight or what the optimiser keeps."""
-        own, others = self.named(), other.named()
+        own, others = self.to_tensors(), other.to_tensors()
         assert own.keys() == others.keys()
         return max(float((own[name] - others[name]).abs().max()) for name in own)
 
-    def named(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         """Return all of it as tensors, by name."""
         tensors = {f"loss/{at}": torch.tensor(loss) for at, loss in enumerate(self.losses)}
         tensors |= {f"model/{name}": value.double() for name, value in self.model.items()}

@@ -17,11 +17,11 @@ STYLE = """
 <style>
   header, .tiles, section { display: none; }
   section:nth-of-type(2), section:nth-of-type(4) { display: block; }
-  .map { max-height: 312px; overflow: hidden; }
+  .map { max-height: 316px; overflow: hidden; }
   main { padding-top: 12px; }
 </style>
 """
-WIDTH, HEIGHT = 1200, 1105
+WIDTH, HEIGHT = 1200, 1109
 
 
 def main() -> None:

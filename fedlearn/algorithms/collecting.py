@@ -51,7 +51,7 @@ class RoundRequest:
         return TrainRequest(
             round_num=self.round_num,
             attempt=self.attempt,
-            tensors=self.params.named(),
+            tensors=self.params.to_tensors(),
             order=tuple(spec.name for spec in self.params.layout.specs),
             settings=settings_of(self.strategy.local, self.strategy.transforms),
             seed=self.seed,

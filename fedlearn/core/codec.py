@@ -462,18 +462,18 @@ def _body(message: bytes) -> dict[str, Tensor]:
 def _read(header: Any) -> tuple[str, dict[str, Any]]:
     """Parse a header into the kind of the message and the values of its fields."""
     if not (isinstance(header, dict) and isinstance(header.get("fields"), dict)):
-        raise _malformed("the header has no fields")
+        raise _explain_malformed("the header has no fields")
     kind, fields = header.get("kind"), header["fields"]
     if not isinstance(kind, str) or kind not in _FIELDS:
         raise ProtocolError(f"unknown message kind {kind!r}")
     if missing := [name for name in _FIELDS[kind] if name not in fields]:
-        raise _malformed(f"the fields {missing} are missing")
+        raise _explain_malformed(f"the fields {missing} are missing")
     there = [name for name in _OPTIONAL.get(kind, {}) if name in fields]
     values = {name: _READERS[name](fields[name], name) for name in (*_FIELDS[kind], *there)}
     if fields.get(_LACKS_CONSTANTS) is True and kind in _MODELS:
         values[_LACKS_CONSTANTS] = True
     if unknown := sorted(fields.keys() - values.keys()):
-        raise _malformed(f"unknown fields {unknown}")
+        raise _explain_malformed(f"unknown fields {unknown}")
     return kind, values
 
 
@@ -519,9 +519,9 @@ def _notice(
 
 def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainRequest:
     if values["settings"] is None:
-        raise _malformed("settings is not a table of plain values")
+        raise _explain_malformed("settings is not a table of plain values")
     if values.get("num_statistics", 0) > len(values["order"]):
-        raise _malformed("num_statistics is larger than the number of names in order")
+        raise _explain_malformed("num_statistics is larger than the number of names in order")
     model, broadcast = _under(_MODEL, tensors), _under(_BROADCAST, tensors)
     _require_names(
         tensors, {_MODEL + name for name in model} | {_BROADCAST + name for name in broadcast}
@@ -541,14 +541,14 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:
     if tensors.keys() != names:
         wrong = sorted(tensors.keys() ^ names)[:3]
-        raise _malformed(f"it lacks or adds tensors: {wrong}")
+        raise _explain_malformed(f"it lacks or adds tensors: {wrong}")
 
 
 def _message(tensors: Mapping[str, Tensor]) -> bytes:
     """Return the bytes of the secure-aggregation message among the tensors; required."""
     tensor = tensors.get(_MESSAGE)
     if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
-        raise _malformed("its bytes are missing")
+        raise _explain_malformed("its bytes are missing")
     return tensor.numpy().tobytes()
 
 
@@ -570,7 +570,7 @@ def _owning(work: WorkT, constants: bytes | mmap) -> WorkT:
             raise ProtocolError("the request lacks the constants of its model, and none are here")
         apart = _tensors(constants, 0)
         if twice := sorted(tensors.keys() & apart.keys())[:3]:
-            raise _malformed(f"the tensors {twice} are in the request and in its constants")
+            raise _explain_malformed(f"the tensors {twice} are in the request and in its constants")
         tensors |= apart
     return replace(work, tensors=_copies(tensors), lacks_constants=False)
 
@@ -579,20 +579,20 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items()}
 
 
-def _malformed(what: str) -> ProtocolError:
+def _explain_malformed(what: str) -> ProtocolError:
     return ProtocolError(f"malformed message: {what}")
 
 
 # Each reader checks and converts one field, given its JSON value (anything) and its name.
 def _integer(value: Any, name: str) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise _malformed(f"{name} is not an integer in [0, 2**63)")
+        raise _explain_malformed(f"{name} is not an integer in [0, 2**63)")
     return value
 
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise _malformed(f"{name} is not text")
+        raise _explain_malformed(f"{name} is not text")
     return value
 
 
@@ -600,18 +600,18 @@ def _octets(value: Any, name: str) -> bytes:
     try:
         return bytes.fromhex(_text(value, name))
     except ValueError as error:
-        raise _malformed(f"{name}: {error}") from error
+        raise _explain_malformed(f"{name}: {error}") from error
 
 
 def _texts(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise _malformed(f"{name} is not a list of names")
+        raise _explain_malformed(f"{name} is not a list of names")
     return tuple(value)
 
 
 def _table(value: Any, name: str, *, of: type | UnionType) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(each, of) for each in value.values()):
-        raise _malformed(f"{name} is not a table of plain values")
+        raise _explain_malformed(f"{name} is not a table of plain values")
     return value
 
 
@@ -626,11 +626,11 @@ def _scalars(value: Any, name: str) -> dict[str, Scalar]:
 def _numbers(value: Any, name: str) -> dict[str, float]:
     found = _table(value, name, of=int | float)
     if any(isinstance(each, bool) for each in found.values()):
-        raise _malformed(f"{name} is not a table of numbers")
+        raise _explain_malformed(f"{name} is not a table of numbers")
     try:
         return {key: float(each) for key, each in found.items()}
     except OverflowError as error:
-        raise _malformed(f"a number in {name} is too large") from error
+        raise _explain_malformed(f"a number in {name} is too large") from error
 
 
 def _directory(value: Any, name: str) -> dict[ClientId, bytes]:
@@ -638,9 +638,9 @@ def _directory(value: Any, name: str) -> dict[ClientId, bytes]:
     try:
         found = {ClientId(int(client)): _octets(key, name) for client, key in keys.items()}
     except ValueError as error:
-        raise _malformed(f"{name}: {error}") from error
+        raise _explain_malformed(f"{name}: {error}") from error
     if len(found) != len(keys) or not all(0 <= client < 1 << 63 for client in found):
-        raise _malformed(f"{name} has impossible clients")
+        raise _explain_malformed(f"{name} has impossible clients")
     return found
 
 
@@ -649,9 +649,9 @@ def _rounds(value: Any, name: str) -> dict[ClientId, int]:
     try:
         found = {ClientId(int(client)): _integer(each, name) for client, each in table.items()}
     except ValueError as error:
-        raise _malformed(f"{name}: {error}") from error
+        raise _explain_malformed(f"{name}: {error}") from error
     if len(found) != len(table) or not all(0 <= client < 1 << 63 for client in found):
-        raise _malformed(f"{name} has impossible clients")
+        raise _explain_malformed(f"{name} has impossible clients")
     return found
 
 

@@ -247,7 +247,7 @@ class Params:
         """Number of elements of all tensors, frozen ones included."""
         return self.layout.size + sum(value.numel() for value in self.constants.values())
 
-    def named(self) -> dict[str, Tensor]:
+    def to_tensors(self) -> dict[str, Tensor]:
         """Return every tensor by name, in the model's own dtypes."""
         views = self.layout.views(self.vector)
         tensors = {spec.name: views[spec.name].to(spec.dtype) for spec in self.layout.specs}
@@ -257,14 +257,14 @@ class Params:
         """Round every value to its tensor's own dtype, as clients receive it."""
         if not self.layout.others:
             return self
-        vector = self.layout.pack(self.named(), out=torch.empty_like(self.vector))
+        vector = self.layout.pack(self.to_tensors(), out=torch.empty_like(self.vector))
         return self.with_vector(vector)
 
     def current_statistics(self) -> Tensor:
         """Return the statistics, a view: shape [P - Q]."""
         return self.vector[self.layout.num_trainable :]
 
-    def sent_statistics(self) -> Tensor:
+    def round_statistics(self) -> Tensor:
         """Return the statistics as clients receive them: shape [P - Q], in the vector's dtype."""
         return self.as_sent().current_statistics()
 
@@ -275,7 +275,7 @@ class Params:
             ValueError: A tensor is missing from the module or has another shape.
         """
         targets = dict(module.named_parameters()) | dict(module.named_buffers())
-        for name, value in self.named().items():
+        for name, value in self.to_tensors().items():
             if name not in targets or targets[name].shape != value.shape:
                 found = tuple(targets[name].shape) if name in targets else "nothing"
                 raise ValueError(
@@ -331,7 +331,7 @@ def rebase_statistics(delta_P: Tensor, *, sent_S: Tensor | None, current_S: Tens
 
     Args:
         delta_P: Local model minus sent model: shape [P]; not written to.
-        sent_S: The statistics that the client was sent, as :meth:`Params.sent_statistics`.
+        sent_S: The statistics that the client was sent, as :meth:`Params.round_statistics`.
             ``None`` if they are no longer known: the delta then leaves the statistics unchanged.
         current_S: The statistics of the model that the delta will be added to: shape [P - Q].
 

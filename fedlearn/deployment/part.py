@@ -45,7 +45,7 @@ def make_part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
     unread = unread_rows(data.population, client_ids)
     examples: Features | Pairs
     if unread is None:
-        examples, labels = data.population.load(client_ids).gathered()
+        examples, labels = data.population.load(client_ids).gather()
     else:
         dataset: Any = unread.dataset  # a map-style dataset, of torch's class or not
         examples, labels = Subset(dataset, unread.rows.tolist()), None

@@ -107,7 +107,7 @@ class Run:
             raise ConfigError(f"{self.name}: pass make_model, the function that builds the network")
         model, weights = ModelFactory.of(build)(), self.weights(best=best)
         like = Params.of(model)
-        missing = sorted((like.named().keys() | like.layout.aliases.keys()) ^ weights.keys())
+        missing = sorted((like.to_tensors().keys() | like.layout.aliases.keys()) ^ weights.keys())
         if missing:
             raise ValueError(f"the network and the weights of {self.name} differ in {missing[:3]}")
         constants = {name: weights[name] for name in like.constants}

@@ -109,7 +109,9 @@ def train_alone(
         task, components, every=request.evaluate_every, patience=request.patience
     )
     params = build_initial_params(components, torch.device("cpu"))
-    model = params.named() if request.weights is None else _read_weights(request.weights, params)
+    model = (
+        params.to_tensors() if request.weights is None else _read_weights(request.weights, params)
+    )
     start = TrainingState(model=model)
     identity = _identity(config, start)
     folder = (request.folder or site.addresses.runs_dir) / f"training-{identity[:12]}"
@@ -198,7 +200,7 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
                 f"{path} is no safetensors file ({error}); give one that fedlearn train or "
                 "fedlearn export has written"
             ) from error
-    own = params.named()
+    own = params.to_tensors()
     wrong = [f"{name} is missing" for name in own.keys() - given.keys()]
     wrong += [f"{name} is no part of the model" for name in given.keys() - own.keys()]
     wrong += [

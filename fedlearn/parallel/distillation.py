@@ -164,7 +164,7 @@ class Distillation(FullAggregation):
         engine = RankTrainer(task, device=student.vector.device)
         # Steps are counted through all rounds, so that each round continues with new examples.
         progress = torch.tensor([done, 0.0, 0.0, 0.0], dtype=torch.float64)
-        engine.adopt(TrainingState(model=student.named(), progress=progress))
+        engine.adopt(TrainingState(model=student.to_tensors(), progress=progress))
         run(
             engine,
             until=until,

@@ -50,7 +50,7 @@ class ServerSteps(StrategyWrapper):
 
     def begin(self, params: Params) -> StepResult:
         """Train the model before the first round; return it with the strategy's state."""
-        standing, metrics = TrainingState(model=params.named()), {}
+        standing, metrics = TrainingState(model=params.to_tensors()), {}
         if self.num_steps:
             standing, loss = self.train(standing, self.num_steps)
             params, metrics = with_state(params, standing), {"warm_start_loss": loss}
@@ -92,7 +92,9 @@ def _standing(params: Params, state: State) -> TrainingState:
         for name, value in state.items()
         if name.startswith(_OPTIMIZER)
     }
-    return TrainingState(model=params.named(), optimizer=optimizer, progress=state[_PROGRESS].cpu())
+    return TrainingState(
+        model=params.to_tensors(), optimizer=optimizer, progress=state[_PROGRESS].cpu()
+    )
 
 
 def with_state(params: Params, trained: TrainingState) -> Params:

@@ -76,7 +76,7 @@ class ChannelEvaluator:
         if not cohort:
             return {}
         request = EvaluateRequest(
-            round_num=round_num, tensors=params.named(), order=tuple(params.layout.by_name)
+            round_num=round_num, tensors=params.to_tensors(), order=tuple(params.layout.by_name)
         )
         requests = dict.fromkeys(cohort, request)
         replies = list[EvaluateReply]()

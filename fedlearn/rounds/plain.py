@@ -159,7 +159,7 @@ class PlainCollector:
         """
         most = 0 if self.staleness is None else self.staleness.max_staleness
         self.sent_statistics |= {
-            number: each.params.sent_statistics() for number, each in requests.items()
+            number: each.params.round_statistics() for number, each in requests.items()
         }
         for number in [each for each in self.sent_statistics if each < round_num - most]:
             if number not in requests:

@@ -62,7 +62,7 @@ class SecureEvaluator:
         except ConfigError as error:
             return _skip(round_num, str(error))
         request = EvaluateRequest(
-            round_num=round_num, tensors=params.named(), order=tuple(params.layout.by_name)
+            round_num=round_num, tensors=params.to_tensors(), order=tuple(params.layout.by_name)
         )
         notice = build_notice(request)
         terms = plan.terms(

@@ -449,7 +449,7 @@ def _probe(job: TrainingJob, clock: Clock) -> _Speed:
     sequential = make_executor(job, ExecutorKind.SEQUENTIAL)
     in_a_block = make_executor(job, ExecutorKind.VMAP)
 
-    def timed(client_ids: NDArray[np.int64]) -> _Speed:
+    def time_block(client_ids: NDArray[np.int64]) -> _Speed:
         work = job.work(client_ids)
         return _Speed(
             _time_executor(sequential, work, clock), _time_executor(in_a_block, work, clock)
@@ -460,13 +460,13 @@ def _probe(job: TrainingJob, clock: Clock) -> _Speed:
         dict[int, BaseException](),
     )
     try:
-        return timed(client_ids)
+        return time_block(client_ids)
     except (DataError, EngineError) as error:
         trained = attempts(lambda some: sequential.train(job.work(some)), client_ids, errors)
         sound = [places for places, _ in trained]
         if not (sound and errors):  # the failure is not specific to some clients
             raise EngineError(describe_first_line(error)) from error
-    return timed(np.sort(np.concatenate(sound)))
+    return time_block(np.sort(np.concatenate(sound)))
 
 
 def _time_executor(executor: Executor, work: Work, clock: Clock) -> float:

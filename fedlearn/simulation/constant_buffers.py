@@ -58,7 +58,7 @@ def constant_buffers(
         Exception: Any error of the model or the objective.
     """
     num_examples = population.num_examples(np.arange(min(64, population.num_clients)))
-    features, labels = population.load(np.asarray([num_examples.argmax()])).gathered()
+    features, labels = population.load(np.asarray([num_examples.argmax()])).gather()
     device, some = params.vector.device, slice(_TRIED)
     with preserve_generator(torch.default_generator):
         model = ResidentModel(make_model, objective, device=device, precision=Precision.FLOAT32)

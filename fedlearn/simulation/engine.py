@@ -129,7 +129,7 @@ class Engine:
         """
         return None if self.summing is not None else request.strategy.bounds
 
-    def asked(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
+    def describe_work(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
         """Describe the work of a request to the model of these clients' devices."""
         updates = self._locals(client_ids, [request] * len(client_ids))
         num_examples = self.population.num_examples(client_ids)
@@ -153,7 +153,7 @@ class Engine:
         if not drawn:
             return []
         client_ids = np.asarray([each.client_id for each in drawn], np.int64)
-        asked = self.asked(client_ids, replace(request, attempt=drawn[0].attempt))
+        asked = self.describe_work(client_ids, replace(request, attempt=drawn[0].attempt))
         told = zip(
             drawn,
             self.behaviour.durations_s(asked).tolist(),
@@ -407,7 +407,7 @@ def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) 
     are_current = all(each.params is params for each in requests)
     if not params.layout.statistics or (are_current and not params.layout.others):
         return updates
-    sent = {id(each): each.params.sent_statistics() for each in requests}
+    sent = {id(each): each.params.round_statistics() for each in requests}
     current_S = params.current_statistics()
     deltas = [
         rebase_statistics(row, sent_S=sent[id(each)], current_S=current_S)

@@ -50,7 +50,7 @@ class CentralEvaluator:
         found = self.model.measure(
             params, slice_rows(self.features, mine), self.labels[mine], batch_size=self.batch_size
         )
-        weighted = found.weighted()
+        weighted = found.weigh()
         means = dict[str, float]()
         if weighted:
             # For each metric, the sum of weight times value and the sum of weights.
@@ -175,7 +175,7 @@ class ClientEvaluator:
     ) -> dict[str, NDArray[np.float64]]:
         """Compute each metric over each client's examples: one value per client."""
         rows = self.population.load(client_ids)
-        features, labels = rows.gathered()
+        features, labels = rows.gather()
         features, labels = (
             move_to_device(features, params.vector.device),
             labels.to(params.vector.device),
@@ -185,7 +185,7 @@ class ClientEvaluator:
         sizes = np.diff(rows.offsets)
         owner = np.repeat(np.arange(len(client_ids)), sizes)
         means = dict[str, NDArray[np.float64]]()
-        for name, pair in found.weighted().items():
+        for name, pair in found.weigh().items():
             sums, weights = (
                 np.bincount(owner, each.cpu().numpy(), minlength=len(client_ids)) for each in pair
             )

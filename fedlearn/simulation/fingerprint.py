@@ -80,7 +80,7 @@ def fingerprint_of(population: Population) -> Fingerprint:
 
 def example_hashes(rows: ClientRows) -> NDArray[np.uint64]:
     """Hash each example, in the order of ``rows.rows``: uint64 [n]."""
-    features, labels = rows.gathered()
+    features, labels = rows.gather()
     num = len(labels)
     # Adding zero turns -0.0 into 0.0: equal values must have equal bits.
     inputs = [each.reshape(num, -1).float().cpu() + 0.0 for each in list_tensors(features)]

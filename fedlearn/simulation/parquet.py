@@ -145,7 +145,7 @@ def read_parquet(path: Path, *, columns: TableColumns) -> Examples:
     """
     table = Table.at(path, columns)
     groups = table.row_groups(columns.names)
-    chunks = [table.decoded(rows, place=str(group)) for group, rows in groups]
+    chunks = [table.decode(rows, place=str(group)) for group, rows in groups]
     table.require_rows(len(chunks))
     inputs = zip(*(list_tensors(chunk.features) for chunk in chunks), strict=True)
     return Examples.of(

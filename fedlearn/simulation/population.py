@@ -63,7 +63,7 @@ class ClientRows:
         lengths = np.diff(self.offsets)
         return lengths if self.num_reads_K is None else lengths // self.num_reads_K
 
-    def gathered(self) -> tuple[Features, Tensor]:
+    def gather(self) -> tuple[Features, Tensor]:
         """Return copies of these rows of the features and of the labels."""
         index = torch.from_numpy(self.rows).to(self.labels.device)
         return take_rows(self.features, index), self.labels.index_select(0, index)

@@ -140,7 +140,7 @@ class ModularSum:
         """Fewest clients in a sum that is opened."""
         return self.plan.min_survivors
 
-    def recorded(self, rows: Participations) -> Participations:
+    def reduce_rows(self, rows: Participations) -> Participations:
         """Reduce the clients' rows of a round to what the coordinator of a real session learns.
 
         Each client in the sum gets the means over all of them; if clients add noise, not even

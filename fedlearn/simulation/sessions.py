@@ -180,7 +180,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             rows = rows_of_round(
                 self.population, client_id, round_num=train.round_num, seed=Seed(train.seed)
             )
-        features, labels = rows.gathered()
+        features, labels = rows.gather()
         if isinstance(self.make_trainer, ResidentTrainers):
             return self.make_trainer(features, labels)
         return require_trainer(self.make_trainer(cast_for_trainer(features, self.dtype), labels))
@@ -224,7 +224,7 @@ class SessionsKept:
             state = SessionState(trainer=kept[client_id], session=None)
             self.channel.states[ClientId(client_id)] = state.to_bytes()
 
-    def added_to(self, collected: Collected, *, before: ClientStates) -> Collected:
+    def add_to(self, collected: Collected, *, before: ClientStates) -> Collected:
         """Add the new client state of the clients whose updates are in a round to its result.
 
         The other clients keep their previous state. Their sessions also restore it, once they
@@ -272,7 +272,7 @@ class SessionCollector:
         if self.bounded is not None:
             self.bounded.clear()
         collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
-        return self.sessions.added_to(self._with_counts(collected), before=before)
+        return self.sessions.add_to(self._with_counts(collected), before=before)
 
     def _with_counts(self, collected: Collected) -> Collected:
         if self.bounded is None or collected.aggregate is None:

@@ -230,7 +230,7 @@ class VirtualRound:
         is_enough, num_capped = self.collection.is_enough, None
         if (summing := self.clients.summing) is not None:
             num_capped = summing.num_capped(participations)
-            participations = summing.recorded(participations)
+            participations = summing.reduce_rows(participations)
             is_enough &= participations.num(Status.REPORTED) >= summing.min_survivors
         aggregate = replace(self._aggregate(), num_capped=num_capped) if is_enough else None
         return self.collection.close(

@@ -266,7 +266,7 @@ class FakeCoordinator(LocalGateway):
     ) -> dict[str, EvaluateReply | Failure]:
         """Ask all connected clients to evaluate ``model``, as :meth:`train` asks them to train."""
         round_num, names = next(self._rounds), self._list_names()
-        request = EvaluateRequest(round_num=round_num, tensors=to_params(model).named())
+        request = EvaluateRequest(round_num=round_num, tensors=to_params(model).to_tensors())
         channel, cohort = self._require_cohort()
         requests = dict.fromkeys(cohort, request)
         arrivals = ask_once(channel, requests, deadline_s=deadline_s)

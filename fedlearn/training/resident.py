@@ -147,7 +147,7 @@ class SetMeasures(NamedTuple):
     outputs: Tensor
     labels: Tensor
 
-    def weighted(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def weigh(self) -> dict[str, tuple[Tensor, Tensor]]:
         """Return each example's weight times value, and its weight, by measure: float64 [N]."""
         found = {}
         for name, values in self.by_example.items():
@@ -159,9 +159,7 @@ class SetMeasures(NamedTuple):
 
     def means(self) -> dict[str, float]:
         """Return the weighted mean of each measure; NaN if all weights are 0."""
-        return {
-            n: float(value.sum() / weight.sum()) for n, (value, weight) in self.weighted().items()
-        }
+        return {n: float(value.sum() / weight.sum()) for n, (value, weight) in self.weigh().items()}
 
 
 class ResidentModel:

@@ -236,9 +236,9 @@ class Table:
                 f"{group} has {len(rows)} rows and had {group.num_rows} when training began; "
                 "leave the files as they are while they are read"
             )
-        return self.decoded(rows, place=str(group))
+        return self.decode(rows, place=str(group))
 
-    def decoded(self, rows: Any, *, place: str) -> Rows:  # Any: pyarrow has no types
+    def decode(self, rows: Any, *, place: str) -> Rows:  # Any: pyarrow has no types
         """Convert a pyarrow table with the columns of examples to tensors.
 
         Args:

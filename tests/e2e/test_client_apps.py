@@ -104,7 +104,7 @@ class App:
 
 
 def accuracy(channel: MemoryChannel, params: Params) -> float:
-    request = EvaluateRequest(round_num=0, tensors=params.named())
+    request = EvaluateRequest(round_num=0, tensors=params.to_tensors())
     requests = dict.fromkeys(channel.available(), request)
     replies = [arrival.reply for arrival in ask_once(channel, requests, deadline_s=1.0)]
     num_correct, num_examples = 0.0, 0
@@ -259,7 +259,7 @@ def _weights(name: str) -> Mapping[str, torch.Tensor]:
         load(CLIENTS / name / "coordinator.toml", overrides=()), data_dir=DATA_DIR
     )
     model: nn.Module = components.make_model()
-    return Params.of(model).named()
+    return Params.of(model).to_tensors()
 
 
 @pytest.mark.parametrize(

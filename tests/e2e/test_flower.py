@@ -285,7 +285,7 @@ def replayed(
             cluster=Alone(),
         ),
     )
-    return state.server.params.named()
+    return state.server.params.to_tensors()
 
 
 def assert_equals_memory(stored: StoredRun, run_config: Settings) -> None:

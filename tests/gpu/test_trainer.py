@@ -116,7 +116,7 @@ def result_of(
     trainer = TorchTrainer.of(make, *examples(), device=device, **options)
     params = Params.of(make())
     context = context_of(local, size=params.layout.num_trainable, control=control)
-    return trainer.train(params.named(), context=context)
+    return trainer.train(params.to_tensors(), context=context)
 
 
 def apart(one: LocalResult, other: LocalResult) -> float:
@@ -135,7 +135,7 @@ def test_a_gpu_is_taken_by_its_number(gpu: torch.device, name: str) -> None:
     """The model's tensors say the same of themselves as the trainer."""
     trainer, params = TorchTrainer.of(mlp, *examples(), device=name), Params.of(mlp())
     context = context_of(SGD, size=params.layout.num_trainable)
-    result = trainer.train(params.named(), context=context)
+    result = trainer.train(params.to_tensors(), context=context)
     assert trainer.device == gpu
     assert {value.device for value in result.tensors.values()} == {gpu}
 
@@ -164,7 +164,7 @@ def test_batches_in_parts_and_from_a_dataset_are_those_of_the_cpu() -> None:
     )
     params = Params.of(mlp())
     context = context_of(SGD, size=params.layout.num_trainable)
-    found = trainer.train(params.named(), context=context)
+    found = trainer.train(params.to_tensors(), context=context)
     assert apart(found, expected) < SAME
 
 
@@ -233,7 +233,7 @@ def auc(outputs: Tensor, labels: Tensor) -> Tensor:
 
 def test_evaluation_is_that_of_the_cpu() -> None:
     """Means over examples, and a metric of the whole set."""
-    metrics, weights = {"auc": Metric(auc, direction="max")}, Params.of(make_model()).named()
+    metrics, weights = {"auc": Metric(auc, direction="max")}, Params.of(make_model()).to_tensors()
     found, expected = (
         TorchTrainer.of(make_model, *examples(), device=device, metrics=metrics)
         .evaluate(weights)
@@ -252,7 +252,7 @@ def test_a_reply_leaves_the_gpu() -> None:
     request = TrainRequest(
         round_num=2,
         attempt=0,
-        tensors=params.named(),
+        tensors=params.to_tensors(),
         order=tuple(spec.name for spec in params.layout.specs),
         settings=settings_of(local, [clip]),
         seed=5,

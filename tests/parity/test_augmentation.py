@@ -145,7 +145,7 @@ def test_the_engine_reads_what_a_deployed_trainer_reads(kind: str) -> None:
             seed=Seed(1),
             state={},
         )
-        trainer.train(Params.of(Watched([])).named(), context=context)
+        trainer.train(Params.of(Watched([])).to_tensors(), context=context)
         assert len(batches) == len(seen[client]) == 9
         assert all(map(torch.equal, batches, seen[client]))
     epochs = [torch.cat(seen[0][at : at + 3]).sort(0).values for at in (0, 3, 6)]
@@ -240,8 +240,8 @@ def test_evaluation_draws_the_same_every_time() -> None:
     """For a client, however it is loaded, and for the test set."""
     noisy = Noisy("torch")
     population = data_of(noisy).population
-    together, _ = population.load(np.array([3, 1])).gathered()
-    alone, _ = population.load(np.array([1])).gathered()
+    together, _ = population.load(np.array([3, 1])).gather()
+    alone, _ = population.load(np.array([1])).gather()
     assert torch.equal(require_single_input(together)[12:], require_single_input(alone))
     test_sets = []
     for seed in (1, 2):

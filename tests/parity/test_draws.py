@@ -130,8 +130,8 @@ def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
         seed=work.seed,
         state={},
     )
-    result = trainer.train(work.params.named(), context=context)
-    start = work.params.named()
+    result = trainer.train(work.params.to_tensors(), context=context)
+    start = work.params.to_tensors()
     delta = torch.cat([(result.tensors[n] - start[n]).flatten() for n in start])
     return {**result.lanes, **result.state, "delta": delta}
 

@@ -162,7 +162,7 @@ def by_flower(strategy: StockFedAvg, local: LocalUpdate, **config: float) -> Par
     params = start()
     result = strategy.start(
         grid=cast("Grid", grid),  # it has all methods that a strategy uses
-        initial_arrays=ArrayRecord(params.named()),
+        initial_arrays=ArrayRecord(params.to_tensors()),
         num_rounds=NUM_ROUNDS,
         train_config=ConfigRecord({"seed": SEED, **config}),
     )

@@ -290,7 +290,7 @@ def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Pat
             request = TrainRequest(
                 round_num=0,
                 attempt=0,
-                tensors=params.named(),
+                tensors=params.to_tensors(),
                 order=tuple(params.layout.by_name),
                 settings=settings_of(KEEPING),
                 seed=3,
@@ -301,7 +301,7 @@ def test_a_protocol_of_several_messages_keeps_state_at_the_clients(tmp_path: Pat
                 assert isinstance(arrival.reply, TrainReply)
                 deltas[int(arrival.client_id)] = arrival.reply.lanes["delta"].clone()
             first.append(deltas)
-        evaluation = EvaluateRequest(round_num=0, tensors=params.named())
+        evaluation = EvaluateRequest(round_num=0, tensors=params.to_tensors())
         cohort = dict.fromkeys(channel.available(), evaluation)
         arrivals = ask_once(channel, cohort, deadline_s=LONG_S)
         replies = [arrival.reply for arrival in arrivals]
@@ -344,7 +344,7 @@ def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None
             request = TrainRequest(
                 round_num=round_num,
                 attempt=0,
-                tensors=params.named(),
+                tensors=params.to_tensors(),
                 order=tuple(params.layout.by_name),
                 settings=settings_of(LOCAL),
                 seed=3,

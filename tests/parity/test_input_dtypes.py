@@ -176,7 +176,7 @@ def test_a_deployed_trainer_takes_bytes(
     """It tries out the model like the engine."""
     wide = torch.float32 if make_model is convolution else torch.int64
     given = torch.from_numpy(features), torch.from_numpy(features).to(wide)
-    weights = Params.of(make_model()).named()
+    weights = Params.of(make_model()).to_tensors()
     found = [
         TorchTrainer.of(make_model, each, torch.from_numpy(LABELS)).evaluate(weights)
         for each in given

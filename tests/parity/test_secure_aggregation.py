@@ -231,7 +231,7 @@ def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
             for each in range(num_reported)
         ]
         late = Participation(ClientId(99), Status.LATE, math.nan)
-        return summing.recorded(Participations.of([*done, late]))
+        return summing.reduce_rows(Participations.of([*done, late]))
 
     assert recorded(least).num(Status.REPORTED) == least
     below = recorded(least - 1)

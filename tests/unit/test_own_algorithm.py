@@ -222,6 +222,6 @@ def test_a_trainer_is_joined_with(launcher: Launcher, tmp_path: Path) -> None:
 
 
 def _trained(trainer: LocalTrainer, params: Params, settings: Settings) -> torch.Tensor:
-    tensors = params.named()
+    tensors = params.to_tensors()
     result = trainer.train(tensors, context=context_of(settings))
     return torch.cat([(result.tensors[name] - value).flatten() for name, value in tensors.items()])

@@ -129,12 +129,12 @@ def mismatch(config: Config, trainer: Path, data_dir: Path) -> str:
     name = f"{trainer}:make_trainer"
     ours = Params.of(build_deployment(config, data_dir=data_dir).make_model())
     try:
-        make_trainer(name).evaluate(ours.named(), control=UNATTENDED)
+        make_trainer(name).evaluate(ours.to_tensors(), control=UNATTENDED)
     except (KeyError, ValueError, RuntimeError, FedlearnError) as error:
         return repr(error)
     theirs = Params.of(bind_user_function("model.factory", f"{trainer}:make_model", {})())
     shapes = [
-        {tensor: tuple(value.shape) for tensor, value in params.named().items()}
+        {tensor: tuple(value.shape) for tensor, value in params.to_tensors().items()}
         for params in (ours, theirs)
     ]
     return "" if shapes[0] == shapes[1] else f"{shapes[0]} is not {shapes[1]}"

@@ -101,12 +101,12 @@ class _Run:
         rows, work = self.rows_TKB[step, clients, :size], self.work
         flat = rows.reshape(-1)
 
-        def gathered(tensor: Tensor) -> Tensor:
+        def gather(tensor: Tensor) -> Tensor:
             return tensor.index_select(0, flat).view(*rows.shape, *tensor.shape[1:])
 
         return Batch(
-            self.inputs(map_inputs(gathered, work.features)),
-            gathered(work.labels),
+            self.inputs(map_inputs(gather, work.features)),
+            gather(work.labels),
             self.weights_TKB[step, clients, :size],
             self.keys_TK[step, clients],
         )

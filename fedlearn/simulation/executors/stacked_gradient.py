@@ -275,11 +275,11 @@ class BlockGradient:
     def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> GradientResult:
         """Compute the gradients, losses and buffers of one step."""
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
-        names = self.reached(parts, batch)
-        grads, (losses, (statistics, constants)) = self.vectorised(names, parts, batch)
+        names = self.find_used(parts, batch)
+        grads, (losses, (statistics, constants)) = self.compute_vectorised(names, parts, batch)
         return GradientResult(grads, {}, losses, statistics, constants)
 
-    def vectorised(self, names: Sequence[str], parts: Parts, batch: Batch) -> Any:
+    def compute_vectorised(self, names: Sequence[str], parts: Parts, batch: Batch) -> Any:
         """Compute ``(gradients, (losses, (statistics, constants)))``, nested as traces expect them.
 
         ``names`` are the parameters whose gradients to return; per-example gradients are always
@@ -298,7 +298,7 @@ class BlockGradient:
         grads, (losses, _) = self._vectorised(*parts, *examples)
         return grads, (losses * batch.weights.amax(1), (parts[1], parts[3]))
 
-    def reached(self, parts: Parts, batch: Batch) -> tuple[str, ...]:
+    def find_used(self, parts: Parts, batch: Batch) -> tuple[str, ...]:
         """Return the names of the parameters that the loss of a batch depends on.
 
         The others have no gradient, which differs from a zero gradient: weight decay does not apply

@@ -121,7 +121,7 @@ class TracedSteps:
         trace.graph.eliminate_dead_code()
         trace.recompile()
         found = GradientResult(*trace(*tensors))
-        one_by_one, _ = gradient.vectorised(gradient.trainable, parts, batch)
+        one_by_one, _ = gradient.compute_vectorised(gradient.trainable, parts, batch)
         for name, grad in one_by_one.items():
             if name in found.factors:
                 left, right = found.factors[name]
@@ -135,8 +135,10 @@ class TracedSteps:
 
     def _trace(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> GraphModule:
         """Trace the vectorised gradient, from flat tensors to the fields of a result."""
-        names = self._gradient.reached(parts, batch)
-        trace = self._graph(partial(self._gradient.vectorised, names), parts, batch, tensors)
+        names = self._gradient.find_used(parts, batch)
+        trace = self._graph(
+            partial(self._gradient.compute_vectorised, names), parts, batch, tensors
+        )
         factors = _outer_factors if self._gradient.by_example else _factors
         _return_factors(trace.graph, num_trainable=len(parts[0]), factors_of=factors)
         trace.graph.eliminate_dead_code()

@@ -91,7 +91,7 @@ def _request(work: Work) -> TrainRequest:
     return TrainRequest(
         round_num=work.round_num,
         attempt=0,
-        tensors=work.params.named(),
+        tensors=work.params.to_tensors(),
         order=tuple(spec.name for spec in work.params.layout.specs),
         settings=settings_of(work.local),
         seed=work.seed.value,

@@ -135,7 +135,7 @@ class Coordinator:
         request = TrainRequest(
             round_num=self._next_round,
             attempt=0,
-            tensors=params.named(),
+            tensors=params.to_tensors(),
             order=tuple(spec.name for spec in params.layout.specs),
             settings={},
             seed=0,

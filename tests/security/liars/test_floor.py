@@ -85,7 +85,7 @@ def training(round_num: int, *, noise: NoisedUpdates | None = None) -> TrainRequ
 
 
 def evaluation(round_num: int) -> EvaluateRequest:
-    return EvaluateRequest(round_num=round_num, tensors=PARAMS.named())
+    return EvaluateRequest(round_num=round_num, tensors=PARAMS.to_tensors())
 
 
 def lane(name: str, *, role: LaneRole, size: int, noise: float) -> Lane:

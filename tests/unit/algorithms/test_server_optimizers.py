@@ -107,7 +107,7 @@ def test_statistics_move_by_their_mean_and_never_turn_negative(
     params.layout.views(delta)["1.running_var"].copy_(-0.75 * variance)  # clients have 1/4 of it
     moved, state = optimizer.step(params, delta, optimizer.init(params))
     assert torch.equal(moved.vector[split:], (params.vector + delta)[split:])
-    assert moved.named()["1.running_var"].tolist() == [0.25] * 3
+    assert moved.to_tensors()["1.running_var"].tolist() == [0.25] * 3
     assert state["second_moment"].shape == (split,), "no moments for statistics"
     stepped = params.vector[:split] - moved.vector[:split]
     assert bool((stepped > 0.1).all()), "the parameters did take the optimiser's step"

@@ -85,7 +85,7 @@ def test_parameters_come_before_statistics_and_constants_stay_outside() -> None:
 
 def test_large_integers_are_exact() -> None:
     """2**62 + 1 does not fit into a float."""
-    assert int(Params.of(Mixed()).named()["counter"]) == 2**62 + 1
+    assert int(Params.of(Mixed()).to_tensors()["counter"]) == 2**62 + 1
 
 
 def test_what_is_frozen_is_not_trainable() -> None:
@@ -115,7 +115,7 @@ def test_the_vector_is_float32_unless_the_model_is_finer(
     """Narrow models are summed in float32 and sent in their own dtype."""
     params = Params.of(nn.Linear(3, 2).to(dtype))
     assert params.vector.dtype == expected
-    assert {tensor.dtype for tensor in params.named().values()} == {dtype}
+    assert {tensor.dtype for tensor in params.to_tensors().values()} == {dtype}
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -170,7 +170,7 @@ def test_the_size_is_that_of_what_is_sent() -> None:
     """Integer buffers travel too, and narrow tensors take less than the vector."""
     for model in (nn.BatchNorm1d(3), nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2)):
         params = Params.of(model)
-        assert params.num_bytes == sum(tensor.nbytes for tensor in params.named().values())
+        assert params.num_bytes == sum(tensor.nbytes for tensor in params.to_tensors().values())
 
 
 def test_a_model_of_another_shape_is_refused() -> None:
@@ -188,8 +188,8 @@ def test_params_are_a_copy_of_the_module() -> None:
     params = Params.of(model)
     model.weight.data.fill_(7.0)
     model(torch.randn(4, 3))
-    assert params.named()["weight"].tolist() == [1.0] * 3
-    assert int(params.named()["num_batches_tracked"]) == 0
+    assert params.to_tensors()["weight"].tolist() == [1.0] * 3
+    assert int(params.to_tensors()["num_batches_tracked"]) == 0
 
 
 def test_a_model_is_sent_in_its_own_dtypes() -> None:
@@ -198,7 +198,7 @@ def test_a_model_is_sent_in_its_own_dtypes() -> None:
     params = Params.of(module)
     params = params.with_vector(params.vector + 1e-4)
     sent = params.as_sent()
-    for name, value in params.named().items():
+    for name, value in params.to_tensors().items():
         assert torch.equal(sent.layout.views(sent.vector)[name], value.float())
     assert not torch.equal(sent.vector, params.vector)
     uniform = Params.of(nn.Linear(3, 2))

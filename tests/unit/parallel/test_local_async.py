@@ -62,7 +62,7 @@ def context(local: LocalUpdate = SGD, **changes: Any) -> TrainContext:
 
 
 def weights() -> Mapping[str, Tensor]:
-    return Params.of(model()).named()
+    return Params.of(model()).to_tensors()
 
 
 @pytest.mark.slow
@@ -139,7 +139,7 @@ def counted(*, num_processes: int) -> Tensor:
     one = TorchTrainer.of(Counter, *data, device="cpu", objective=objective)
     local = replace(SGD, batch_size=8, learning_rate=2.0**-10)
     hogwild = Hogwild(one, num_processes=num_processes, is_locked=True)
-    trained = hogwild.train(Params.of(Counter()).named(), context=context(local))
+    trained = hogwild.train(Params.of(Counter()).to_tensors(), context=context(local))
     return trained.tensors["x"] * -(2.0**10)
 
 

@@ -114,7 +114,7 @@ def trained(
     params = Params.of(make_model(dtype))
     control = torch.linspace(-0.1, 0.1, params.layout.num_trainable, dtype=dtype)
     return make_client_trainer(dtype, num_parts=num_parts).train_with(
-        processes, params.named(), context=context(local, broadcast={"control": control})
+        processes, params.to_tensors(), context=context(local, broadcast={"control": control})
     )
 
 
@@ -280,7 +280,7 @@ def test_a_parameter_has_a_gradient_if_it_has_one_anywhere(tmp_path: Path) -> No
             TorchTrainer.of, Reach, features[:rows], torch.arange(rows) % 2, device="cpu"
         )
         torch.manual_seed(1)
-        tensors = Params.of(Reach()).named()
+        tensors = Params.of(Reach()).to_tensors()
         alone = trainer().train(tensors, context=context(local))
 
         found = together(tmp_path, 2, partial(run, trainer, tensors))
@@ -312,7 +312,7 @@ def test_who_leaves_a_training_takes_the_others_out(tmp_path: Path, nth: int) ->
             called_off = replace(called_off, control=CalledOff(nth))
         with pytest.raises(Cancelled if group.rank == 0 else ProcessesParted):
             make_client_trainer().train_with(
-                group, Params.of(make_model()).named(), context=called_off
+                group, Params.of(make_model()).to_tensors(), context=called_off
             )
         return trained(SGD, group)
 

@@ -248,7 +248,7 @@ class LossGuidedCollector:
     ) -> Collected:
         request = requests[round_num]
         cohort = draw_cohort(self.policy, request, draw)
-        tensors = request.params.named()
+        tensors = request.params.to_tensors()
         question = EvaluateRequest(round_num=request.round_num, tensors=tensors)
         losses = {
             arrival.client_id: arrival.reply.metrics["loss"]

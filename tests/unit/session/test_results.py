@@ -80,7 +80,7 @@ def reply_of(
     request = TrainRequest(
         round_num=0,
         attempt=0,
-        tensors=params.named(),
+        tensors=params.to_tensors(),
         order=tuple(spec.name for spec in params.layout.specs),
         settings=settings_of(OwnTraining()) if settings is None else settings,
         seed=0,
@@ -283,7 +283,7 @@ def test_a_setting_that_is_not_honoured_is_refused_before_training() -> None:
 
 
 def evaluated(answer: Answer) -> Reply:
-    request = EvaluateRequest(round_num=1, tensors=Params.of(Network()).named())
+    request = EvaluateRequest(round_num=1, tensors=Params.of(Network()).to_tensors())
     data, _ = ClientSession(ClientId(5), Answering(answer)).handle(encode(request), b"")
     reply = decode(data)
     assert isinstance(reply, EvaluateReply | Failure)

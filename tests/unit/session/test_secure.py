@@ -69,7 +69,7 @@ PLAN = SecurePlan(
 TRAIN = TrainRequest(
     round_num=4,
     attempt=0,
-    tensors=PARAMS.named(),
+    tensors=PARAMS.to_tensors(),
     order=tuple(PARAMS.layout.by_name),
     settings={},
     seed=1,
@@ -385,7 +385,7 @@ def test_each_kind_of_request_has_the_messages_of_its_stages_alone() -> None:
                     decode_message(request)
 
 
-EVALUATE = EvaluateRequest(round_num=4, tensors=PARAMS.named())
+EVALUATE = EvaluateRequest(round_num=4, tensors=PARAMS.to_tensors())
 MEASURES = EvaluationPlan(parameters=PLAN.parameters, measures=("loss", "recall"), max_loss=2.0)
 
 

@@ -386,7 +386,7 @@ def test_arrays_of_several_inputs_keep_their_kinds_and_their_rows(
     data = _from_arrays(
         features=tuple(arrays.values()) if is_positional else arrays, partition=partition
     )
-    clients, _ = data.population.load(np.array([1, 3])).gathered()
+    clients, _ = data.population.load(np.array([1, 3])).gather()
     for features in (clients, data.stored_test.features):
         inputs = _by_name(features, arrays)
         assert inputs["mask"].dtype == torch.bool
@@ -492,7 +492,7 @@ def test_a_dataset_of_several_inputs_becomes_clients() -> None:
     data = from_dataset(
         pairs, labels=_LABELS, partition=Iid(4), test=_Listed(pairs.pairs[:6]), seed=0
     )
-    features, _ = data.population.load(np.array([2])).gathered()
+    features, _ = data.population.load(np.array([2])).gather()
     assert isinstance(features, tuple)
     assert torch.equal(features[1], features[0] > 2)
     assert isinstance(data.test.features, tuple)
@@ -547,7 +547,7 @@ def test_parquet_columns_make_several_inputs(tmp_path: Path, form: type) -> None
         label="y",
         features=groups if form is dict else form(groups.values()),
     )
-    features, labels = data.population.load(np.array([3, 1])).gathered()
+    features, labels = data.population.load(np.array([3, 1])).gather()
     found, whole = (_by_name(each, groups) for each in (features, data.test.features))
     assert torch.equal(found["x"], torch.stack([labels + 0.5, labels], 1).float())
     assert torch.equal(found["age"], labels[:, None])

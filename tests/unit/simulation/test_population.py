@@ -294,7 +294,7 @@ def test_several_inputs_are_divided_and_drawn_alike() -> None:
         ),
     )
     for population in populations:
-        features, classes = population.load(np.array([2, 1])).gathered()
+        features, classes = population.load(np.array([2, 1])).gather()
         assert isinstance(features, dict)
         assert (features["ids"].dtype, features["mask"].dtype) == (torch.int64, torch.bool)
         assert torch.equal(features["ids"][:, 0] % 3, classes)

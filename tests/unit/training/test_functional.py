@@ -71,7 +71,7 @@ def test_a_convolution_that_stands_twice_trains_as_in_plain_torch() -> None:
         settings=settings_of(local),
         state={},
     )
-    found = trainer.train(Params.of(make_model()).named(), context=context).tensors
+    found = trainer.train(Params.of(make_model()).to_tensors(), context=context).tensors
     expected = make_model()
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
     for _ in range(3):

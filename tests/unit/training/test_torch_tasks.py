@@ -125,7 +125,7 @@ def examples(num_examples: int = NUM_EXAMPLES) -> tuple[Tensor, Tensor]:
 
 def initial(make_model: Callable[[], nn.Module]) -> Mapping[str, Tensor]:
     torch.manual_seed(0)
-    return Params.of(make_model()).named()
+    return Params.of(make_model()).to_tensors()
 
 
 def context(local: LocalUpdate = LOCAL, control: TaskControl = UNATTENDED) -> TrainContext:

@@ -66,7 +66,7 @@ def test_kept_momentum_continues_torchs_sequence() -> None:
     features, labels = examples(6)
     module = make_model()
     trainer = trainer_on(features, labels)
-    tensors = Params.of(module).named()
+    tensors = Params.of(module).to_tensors()
     first = trainer.train(tensors, context=context())
     second = trainer.train(first.tensors, context=context(state=dict(first.state)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -81,7 +81,7 @@ def test_kept_momentum_continues_torchs_sequence() -> None:
 def test_nothing_is_kept_unless_asked_for() -> None:
     """Without ``keep_momentum`` a state is neither returned nor used."""
     trainer = trainer_on(*examples(6))
-    tensors = Params.of(make_model()).named()
+    tensors = Params.of(make_model()).to_tensors()
     local = replace(LOCAL, keep_momentum=False)
     first = trainer.train(tensors, context=context(local))
     assert first.state == {}
@@ -92,7 +92,7 @@ def test_nothing_is_kept_unless_asked_for() -> None:
 
 def test_trainers_share_a_model_without_sharing_results() -> None:
     """What one returned is not overwritten by the next."""
-    model, tensors = resident(), Params.of(make_model()).named()
+    model, tensors = resident(), Params.of(make_model()).to_tensors()
     first = trainer_on(*examples(6), model=model).train(tensors, context=context())
     before = {name: value.clone() for name, value in first.tensors.items()}
     trainer_on(*examples(8), model=model).train(tensors, context=context())
@@ -101,7 +101,7 @@ def test_trainers_share_a_model_without_sharing_results() -> None:
 
 def test_the_request_is_not_modified() -> None:
     """The global model is the coordinator's."""
-    tensors = Params.of(make_model()).named()
+    tensors = Params.of(make_model()).to_tensors()
     before = {name: value.clone() for name, value in tensors.items()}
     trainer = trainer_on(*examples(6))
     trainer.train(tensors, context=context())
@@ -113,7 +113,7 @@ def test_evaluation_returns_means_over_the_examples() -> None:
     """Loss and accuracy of the model in the request."""
     features, labels = examples(6)
     module = make_model()
-    found = trainer_on(features, labels).evaluate(Params.of(module).named())
+    found = trainer_on(features, labels).evaluate(Params.of(module).to_tensors())
     outputs = module(features).detach()
     assert found.num_examples == 6
     assert found.metrics["loss"] == pytest.approx(float(F.cross_entropy(outputs, labels)))

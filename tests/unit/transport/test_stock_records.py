@@ -54,7 +54,7 @@ def request_for(model: nn.Module, broadcast: Mapping[str, Tensor] | None = None)
     return TrainRequest(
         round_num=4,
         attempt=1,
-        tensors=params.named(),
+        tensors=params.to_tensors(),
         order=[spec.name for spec in params.layout.specs],
         settings={},
         seed=3,
