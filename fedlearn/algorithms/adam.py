@@ -34,6 +34,15 @@ class LocalAdam(LocalWork):
     :math:`x \leftarrow (1 - \eta\lambda) x` before the step, Adam adds :math:`\lambda x` to the
     gradient.
 
+    Example:
+        >>> import fedlearn as fl
+        >>> adam_w = fl.LocalAdam(
+        ...     epochs=1, batch_size=10, learning_rate=1e-3, beta_1=0.9, beta_2=0.999, epsilon=1e-8,
+        ...     weight_decay=0.01, decoupled=True, keep_moments=False,
+        ... )
+        >>> list(adam_w.memory)
+        ['first_moment', 'second_moment', 'num_steps']
+
     References:
         Kingma and Ba, 2015, `Adam: A Method for Stochastic Optimization
         <https://arxiv.org/abs/1412.6980>`_, algorithm 1; Loshchilov and Hutter, 2019, `Decoupled

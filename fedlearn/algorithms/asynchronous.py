@@ -22,6 +22,16 @@ class Asynchrony(Staleness):
 
     Raises:
         ValueError: A number is out of range, or more clients would be in flight than can count.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> asynchrony = fl.Asynchrony(
+        ...     buffer_size=10, concurrency=20, max_staleness=4, staleness_exponent=0.5,
+        ...     staleness_weight=fl.StalenessWeight.POLYNOMIAL, staleness_hinge=0,
+        ... )
+        >>> asynchrony.weights(np.array([0, 3]))  # by staleness
+        array([1. , 0.5])
     """
 
     buffer_size: Annotated[
@@ -60,6 +70,13 @@ class Buffered:
 
     Raises:
         ValueError: The strategy is valid in synchronous rounds only.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)
+        >>> asynchrony = fl.FedBuff(local, buffer_size=9, concurrency=9, max_staleness=4).asynchrony
+        >>> fl.Buffered(fl.FedMedian(local), asynchrony).strategy.aggregation
+        CoordinateMedian()
     """
 
     strategy: Strategy

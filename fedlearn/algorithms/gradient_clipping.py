@@ -17,6 +17,16 @@ class ClippedGradients(Ranged, LocalUpdateWrapper):
     C is ``gradient_clip_norm``. The norm is that of all trainable parameters
     together, as of ``torch.nn.utils.clip_grad_norm_``.
 
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> sgd = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=1.0)
+        >>> clipped = fl.ClippedGradients(inner=sgd, gradient_clip_norm=1.0)
+        >>> x, gradients = [torch.zeros(1, 2)], [torch.tensor([[3.0, 4.0]])]  # a gradient of norm 5
+        >>> clipped.step(x, gradients, {}, broadcast={}, moment=fl.Moment(round_num=0, step=0))
+        >>> x
+        [tensor([[-0.6000, -0.8000]])]
+
     References:
         Pascanu, Mikolov and Bengio, 2013, `On the Difficulty of Training Recurrent Neural
         Networks <https://arxiv.org/abs/1211.5063>`_, algorithm 1.

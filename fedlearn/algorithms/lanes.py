@@ -20,7 +20,15 @@ Rows: TypeAlias = Tensor | Sequence[Tensor]
 
 
 def stack_rows(rows: Rows) -> Tensor:
-    """Return rows as one tensor [B, n]; separate rows are copied."""
+    """Return rows as one tensor [B, n]; separate rows are copied.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> fl.stack_rows([torch.zeros(3), torch.ones(3)])
+        tensor([[0., 0., 0.],
+                [1., 1., 1.]])
+    """
     return rows if isinstance(rows, Tensor) else torch.stack(list(rows))
 
 
@@ -33,6 +41,16 @@ class Over(StrEnum):
 
     ``ALL`` is every element of the model, ``TRAINABLE`` every trainable parameter. ``TENSORS`` is
     one number per trainable tensor, such as a count of its gradients.
+
+    Example:
+        >>> from torch import nn
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.params import Layout
+        >>> layout = Layout.of(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+        >>> def size(over):
+        ...     return fl.LaneSpec(name="x", over=over, weighted=False, bound=None).size(layout)
+        >>> {over.value: size(over) for over in fl.Over}
+        {'all': 14, 'trainable': 10, 'tensors': 4}
     """
 
     ALL = "all"
@@ -54,6 +72,14 @@ class LaneSpec:
 
     Raises:
         ValueError: The size or the bound is not positive.
+
+    Example:
+        >>> from torch import nn
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.params import Layout
+        >>> lane = fl.LaneSpec(name="gradient", over=fl.Over.TRAINABLE, weighted=True, bound=1.0)
+        >>> lane.size(Layout.of(nn.Linear(3, 2)))
+        8
     """
 
     name: str
@@ -115,6 +141,14 @@ class Updates:
             round that takes it minus this one.
         num_trained: Number of trainable elements of each delta, which come first. Running
             statistics follow; no norm includes them. ``None``: all elements train.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> deltas = {"delta": torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])}
+        >>> updates = fl.Updates([7, 9], weights_B=torch.ones(2), lanes=deltas, based_on=[0, 0])
+        >>> updates.lanes["delta"][1]  # the update of client 9
+        tensor([4., 5., 6.])
     """
 
     client_ids: Sequence[ClientId]
@@ -144,6 +178,13 @@ class Aggregate:
             count is unknown or would leak information.
         num_capped: Number of clients whose loss or number of examples was above the bounds of a
             secure sum; ``None``: as above.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> mean = fl.Aggregate(lanes={"delta": torch.tensor([0.5, -0.5])}, num_clients=3)
+        >>> mean.lanes["delta"], mean.num_clients
+        (tensor([ 0.5000, -0.5000]), 3)
     """
 
     lanes: Lanes

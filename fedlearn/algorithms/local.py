@@ -48,6 +48,11 @@ class MemorySpec:
     Raises:
         ValueError: It runs over ``Over.ALL``, which includes tensors that do not train, or has no
             values; or it is both random and kept, or has an unknown distribution.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1, momentum=0.9).memory
+        {'velocity': MemorySpec(over=<Over.TRAINABLE: 'trainable'>, is_kept=False, draws=None)}
     """
 
     over: Over | int
@@ -80,6 +85,11 @@ class Moment(NamedTuple):
         round_num: Round index, from 0.
         step: Number of steps that the client has taken before in this round.
         rate: Factor on the learning rate, from a schedule.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.Moment(round_num=3, step=0)
+        Moment(round_num=3, step=0, rate=1.0)
     """
 
     round_num: int
@@ -93,6 +103,13 @@ class LocalWork(Ranged):
 
     To write your own, inherit from it and define ``step``, and :attr:`memory` if it needs any.
     Schedules and virtual time need nothing else.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> num_examples = np.array([10, 25])  # of two clients
+        >>> fl.LocalWork(epochs=2, batch_size=10).num_steps(num_examples)
+        array([2, 6])
     """
 
     epochs: Annotated[Count, doc("E, passes over the local examples a round, >= 1.")]
@@ -188,6 +205,15 @@ class LocalUpdate(Protocol):
 
     Its methods receive one tensor per parameter, or a single flat one if every class of the update
     allows that: see :func:`takes_flat`.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> class SignSgd(fl.LocalWork):
+        ...     def step(self, x, grads, memory, *, broadcast, moment):
+        ...         for values, gradient in zip(x, grads, strict=True):
+        ...             values.sub_(0.01 * gradient.sign())
+        >>> isinstance(SignSgd(epochs=1, batch_size=10), fl.LocalUpdate)
+        True
     """
 
     @property
@@ -280,6 +306,15 @@ class LocalSgd(LocalWork):
     :math:`d = g + \lambda x`, :math:`v \leftarrow \beta v + d`, :math:`x \leftarrow x - \eta v`.
     :math:`\eta` is the learning rate, :math:`\beta` the momentum, :math:`\lambda` the weight decay.
 
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> sgd = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.5)
+        >>> x, gradients = [torch.tensor([[1.0, 2.0]])], [torch.ones(1, 2)]  # one client
+        >>> sgd.step(x, gradients, {}, broadcast={}, moment=fl.Moment(round_num=0, step=0))
+        >>> x
+        [tensor([[0.5000, 1.5000]])]
+
     References:
         McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_; Yu, Jin and
         Yang, 2019, `On the Linear Speedup Analysis of Communication Efficient Momentum SGD
@@ -340,6 +375,16 @@ class LocalUpdateWrapper:
 
     The outermost wrapper acts first and passes its gradients on to the next. A subclass that does
     not override :meth:`step` also keeps the inner update's affine step.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> class SignedGradients(fl.LocalUpdateWrapper):
+        ...     def step(self, x, grads, memory, *, broadcast, moment):
+        ...         signs = [each.sign() for each in grads]
+        ...         self.inner.step(x, signs, memory, broadcast=broadcast, moment=moment)
+        >>> sgd = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> SignedGradients(inner=sgd).work.epochs
+        2
     """
 
     inner: LocalUpdate
@@ -433,7 +478,14 @@ def has_report(local: LocalUpdate) -> bool:
 
 
 def add_scaled(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
-    """Compute ``left + factor * right``, pair by pair, in new tensors."""
+    """Compute ``left + factor * right``, pair by pair, in new tensors.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> fl.add_scaled([torch.ones(2)], [torch.tensor([1.0, 2.0])], factor=0.5)
+        [tensor([1.5000, 2.0000])]
+    """
     return list(torch._foreach_add(list(left), list(right), alpha=factor))  # noqa: SLF001 - as torch.optim does
 
 
@@ -560,7 +612,14 @@ def count_writes(tensors: Iterable[Tensor]) -> int:
 
 
 def flatten_rows(tensors: Tensors) -> Tensor:
-    """Concatenate tensors [K, ...] into one row per client: [K, n]."""
+    """Concatenate tensors [K, ...] into one row per client: [K, n].
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> fl.flatten_rows([torch.zeros(2, 3, 3), torch.zeros(2, 3)]).shape  # two clients
+        torch.Size([2, 12])
+    """
     return torch.cat([value.reshape(len(value), -1) for value in tensors], dim=1)
 
 

@@ -186,7 +186,17 @@ class CrossEntropy(Ranged):
 
 @dataclass(frozen=True)
 class BinaryCrossEntropy:
-    """Logistic loss, with accuracy at the threshold 1/2. One logit per example; labels 0 or 1."""
+    """Logistic loss, with accuracy at the threshold 1/2. One logit per example; labels 0 or 1.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> logits, labels = torch.tensor([2.0, -1.0]), torch.tensor([1, 1])
+        >>> fl.BinaryCrossEntropy().losses(logits, labels)
+        tensor([0.1269, 1.3133])
+        >>> fl.BinaryCrossEntropy().metrics(logits, labels)["accuracy"]
+        tensor([1., 0.])
+    """
 
     ignore_index: Annotated[
         int, doc("Label of examples that are left out of the loss and the accuracy.")
@@ -220,7 +230,15 @@ class BinaryCrossEntropy:
 
 @dataclass(frozen=True)
 class MeanSquaredError:
-    """Squared error, averaged over an example's outputs."""
+    """Squared error, averaged over an example's outputs.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> outputs, labels = torch.tensor([[1.0], [3.0]]), torch.tensor([1.0, 1.0])
+        >>> fl.MeanSquaredError().losses(outputs, labels)
+        tensor([0., 4.])
+    """
 
     per_example: ClassVar[bool] = True
     directions: ClassVar[Mapping[str, Direction]] = _NOTHING

@@ -21,6 +21,11 @@ class OwnTraining(LocalWork):
     """Leaves the optimiser to the clients' own trainers; sets only the amount of work.
 
     Use it with a trainer that you write yourself, if it needs no settings or only these two.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.FedAvg(fl.OwnTraining(epochs=5)).local.epochs
+        5
     """
 
     epochs: Annotated[

@@ -31,6 +31,13 @@ class ScheduledRate(Ranged, LocalUpdateWrapper):
         ValueError: A number is out of range, there are two schedules, or the inner update has
             control variates, which assume a constant rate.
 
+    Example:
+        >>> import fedlearn as fl
+        >>> sgd = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)
+        >>> halved = fl.ScheduledRate(inner=sgd, rate_decay=0.5)  # every round
+        >>> [halved.factor(fl.Moment(round_num=round_num, step=0)) for round_num in range(3)]
+        [1.0, 0.5, 0.25]
+
     References:
         Loshchilov and Hutter, 2017, `SGDR: Stochastic Gradient Descent with Warm Restarts
         <https://arxiv.org/abs/1608.03983>`_ (cosine). Decay of local rates over rounds: Li et al.,

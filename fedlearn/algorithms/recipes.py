@@ -51,6 +51,16 @@ class Algorithm(Strategy):
 
     Raises:
         TypeError: ``local`` is not a local update.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> algorithm = fl.Algorithm(
+        ...     local=fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1),
+        ...     aggregation=fl.CoordinateMedian(),
+        ...     server_optimizer=fl.ServerSgd(learning_rate=1.0, momentum=0.9),
+        ... )
+        >>> [lane.name for lane in algorithm.lanes]  # what clients send
+        ['delta']
     """
 
     local: LocalUpdate
@@ -74,6 +84,12 @@ class Algorithm(Strategy):
 def FedAvg(local: Local, *, weight_by_examples: ByExamples = True) -> Algorithm:
     """Federated averaging: the new model is the mean of the local ones.
 
+    Example:
+        >>> import fedlearn as fl
+        >>> algorithm = fl.FedAvg(fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))
+        >>> algorithm.aggregation
+        WeightedMean(by_examples=True)
+
     References:
         McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
         Decentralized Data <https://arxiv.org/abs/1602.05629>`_, algorithm 1.
@@ -91,6 +107,12 @@ def FedAvgM(
 ) -> Algorithm:
     """Federated averaging with a server learning rate and server momentum.
 
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> fl.FedAvgM(local, server_learning_rate=1.0, server_momentum=0.9).server_optimizer
+        ServerSgd(learning_rate=1.0, momentum=0.9)
+
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
         for Federated Visual Classification <https://arxiv.org/abs/1909.06335>`_.
@@ -102,6 +124,13 @@ def FedAvgM(
 @explain_calls
 def FedSGD(*, learning_rate: float, weight_by_examples: ByExamples = True) -> Algorithm:
     """Federated SGD: one step with the mean of the clients' full-batch gradients.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> num_examples = np.array([10, 1000])  # of two clients
+        >>> fl.FedSGD(learning_rate=0.1).local.num_steps(num_examples)
+        array([1, 1])
 
     References:
         McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
@@ -115,6 +144,12 @@ def FedSGD(*, learning_rate: float, weight_by_examples: ByExamples = True) -> Al
 def FedProx(local: Local, *, proximal: Pull, weight_by_examples: ByExamples = True) -> Algorithm:
     """FedProx: FedAvg with a pull of strength ``proximal`` (mu) towards the global model.
 
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> fl.FedProx(local, proximal=0.01).local.proximal
+        0.01
+
     References:
         Li et al., 2020, `Federated Optimization in Heterogeneous Networks
         <https://arxiv.org/abs/1812.06127>`_, algorithm 2. With mu = 0 it is FedAvg.
@@ -126,6 +161,11 @@ def FedProx(local: Local, *, proximal: Pull, weight_by_examples: ByExamples = Tr
 @explain_calls
 def FedMedian(local: Local) -> Algorithm:
     """FedAvg with the coordinate-wise median in place of the mean.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.FedMedian(fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)).aggregation
+        CoordinateMedian()
 
     References:
         Yin et al., 2018, `Byzantine-Robust Distributed Learning: Towards Optimal Statistical
@@ -143,7 +183,15 @@ def FedAdagrad(
     tau: Adaptivity,
     weight_by_examples: ByExamples = True,
 ) -> Algorithm:
-    """FedAdagrad: the second moment is the sum of squared deltas."""
+    """FedAdagrad: the second moment is the sum of squared deltas.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> adagrad = fl.FedAdagrad(local, server_learning_rate=0.1, beta_1=0.9, tau=1e-3)
+        >>> adagrad.server_optimizer.second_moment
+        <SecondMoment.ADAGRAD: 'adagrad'>
+    """
     optimizer = ServerAdaptive(
         second_moment=SecondMoment.ADAGRAD,
         learning_rate=server_learning_rate,
@@ -164,7 +212,15 @@ def FedAdam(
     tau: Adaptivity,
     weight_by_examples: ByExamples = True,
 ) -> Algorithm:
-    """FedAdam: the second moment is an exponential moving average of squared deltas."""
+    """FedAdam: the second moment is an exponential moving average of squared deltas.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> adam = fl.FedAdam(local, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
+        >>> adam.server_optimizer.second_moment
+        <SecondMoment.ADAM: 'adam'>
+    """
     optimizer = ServerAdaptive(
         second_moment=SecondMoment.ADAM,
         learning_rate=server_learning_rate,
@@ -185,7 +241,15 @@ def FedYogi(
     tau: Adaptivity,
     weight_by_examples: ByExamples = True,
 ) -> Algorithm:
-    """FedYogi: the second moment changes additively, so it decreases more slowly than FedAdam's."""
+    """FedYogi: the second moment changes additively, so it decreases more slowly than FedAdam's.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> yogi = fl.FedYogi(local, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
+        >>> yogi.server_optimizer.second_moment
+        <SecondMoment.YOGI: 'yogi'>
+    """
     optimizer = ServerAdaptive(
         second_moment=SecondMoment.YOGI,
         learning_rate=server_learning_rate,
@@ -215,6 +279,13 @@ def Scaffold(
     Raises:
         ValueError: ``local`` is not plain SGD, or a number is not in its range.
 
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> algorithm = fl.Scaffold(local, num_clients=100, server_learning_rate=1.0)
+        >>> [lane.name for lane in algorithm.lanes]  # what clients send
+        ['delta', 'control']
+
     References:
         Karimireddy et al., 2020, `SCAFFOLD: Stochastic Controlled Averaging for Federated
         Learning <https://arxiv.org/abs/1910.06378>`_, algorithm 1.
@@ -241,6 +312,12 @@ def EASGD(
     Raises:
         ValueError: ``local`` is not SGD at a constant rate, or the force is too strong; see
             :class:`ElasticAveraging`.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> fl.EASGD(local, elasticity=0.1, cohort_size=5).max_reports
+        5
 
     References:
         Zhang, Choromanska and LeCun, 2015, `Deep Learning with Elastic Averaging SGD
@@ -271,6 +348,13 @@ def FedBuff(
 
     Raises:
         ValueError: As :class:`Asynchrony`.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> algorithm = fl.FedBuff(local, buffer_size=10, concurrency=20, max_staleness=4)
+        >>> algorithm.asynchrony.buffer_size
+        10
 
     References:
         Nguyen et al., 2022, `Federated Learning with Buffered Asynchronous Aggregation
@@ -313,6 +397,13 @@ def FedAsync(
 
     Raises:
         ValueError: As :class:`Asynchrony`.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
+        >>> algorithm = fl.FedAsync(local, mixing=0.6, concurrency=4, max_staleness=9)
+        >>> algorithm.asynchrony.buffer_size
+        1
 
     References:
         Xie, Koyejo and Gupta, 2019, `Asynchronous Federated Optimization

@@ -18,7 +18,16 @@ from fedlearn.errors import CohortTooSmall
 
 
 class CohortSampler(Protocol):
-    """Chooses the cohort of a round from the clients that are available."""
+    """Chooses the cohort of a round from the clients that are available.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> class FirstClients:
+        ...     def sample(self, available, *, num_asked, round_num, attempt, seed):
+        ...         return tuple(available[:num_asked])
+        >>> FirstClients().sample(range(9), num_asked=3, round_num=0, attempt=0, seed=fl.Seed(0))
+        (0, 1, 2)
+    """
 
     def sample(
         self,
@@ -184,6 +193,15 @@ class PoissonSampler(Ranged, _Drawn):
 
     The size of the cohort varies; a cohort above ``cap`` times its expectation is cut to
     the cap, uniformly. The tightest privacy accounting assumes this kind of sampling.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> sampler, how = fl.PoissonSampler(cap=2.0), {"attempt": 0, "seed": fl.Seed(0)}
+        >>> cohorts = [
+        ...     sampler.sample(range(99), num_asked=20, round_num=each, **how) for each in range(9)
+        ... ]
+        >>> len(set(map(len, cohorts))) > 1, max(map(len, cohorts)) <= 40
+        (True, True)
 
     References:
         Mironov, Talwar and Zhang, 2019, `Rényi Differential Privacy of the Sampled

@@ -30,7 +30,21 @@ Adaptivity: TypeAlias = Annotated[
 
 
 class ServerOptimizer(Protocol):
-    """The server's optimizer: a pair of pure functions, like ``optax.GradientTransformation``."""
+    """The server's optimizer: a pair of pure functions, like ``optax.GradientTransformation``.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.params import Params
+        >>> class HalfSteps:
+        ...     def init(self, params):
+        ...         return {}
+        ...     def step(self, params, delta_P, state):
+        ...         return params.with_vector(params.vector + 0.5 * delta_P), state
+        >>> params = Params.of(torch.nn.Linear(1, 1)).with_vector(torch.zeros(2))
+        >>> HalfSteps().step(params, torch.tensor([1.0, 2.0]), {})[0].vector
+        tensor([0.5000, 1.0000])
+    """
 
     def init(self, params: Params) -> OptimizerState:
         """Return the state before the first round; its tensors go into checkpoints."""
@@ -56,6 +70,15 @@ class ServerSgd(Ranged):
     :math:`v \leftarrow \beta v + \Delta,\; x \leftarrow x + \eta v`.
 
     :math:`\eta` is the learning rate, :math:`\beta` the momentum.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.params import Params
+        >>> params = Params.of(torch.nn.Linear(1, 1)).with_vector(torch.zeros(2))
+        >>> optimizer = fl.ServerSgd(learning_rate=0.5, momentum=0.0)
+        >>> optimizer.step(params, torch.tensor([1.0, 2.0]), optimizer.init(params))[0].vector
+        tensor([0.5000, 1.0000])
 
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
@@ -85,7 +108,13 @@ class ServerSgd(Ranged):
 
 
 class SecondMoment(StrEnum):
-    """How an adaptive server optimiser tracks the squared delta."""
+    """How an adaptive server optimiser tracks the squared delta.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> [each.value for each in fl.SecondMoment]
+        ['adagrad', 'adam', 'yogi']
+    """
 
     ADAGRAD = "adagrad"
     ADAM = "adam"
@@ -102,6 +131,16 @@ class ServerAdaptive(Ranged):
     :math:`v - (1-\beta_2)\Delta^2\,\mathrm{sign}(v-\Delta^2)` (Yogi), and
     :math:`x \leftarrow x + \eta\, m / (\sqrt{v} + \tau)`. As in the paper there is no bias
     correction, and :math:`v` starts at :math:`\tau^2`. :math:`\eta` is the learning rate.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.params import Params
+        >>> params = Params.of(torch.nn.Linear(1, 1)).with_vector(torch.zeros(2))
+        >>> how = {"learning_rate": 0.1, "beta_1": 0.0, "beta_2": 0.0, "tau": 1.0}
+        >>> adam = fl.ServerAdaptive(second_moment=fl.SecondMoment.ADAM, **how)
+        >>> adam.step(params, torch.tensor([1.0, 4.0]), adam.init(params))[0].vector
+        tensor([0.0500, 0.0800])
 
     References:
         Reddi et al., 2021, `Adaptive Federated Optimization

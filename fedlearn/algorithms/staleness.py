@@ -20,7 +20,19 @@ _LEAST_WEIGHT = 1e-30
 
 
 class StalenessWeight(StrEnum):
-    """The function that maps an update's staleness to its weight."""
+    """The function that maps an update's staleness to its weight.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> local = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)
+        >>> algorithm = fl.FedBuff(
+        ...     local, buffer_size=5, concurrency=5, max_staleness=9, staleness_exponent=1.0,
+        ...     staleness_weight=fl.StalenessWeight.HINGE, staleness_hinge=2,
+        ... )
+        >>> algorithm.asynchrony.weights(np.array([0, 2, 3]))  # by staleness
+        array([1. , 1. , 0.5])
+    """
 
     CONSTANT = "constant"
     POLYNOMIAL = "polynomial"

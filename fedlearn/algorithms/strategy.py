@@ -20,7 +20,16 @@ State: TypeAlias = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a server step: the next model and state, and metrics to record."""
+    """The result of a server step: the next model and state, and metrics to record.
+
+    Example:
+        >>> from torch import nn
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.params import Params
+        >>> params = Params.of(nn.Linear(3, 2))
+        >>> fl.StepResult(params, state={}, metrics={"server_loss": 0.5}).params.vector.shape
+        torch.Size([8])
+    """
 
     params: Params
     state: State
@@ -32,6 +41,21 @@ class Strategy(Protocol):
 
     To write one, inherit from this class as a frozen dataclass, declare the fields ``local`` and
     ``aggregation``, perhaps ``transforms``, and define :meth:`step`.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import fedlearn as fl
+        >>> @dataclass(frozen=True)
+        ... class HalfSteps(fl.Strategy):
+        ...     local: fl.LocalUpdate
+        ...     aggregation: fl.WeightedMean
+        ...     def step(self, params, aggregate, state):
+        ...         moved = params.vector + 0.5 * aggregate.lanes["delta"]
+        ...         return fl.StepResult(params.with_vector(moved), state)
+        >>> local = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)
+        >>> strategy = HalfSteps(local, fl.WeightedMean(by_examples=True))
+        >>> [lane.name for lane in strategy.lanes]  # what clients send
+        ['delta']
     """
 
     # For type checkers these are read-only properties. At run time they must not exist, since a
@@ -127,6 +151,16 @@ class StrategyWrapper(Strategy):
     Attributes:
         inner: The wrapped strategy, which supplies everything that is not overridden.
         own: Names of the wrapper's own state, which the inner strategy does not see.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import fedlearn as fl
+        >>> class WithNorm(fl.StrategyWrapper):
+        ...     def step(self, params, aggregate, state):
+        ...         norm = aggregate.lanes["delta"].norm().item()
+        ...         return replace(super().step(params, aggregate, state), metrics={"norm": norm})
+        >>> WithNorm(fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1))).aggregation
+        WeightedMean(by_examples=True)
     """
 
     inner: Strategy

@@ -32,6 +32,18 @@ class Transform(Protocol):
     global generator, which is seeded for that client and round. A class with
     ``takes_blocks = True`` is called for many clients at once; its result for one client must not
     depend on the others.
+
+    Example:
+        >>> from dataclasses import replace
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> class Rounded:
+        ...     def __call__(self, updates):
+        ...         rounded = fl.stack_rows(updates.lanes["delta"]).round()
+        ...         return replace(updates, lanes={**updates.lanes, "delta": rounded})
+        >>> delta = {"delta": torch.tensor([[0.2, 1.7]])}
+        >>> Rounded()(fl.Updates([7], torch.ones(1), delta, based_on=[0])).lanes["delta"]
+        tensor([[0., 2.]])
     """
 
     def __call__(self, updates: Updates) -> Updates:
@@ -130,6 +142,15 @@ class ClippedUpdates(Ranged):
 
     Attributes:
         update_clip_norm: C > 0.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> deltas = {"delta": torch.tensor([[3.0, 4.0], [0.3, 0.4]])}  # norms 5 and 0.5
+        >>> updates = fl.Updates([7, 9], torch.ones(2), deltas, based_on=[0, 0])
+        >>> fl.ClippedUpdates(update_clip_norm=1.0)(updates).lanes["delta"]
+        tensor([[0.6000, 0.8000],
+                [0.3000, 0.4000]])
 
     References:
         McMahan et al., 2018, `Learning Differentially Private Recurrent Language Models
