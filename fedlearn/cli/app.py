@@ -41,7 +41,7 @@ from fedlearn.transport.grpc_environment import prepare_for_grpc
 typer.core.HAS_RICH = False
 
 _EPILOG = """\b
-On data that come with it, each in less than a minute:
+On built-in data, each in less than a minute:
   fedlearn simulate
   fedlearn demo
 
@@ -203,9 +203,8 @@ def budget(
 ) -> None:
     """Print what a configuration's privacy costs by round; run nothing.
 
-    With privacy.epsilon, the noise that is enough is found; with
-    privacy.noise_multiplier, the epsilon that it comes to. Rounds that were charged to the
-    same clients before count.
+    With privacy.epsilon, it finds the noise that is needed; with privacy.noise_multiplier,
+    the epsilon that results. Earlier rounds that were charged to the same clients count.
     """
     from fedlearn.cli.environment import build_site, has_runs
     from fedlearn.config import load
@@ -247,11 +246,11 @@ def audit(
     as_json: Json = False,
     data_dir: DataDir = None,
 ) -> None:
-    """Attack a configuration's privacy: run it with made-up clients or examples, and guess them.
+    """Attack a configuration's privacy: run it with canaries and guess which took part.
 
-    Prints the least epsilon that the guesses prove, next to the claim, and how likely less
-    noise would have been refuted. Nothing is kept, and no budget is charged. Exit code 3:
-    the claim is refuted.
+    Canaries are made-up clients or examples. Prints the lower bound on epsilon that the guesses
+    prove, next to the claim, and how likely the attack would have caught less noise. Keeps
+    nothing and charges no budget. Exit code 3: the claim is refuted.
     """
     from fedlearn.cli.environment import build_site
     from fedlearn.config import load
@@ -362,10 +361,10 @@ def resume(
     data_dir: DataDir = None,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Go on with a run that was interrupted, or with the deployed run that is paused.
+    """Resume a run that was interrupted, or the deployed run that is paused.
 
-    A simulated run was killed, interrupted or failed; it goes on from its last commit, and
-    ends as if nothing had happened.
+    A simulated run that was killed, interrupted or failed continues from its last commit, and
+    ends as if it had never stopped.
     """
     if run is None:
         deployed.control(config, "run")
@@ -387,9 +386,9 @@ def rollback(
 ) -> None:
     """Go back to an earlier checkpoint of a run, and forget the rounds after it.
 
-    `store.keep_last`, `store.keep_every` and `store.keep_best` say which are kept. A deployed run
-    must have no coordinator that lives; its clients drop what they hold. What was charged for
-    privacy stays charged.
+    `store.keep_last`, `store.keep_every` and `store.keep_best` say which checkpoints are kept.
+    Stop the coordinator of a deployed run first; its clients drop their pending updates. Privacy
+    that was charged stays charged.
     """
     from fedlearn.cli.environment import build_site, require_runs
     from fedlearn.deployment.rollback import roll_back
@@ -412,7 +411,7 @@ def extend(
     data_dir: DataDir = None,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Let a run have more rounds than it was begun with.
+    """Give a run more rounds than it started with.
 
     A running run, simulated or deployed, reads the new number before its last round. A finished run
     continues when you start it again. The configuration does not change. A run that stopped early,

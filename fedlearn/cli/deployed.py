@@ -99,9 +99,10 @@ def coordinator(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Coordinate a deployed run: serve its clients until it is done or told to stop.
+    """Coordinate a deployed run: serve its clients until it is done or stopped.
 
-    It goes on where it was stopped or killed, inside a round too. SIGTERM parks the round.
+    A run that was stopped or killed continues where it was, even inside a round. SIGTERM parks
+    the round.
     """
     from fedlearn.cli.environment import track_progress
     from fedlearn.config import load
@@ -154,7 +155,7 @@ def invite(
     insecure: Insecure = False,
     config: ConfigFile = COORDINATOR_TOML,
 ) -> None:
-    """Write an invitation, with which one client may join once."""
+    """Write an invitation, with which one client can join, once."""
     path = output or Path(f"{name}.invitation")
     with _operator(config) as operator:
         invitation = operator.invite(name, tags=tags or (), path=path, insecure=insecure)
@@ -181,7 +182,7 @@ def revoke(
 def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> None:
     """Write the identity keys of all clients, for their users to compare and to pin.
 
-    Without it, clients believe the keys that the coordinator tells them first.
+    Without it, clients trust the keys that the coordinator sends first.
     """
     from fedlearn.cli.tables import KEY_HEADER, key_row
     from fedlearn.experiment.layout import table_text
@@ -390,8 +391,8 @@ def join(
 def rotate(client: ClientFolder) -> None:
     """Replace a client's keys and certificate, on its machine; the client may be running.
 
-    The old identity key signs the new one, so other clients go on with it. For a key that
-    somebody else may have, use `fedlearn revoke` and a new invitation instead.
+    The old identity key signs the new one, so other clients accept it. If a key may have been
+    stolen, use `fedlearn revoke` and a new invitation instead.
     """
     from fedlearn.deployment.known_keys import find_client_home
     from fedlearn.identity.lineage import fingerprint
@@ -418,7 +419,7 @@ def pins(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the identity keys that a client believes in secure aggregation, its own first."""
+    """List the identity keys that a client trusts in secure aggregation, its own first."""
     from fedlearn.cli.tables import KEY_HEADER, key_row
     from fedlearn.core.messages import ClientId
     from fedlearn.deployment.known_keys import find_client_home, forget_pin, load_known_keys
@@ -448,7 +449,7 @@ def pins(
 
 
 def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
-    """Tell the coordinator of ``config`` to run, pause or abort, unless its run is done."""
+    """Ask the coordinator of ``config`` to run, pause or abort, unless its run is done."""
     from fedlearn.rounds.records import RunStatus
     from fedlearn.store.lease import find_deployment
 

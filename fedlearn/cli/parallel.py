@@ -81,9 +81,9 @@ def train(
 ) -> None:
     """Train the model in the coordinator, without clients, and write its weights.
 
-    By the table coordinator.training: its steps, its data, its processes. If a training
-    was cut off, the same command continues it from its last checkpoint. early_stopping.metric
-    decides which model is the best; early_stopping.target ends the training, too.
+    The table coordinator.training sets the steps, data and processes. The same command resumes
+    an interrupted training from its last checkpoint. early_stopping.metric decides which model
+    is best; early_stopping.target also ends the training.
     """
     from safetensors.torch import save
 
@@ -145,10 +145,10 @@ def memory(
     output: Output = None,
     data_dir: DataDir = None,
 ) -> None:
-    """Print what a training of the coordinator takes in memory, by process; train nothing.
+    """Print the memory that a training of the coordinator needs, by process; train nothing.
 
-    By the table coordinator.training: its batch, optimiser, precision and mesh. What the
-    forward pass keeps is counted on tensors without data. With --output it is drawn as PNG, too.
+    The table coordinator.training sets the batch, optimizer, precision and mesh. Activations are
+    counted on tensors without data. With --output, also draws them as PNG.
     """
     from fedlearn.cli.environment import build_site
     from fedlearn.config import load

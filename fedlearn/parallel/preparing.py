@@ -48,7 +48,7 @@ def device_mesh(mesh: Mesh, device: torch.device) -> DeviceMesh:
 
 
 def prepare_model(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: int) -> PreparedModel:
-    """Cut, shard or replicate a model, and return what this process trains.
+    """Cut, shard or replicate a model for this process.
 
     Args:
         module: The whole model with its initial weights, on this process's device; it is modified.

@@ -203,7 +203,7 @@ class TermsPolicy:
                 _require_at_least("sigma_bits", terms.sigma_bits, self.sigma_bits)
 
     def _build_assumptions(self, terms: Terms) -> Assumptions:
-        """Return what t, q and k must withstand; dropout and eta are the coordinator's concern."""
+        """Return the adversary that t, q and k must withstand."""
         return Assumptions(
             adversary=terms.adversary,
             topology=terms.topology,
