@@ -11,7 +11,16 @@ _MAX_NAME = 80
 
 
 class FedlearnError(Exception):
-    """Base class of all errors raised by fedlearn."""
+    """Base class of all errors raised by fedlearn.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> try:
+        ...     fl.LocalSgd(epochs=1, batch_size=10)
+        ... except fl.FedlearnError as error:
+        ...     print(error)
+        LocalSgd(): learning_rate is missing; write fl.LocalSgd(epochs=1, batch_size=10, ...
+    """
 
 
 class ConfigError(FedlearnError):

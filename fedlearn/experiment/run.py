@@ -22,6 +22,23 @@ class Run:
     Attributes:
         stored: The durable record of the run.
         make_model: Builds the network; ``None``: :meth:`load_model` needs it as an argument.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> data = fl.from_arrays(
+        ...     torch.eye(10), torch.arange(10) % 2, partition=fl.Iid(num_clients=3),
+        ...     test_fraction=0.2, seed=0,
+        ... )
+        >>> with TemporaryDirectory() as folder:
+        ...     run = fl.simulate(
+        ...         lambda: torch.nn.Linear(10, 2), data, fl.FedSGD(learning_rate=0.1),
+        ...         num_rounds=2, cohort={"num_wanted": 3}, store={"runs_dir": folder},
+        ...     )
+        ...     len(run.history), run.record.status.value, run.weights()["weight"].shape
+        run ...
+        (2, 'done', torch.Size([2, 10]))
     """
 
     stored: StoredRun

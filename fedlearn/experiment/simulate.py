@@ -223,6 +223,26 @@ def simulate(
 
     Raises:
         FedlearnError: As :func:`run_config`.
+
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> data = fl.from_arrays(
+        ...     torch.eye(10), torch.arange(10) % 2, partition=fl.Iid(num_clients=3),
+        ...     test_fraction=0.2, seed=0,
+        ... )
+        >>> local = fl.LocalSgd(epochs=1, batch_size=2, learning_rate=0.1)
+        >>> with TemporaryDirectory() as folder:
+        ...     run = fl.simulate(
+        ...         lambda: torch.nn.Linear(10, 2), data, fl.FedAvg(local), num_rounds=2,
+        ...         name="first", cohort={"num_wanted": 3}, store={"runs_dir": folder},
+        ...     )
+        ...     run.load_model().weight.shape
+        run first: 2 rounds
+        ...
+        round 2/2 accuracy=...
+        torch.Size([2, 10])
     """
     require_factory(make_model)
     require_data(data)

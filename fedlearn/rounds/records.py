@@ -87,6 +87,18 @@ class RoundRecord:
             names: means over the reports, weighted by examples.
         staleness: Number of updates by staleness, for an asynchronous round. The staleness is the
             number of rounds that have changed the model since it was sent to the client.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.collecting import Participation, Participations, Status
+        >>> clients = [Participation(7, Status.REPORTED, 1.5), Participation(9, Status.LATE, 4.0)]
+        >>> record = fl.RoundRecord(
+        ...     round_num=0, attempt=0, outcome="aggregated",
+        ...     participations=Participations.of(clients), train_loss=0.3,
+        ...     duration_s=2.0, virtual_s=2.0, seconds=0.01, metrics={"accuracy": 0.9},
+        ... )
+        >>> record.metrics["accuracy"], record.count(Status.REPORTED), record.count(Status.LATE)
+        (0.9, 1, 1)
     """
 
     round_num: int

@@ -57,7 +57,17 @@ _MAX_REASONS, _MAX_CLIENTS = 3, 5
 
 
 class RoundCallback(Protocol):
-    """User code that is called after every round, in the order of the rounds."""
+    """User code that is called after every round, in the order of the rounds.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> from torch import nn
+        >>> class StopAtNinety:
+        ...     def after_round(self, record, model):
+        ...         return record.metrics.get("accuracy", 0.0) >= 0.9
+        >>> StopAtNinety().after_round(SimpleNamespace(metrics={"accuracy": 0.95}), nn.Linear(3, 2))
+        True
+    """
 
     def after_round(self, record: RoundRecord, model: nn.Module) -> bool | None:
         """Handle a finished round and the global model after it.

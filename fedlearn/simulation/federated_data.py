@@ -84,6 +84,14 @@ class FederatedData:
         DataError: A client or the test set has no examples, or the first client's examples
             differ from the test set's in their inputs, a shape, or in whether they are floats,
             integers or masks.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> x, y = np.eye(10), np.arange(10) % 2
+        >>> data = fl.from_arrays(x, y, partition=fl.Iid(num_clients=4), test_fraction=0.2, seed=0)
+        >>> data.population.num_clients, data.feature_shape, len(data.test.labels)
+        (4, (10,), 2)
     """
 
     population: Population
@@ -118,12 +126,31 @@ class FederatedData:
 
 @dataclass(frozen=True)
 class Natural:
-    """Clients are the groups of the examples: a writer, a user, a hospital."""
+    """Clients are the groups of the examples: a writer, a user, a hospital.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> x, y, users = np.eye(4), np.arange(4) % 2, ["zoe", "ada", "zoe", "ada"]
+        >>> data = fl.from_arrays(x, y, groups=users, partition=fl.Natural(), test=(x, y), seed=0)
+        >>> data.names
+        array(['ada', 'zoe'], dtype='<U3')
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bootstrap(Ranged):
-    """Virtual clients that draw their examples with replacement: populations of any size."""
+    """Virtual clients that draw their examples with replacement: populations of any size.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> x, y = np.eye(10), np.arange(10) % 2
+        >>> clients = fl.Bootstrap(num_clients=1_000_000, examples_per_client=20)
+        >>> data = fl.from_arrays(x, y, partition=clients, test_fraction=0.2, seed=0)
+        >>> data.population.num_clients
+        1000000
+    """
 
     num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
     examples_per_client: Annotated[Count, doc("Examples a client draws, >= 1.")]
@@ -510,6 +537,21 @@ def from_npz(
         ValueError: The share to hold out is not in (0, 1).
         DataError: The file or an array is missing or damaged, a value is not a finite real
             number, or the division is impossible.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "digits.npz")
+        ...     np.savez(path, x=np.eye(10), y=np.arange(10) % 2)
+        ...     data = fl.from_npz(
+        ...         path, features="x", labels="y", groups=None, test=0.2,
+        ...         partition=fl.Iid(num_clients=4), seed=0,
+        ...     )
+        >>> data.population.num_clients, len(data.test.labels)
+        (4, 2)
     """
     read = partial(npz, Path(path))
     train = read(features=features, labels=labels, groups=groups)
@@ -540,6 +582,23 @@ def from_parquet(
     Raises:
         DataError: A file or column is missing, damaged or of a wrong type, the rows are not
             grouped by client, or training and test do not fit together.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> import pyarrow as pa
+        >>> import pyarrow.parquet as pq
+        >>> import fedlearn as fl
+        >>> users, ages = ["ada", "ada", "zoe"], [31.0, 40.0, 25.0]
+        >>> table = pa.table({"user": users, "age": ages, "ill": [0, 1, 1]})
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "users.parquet")
+        ...     pq.write_table(table, path)
+        ...     data = fl.from_parquet(
+        ...         path, test_path=path, client="user", label="ill", features=["age"]
+        ...     )
+        >>> data.names
+        array(['ada', 'zoe'], dtype=object)
     """
     columns = TableColumns.of_file(Path(path), client=client, label=label, features=features)
     test = read_parquet(Path(test_path), columns=columns)

@@ -164,6 +164,15 @@ class Dirichlet(Ranged):
     ``min_examples``, at most 1000 times. A split with almost no chance of success is refused
     after a few draws.
 
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> skewed = fl.Dirichlet(num_clients=4, alpha=0.5, min_examples=5)
+        >>> parts = skewed.split(np.arange(100) % 10, seed=fl.Seed(0))
+        >>> sizes = [len(parts.rows_of(each)) for each in range(4)]
+        >>> sum(sizes), min(sizes) >= 5
+        (100, True)
+
     References:
         Hsu, Qi and Brown, 2019, `Measuring the Effects of Non-Identical Data Distribution
         for Federated Visual Classification <https://arxiv.org/abs/1909.06335>`_ (Dirichlet
@@ -243,6 +252,14 @@ class Dirichlet(Ranged):
 @dataclass(frozen=True)
 class Shards(Ranged):
     """Label skew by shards: sort by label, cut into shards, and give each client a few.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> labels = np.arange(100) % 10
+        >>> parts = fl.Shards(num_clients=5, shards_per_client=2).split(labels, seed=fl.Seed(0))
+        >>> [len(set(labels[parts.rows_of(each)])) for each in range(5)]  # labels of each client
+        [2, 2, 2, 2, 2]
 
     References:
         McMahan et al., 2017, `arXiv:1602.05629 <https://arxiv.org/abs/1602.05629>`_,

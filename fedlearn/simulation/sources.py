@@ -63,6 +63,13 @@ class Examples(CheckedExamples):
     Raises:
         DataError: The lengths differ, a dtype is wrong, a feature or label is not finite,
             or a label is out of range.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> examples = fl.Examples.of(features=torch.zeros(4, 2), labels=torch.tensor([0, 1, 2, 1]))
+        >>> examples.num_classes
+        3
     """
 
     groups: NDArray[Any] | None = field(repr=False)  # integers or strings, as the data has them
@@ -138,6 +145,14 @@ class TrainTest:
 
     Raises:
         DataError: The parts differ in their number of classes.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> examples = fl.Examples.of(features=torch.zeros(10, 3), labels=torch.arange(10) % 2)
+        >>> data = examples.split(fraction=0.2, seed=fl.Seed(0))
+        >>> len(data.train.labels), len(data.test.labels)
+        (8, 2)
     """
 
     train: Examples
