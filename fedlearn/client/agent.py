@@ -103,6 +103,15 @@ class Agent:
                        invitation="laptop.invitation") as agent:
                 agent.give_consent()
                 ...
+
+        The user's consent is stored in the client's folder:
+
+        >>> from tempfile import TemporaryDirectory
+        >>> with TemporaryDirectory() as home:
+        ...     agent = Agent(home, trainer="fedlearn.client:TorchTrainer")
+        ...     agent.give_consent()
+        ...     agent.status().has_consent
+        True
     """
 
     def __init__(

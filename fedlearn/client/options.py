@@ -60,6 +60,10 @@ class Resources:
 
     Raises:
         ConfigError: A value is out of range.
+
+    Example:
+        >>> Resources(num_threads=4)
+        Resources(num_threads=4, num_workers=1, niceness=10)
     """
 
     num_threads: Count = 1

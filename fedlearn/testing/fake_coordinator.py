@@ -56,6 +56,15 @@ class SecureSum:
             shape [n]. Empty if nothing was released.
         reported: Names of the clients in the sum; their individual updates stay unknown.
         lost: For each other client, by name, the stage at which it was lost and why.
+
+    Example:
+        >>> import torch
+        >>> result = SecureSum(
+        ...     means={"delta": torch.tensor([0.5, 1.0])}, reported=["clinic-a", "clinic-b"],
+        ...     lost={"clinic-c": "no reply"},
+        ... )
+        >>> result.means["delta"], len(result.reported)
+        (tensor([0.5000, 1.0000]), 2)
     """
 
     means: Mapping[str, Tensor]
@@ -86,6 +95,18 @@ class FakeCoordinator(LocalGateway):
                     coordinator.wait_for(1)
                     replies = coordinator.train(model, {"epochs": 1, ...})
                 assert replies["clinic-a"].num_examples == 120
+
+        Stand-ins reply without an application:
+
+        >>> from structlog.testing import capture_logs
+        >>> from torch import nn
+        >>> import fedlearn as fl
+        >>> algorithm = fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1))
+        >>> with capture_logs(), FakeCoordinator() as coordinator, coordinator.add_stand_ins(2):
+        ...     coordinator.wait_for(2)
+        ...     replies = coordinator.train(nn.Linear(3, 2), algorithm)
+        >>> sorted(replies)
+        ['stand-in-0', 'stand-in-1']
     """
 
     def __init__(

@@ -47,6 +47,16 @@ class LocalGateway:
                 local.create_invitation("clinic-a").save(folder / "clinic-a.invitation")
                 local.wait_for(1)
                 collector = SecureCollector(channel=local.gateway.channel(), ...)
+
+        Invite a client:
+
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from structlog.testing import capture_logs
+        >>> with capture_logs(), TemporaryDirectory() as home, LocalGateway(Path(home)) as local:
+        ...     invitation = local.create_invitation("clinic-a")
+        >>> invitation.name
+        'clinic-a'
     """
 
     def __init__(

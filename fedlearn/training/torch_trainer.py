@@ -96,6 +96,20 @@ class TorchTrainer:
     Raises:
         ValueError: A number is below 1, or ``gradient_accumulation`` would cut batches whose loss
             couples the examples.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> from fedlearn.algorithms.settings import settings_of
+        >>> from fedlearn.client import TorchTrainer, TrainContext
+        >>> features, labels = torch.randn(30, 4), torch.randint(0, 3, (30,))
+        >>> trainer = TorchTrainer.of(lambda: torch.nn.Linear(4, 3), features, labels)
+        >>> context = TrainContext(
+        ...     client_id=7, round_num=0, seed=fl.Seed(0), state={},
+        ...     settings=settings_of(fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)),
+        ... )
+        >>> trainer.train(torch.nn.Linear(4, 3).state_dict(), context=context).num_examples
+        30
     """
 
     def __init__(

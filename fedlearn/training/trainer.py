@@ -12,7 +12,17 @@ from fedlearn.errors import ConfigError
 
 
 class TaskControl(Protocol):
-    """How a running task learns that it is cancelled, reports progress and saves checkpoints."""
+    """How a running task learns that it is cancelled, reports progress and saves checkpoints.
+
+    Example:
+        >>> def train_batches(losses, *, control):
+        ...     for number, loss in enumerate(losses, start=1):
+        ...         control.check()
+        ...         control.report(fraction=number / len(losses), loss=loss)
+        ...     return number
+        >>> train_batches([0.7, 0.5, 0.4], control=UNATTENDED)
+        3
+    """
 
     def check(self) -> None:
         """Raise if the task was cancelled; call it before every batch.
@@ -85,6 +95,14 @@ class TrainContext:
             trainable parameters.
         control: Cancels the task, and takes its progress and checkpoints.
         extra: The coordinator's free-form ``client.extra`` settings, by name.
+
+    Example:
+        >>> context = TrainContext(
+        ...     client_id=7, round_num=0, settings={"epochs": 2, "learning_rate": 0.1},
+        ...     seed=Seed(0), state={},
+        ... )
+        >>> context.settings["epochs"]
+        2
     """
 
     client_id: ClientId
@@ -107,6 +125,14 @@ class LocalResult:
         metrics: Local metrics by name; ``loss`` is the mean training loss.
         state: The client's state for its next round; it never leaves the client.
         lanes: What the client sends besides the model: one vector for each lane, shape [n].
+
+    Example:
+        >>> import torch
+        >>> result = LocalResult(
+        ...     tensors={"weight": torch.ones(2)}, num_examples=120, metrics={"loss": 0.4}, state={}
+        ... )
+        >>> result.num_examples, result.metrics["loss"]
+        (120, 0.4)
     """
 
     tensors: Mapping[str, Tensor]
@@ -118,7 +144,13 @@ class LocalResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalEvaluation:
-    """The result of one local evaluation: the number of examples, and means over them by name."""
+    """The result of one local evaluation: the number of examples, and means over them by name.
+
+    Example:
+        >>> evaluation = LocalEvaluation(num_examples=120, metrics={"loss": 0.4, "accuracy": 0.9})
+        >>> evaluation.metrics["accuracy"]
+        0.9
+    """
 
     num_examples: int
     metrics: Mapping[str, float]
@@ -129,6 +161,17 @@ class LocalTrainer(Protocol):
 
     A trainer may have an attribute ``own_transforms``: user-defined transform classes that the
     coordinator may then request by name for the client's update.
+
+    Example:
+        >>> class MeanTrainer:
+        ...     honours = ("epochs",)
+        ...     def train(self, tensors, *, context):
+        ...         new = {"mean": (tensors["mean"] + 2.0) / 2}
+        ...         return LocalResult(tensors=new, num_examples=3, metrics={"loss": 0.0}, state={})
+        ...     def evaluate(self, tensors, *, control):
+        ...         return LocalEvaluation(num_examples=3, metrics={"loss": 0.0})
+        >>> require_trainer(MeanTrainer()).honours
+        ('epochs',)
     """
 
     @property
