@@ -1,6 +1,7 @@
 """The public face of the package: lazy, complete and documented."""
 
 import ast
+import doctest
 import importlib
 import os
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import fedlearn
+import fedlearn.client
+import fedlearn.testing
 
 SOURCE = Path(fedlearn.__file__)
 HEAVY = ("flwr", "grpc", "sqlalchemy", "alembic", "sklearn", "pyarrow", "matplotlib")
@@ -60,6 +63,35 @@ def test_every_public_name_resolves_and_is_documented(name: str) -> None:
     assert found is getattr(importlib.import_module(declared()[name]), name)
     assert found.__doc__
     assert not found.__doc__.startswith(f"{name}("), "a dataclass' generated one is not enough"
+
+
+def has_example(found: object) -> bool:
+    """Whether a docstring shows a call and its result, which run as a doctest."""
+    text = found.__doc__ or ""
+    examples = doctest.DocTestParser().get_examples(text)
+    return "    Example:\n" in text and any(each.want for each in examples)
+
+
+def test_every_public_name_has_an_example() -> None:
+    """That runs as a doctest, those for clients and for tests as well."""
+    modules = (fedlearn, fedlearn.client, fedlearn.testing)
+    names = [(each, name) for each in modules for name in each.__all__]
+    assert not [name for each, name in names if not has_example(getattr(each, name))]
+
+
+def test_code_that_does_not_run_is_no_example() -> None:
+    """The control: a code block is shown, but never run."""
+
+    def prose() -> None:
+        """Do nothing.
+
+        Example:
+            ::
+
+                prose()
+        """
+
+    assert not has_example(prose)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
