@@ -155,7 +155,7 @@ class Signed(NamedTuple):
         return encode_signed_reply(key, client_id=self.client_id, digest=self.digest)
 
 
-# Few letters, and numbers whose bytes are letters: what would collide, if anything does.
+# few letters, and numbers whose bytes are letters: the likeliest inputs to collide
 TEXTS = st.text(alphabet="\x00\x01ab", max_size=10) | st.text(max_size=10)
 SMALL = st.sampled_from([0, 1, 2, 97, 98, 256, 2**32 - 1]) | st.integers(0, 2**32 - 1)
 LARGE = st.sampled_from([0, 1, 97, 0x61 << 56, 2**64 - 1]) | st.integers(0, 2**64 - 1)
@@ -226,7 +226,7 @@ def test_an_invitation_is_one_private_file_that_prints_no_token(tmp_path: Path) 
     tmp_path.chmod(0o755)
     INVITATION.save(path)
     assert Invitation.load(path) == INVITATION
-    assert (mode(path), mode(tmp_path)) == (0o600, 0o755)  # the operator's folder stays as it is
+    assert (mode(path), mode(tmp_path)) == (0o600, 0o755)  # the operator's folder keeps its mode
     assert "secret" not in repr(INVITATION)
 
 
@@ -260,7 +260,7 @@ def test_a_damaged_invitation_is_refused_by_name(tmp_path: Path, change: dict[st
 
 
 def test_a_damaged_invitation_names_the_place_but_no_secret(tmp_path: Path) -> None:
-    """Somebody may send the message around, or keep it in a log."""
+    """A user may forward the message or store it in a log."""
     path = tmp_path / "invitation.json"
     INVITATION.save(path)
     whole = path.read_bytes()
@@ -289,7 +289,7 @@ def test_another_file_is_not_an_invitation(tmp_path: Path, content: bytes) -> No
 
 
 def test_keys_are_made_once_in_a_folder(tmp_path: Path) -> None:
-    """Whoever asks later gets the same; control: another folder has others."""
+    """Later calls return the same keys; control: another folder has different ones."""
     folder = tmp_path / "client"
     made = Identity.load_or_create(folder)
     assert (

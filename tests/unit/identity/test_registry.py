@@ -1,4 +1,4 @@
-"""Who may enrol, and who is refused: the same in memory and in both databases."""
+"""Who may enrol and who is refused, in memory and in both databases."""
 
 import errno
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ KEY_A, KEY_B = b"a" * 32, b"b" * 32
 
 @dataclass
 class Authority:
-    """Makes certificates whose fingerprints differ, and remembers for whom."""
+    """Issues certificates with distinct fingerprints, and records whom each one is for."""
 
     certified: list[ClientId] = field(default_factory=list)
 
@@ -40,31 +40,30 @@ class Authority:
 
 @pytest.fixture
 def clock() -> VirtualClock:
-    """The time of day of the registry."""
+    """The registry's time of day."""
     return VirtualClock()
 
 
 @pytest.fixture
 def authority() -> Authority:
-    """A fresh one."""
     return Authority()
 
 
 @pytest.fixture
 def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """An empty store, once of each kind."""
+    """An empty store, once for each database."""
     with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
         yield database
 
 
 @pytest.fixture
 def registry(database: Database, clock: VirtualClock) -> Registry:
-    """An empty registry, once of each kind."""
+    """An empty registry, once for each database."""
     return StoredRegistry(database, clock)
 
 
 def enrol(registry: Registry, name: str, key: bytes, certify: Certify) -> None:
-    """Invite and enrol in one go."""
+    """Invite and enrol in one step."""
     token = registry.invite(name, tags=[], valid_s=60.0)
     registry.redeem(name, token, identity_key=key, certify=certify)
 
@@ -72,7 +71,7 @@ def enrol(registry: Registry, name: str, key: bytes, certify: Certify) -> None:
 def test_an_invited_client_is_enrolled_with_what_the_invitation_says(
     registry: Registry, authority: Authority, clock: VirtualClock
 ) -> None:
-    """With the certificate that it was given."""
+    """It receives a certificate."""
     token = registry.invite("clinic-a", tags=["country=ch", "ward=é"], valid_s=60.0)
     clock.sleep(59.0)
     client = registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
@@ -86,14 +85,14 @@ def test_an_invited_client_is_enrolled_with_what_the_invitation_says(
 def test_clients_are_numbered_in_the_order_of_their_enrolment(
     registry: Registry, authority: Authority
 ) -> None:
-    """Not of their invitation, nor by name."""
+    """Neither the order of the invitations nor the names count."""
     for name, key in (("b", KEY_A), ("a", KEY_B)):
         enrol(registry, name, key, authority.certify)
     assert [(each.client_id, each.name) for each in registry.clients()] == [(0, "b"), (1, "a")]
 
 
 def test_a_token_is_used_up_by_the_first_key(registry: Registry, authority: Authority) -> None:
-    """A stolen file is worth nothing afterwards."""
+    """A stolen invitation is worthless afterwards."""
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
     with pytest.raises(EnrolmentRefused, match="invitation of 'clinic-a' has been used"):
@@ -105,7 +104,7 @@ def test_a_token_is_used_up_by_the_first_key(registry: Registry, authority: Auth
 def test_the_same_key_may_ask_again_because_the_answer_may_be_lost(
     registry: Registry, authority: Authority
 ) -> None:
-    """It is the same client, with a new certificate."""
+    """It remains the same client, with a new certificate."""
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     first = registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
     again = registry.redeem("clinic-a", token, identity_key=KEY_A, certify=authority.certify)
@@ -117,7 +116,7 @@ def test_the_same_key_may_ask_again_because_the_answer_may_be_lost(
 def test_a_token_ends(
     registry: Registry, authority: Authority, clock: VirtualClock, late_s: float
 ) -> None:
-    """At the very second."""
+    """The token expires in the very second that it names."""
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     clock.sleep(late_s)
     with pytest.raises(EnrolmentRefused, match="expired at 1970-01-01T00:01:00Z"):
@@ -126,7 +125,7 @@ def test_a_token_ends(
 
 
 def test_a_token_is_of_one_name(registry: Registry, authority: Authority) -> None:
-    """An unknown token and another's token are refused in the same words."""
+    """An unknown token and another client's token get the same message."""
     registry.invite("clinic-a", tags=[], valid_s=60.0)
     other = registry.invite("clinic-b", tags=[], valid_s=60.0)
     for token in (other, b"guess", b""):
@@ -136,7 +135,7 @@ def test_a_token_is_of_one_name(registry: Registry, authority: Authority) -> Non
 
 
 def test_an_invitation_replaces_the_one_before_it(registry: Registry, authority: Authority) -> None:
-    """A lost file is worth nothing once another was made."""
+    """A lost file is worthless once another invitation was made."""
     lost = registry.invite("clinic-a", tags=[], valid_s=60.0)
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     with pytest.raises(EnrolmentRefused, match="no invitation with this token"):
@@ -147,7 +146,7 @@ def test_an_invitation_replaces_the_one_before_it(registry: Registry, authority:
 def test_a_certificate_that_cannot_be_made_uses_nothing_up(
     registry: Registry, authority: Authority
 ) -> None:
-    """The invitation is as it was."""
+    """The invitation stays open."""
 
     def fail(client_id: ClientId) -> tuple[bytes, str, str]:
         raise OSError(errno.ENOSPC, f"no space for {client_id}")
@@ -162,7 +161,7 @@ def test_a_certificate_that_cannot_be_made_uses_nothing_up(
 def test_a_client_that_enrols_again_keeps_its_number(
     registry: Registry, authority: Authority
 ) -> None:
-    """Its old certificate is nobody's any more."""
+    """Its old certificate no longer belongs to any client."""
     for key in (KEY_A, KEY_B):
         enrol(registry, "clinic-a", key, authority.certify)
     (client,) = registry.clients()
@@ -171,7 +170,7 @@ def test_a_client_that_enrols_again_keeps_its_number(
 
 
 def test_two_clients_cannot_share_an_identity(registry: Registry, authority: Authority) -> None:
-    """A home folder was copied."""
+    """This happens when a home folder is copied."""
     enrol(registry, "clinic-a", KEY_A, authority.certify)
     with pytest.raises(EnrolmentRefused, match="identity key of 'clinic-b' is another client's"):
         enrol(registry, "clinic-b", KEY_A, authority.certify)
@@ -199,7 +198,7 @@ def test_a_revoked_client_stays_revoked_until_it_is_invited_again(
 def test_an_invitation_can_be_revoked_before_it_is_used(
     registry: Registry, authority: Authority
 ) -> None:
-    """There is no client to return."""
+    """The call returns no client, since there is none."""
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     assert registry.revoke("clinic-a") is None
     with pytest.raises(EnrolmentRefused, match="no invitation"):
@@ -209,7 +208,7 @@ def test_an_invitation_can_be_revoked_before_it_is_used(
 def test_revoking_an_unknown_name_suggests_the_nearest(
     registry: Registry, authority: Authority
 ) -> None:
-    """A typing error must not pass for a revocation."""
+    """A typing error must not look like a revocation."""
     enrol(registry, "clinic-a", KEY_A, authority.certify)
     with pytest.raises(DeploymentError, match="no client called 'clinik-a'; did you mean 'clinic-"):
         registry.revoke("clinik-a")
@@ -225,7 +224,7 @@ def test_a_name_is_one_that_a_certificate_and_a_file_can_have(name: str) -> None
 def test_the_revision_grows_with_every_change_of_a_client(
     registry: Registry, authority: Authority
 ) -> None:
-    """And with nothing else: a gateway reads all clients again when it does."""
+    """It grows with no other change: a gateway reloads all clients whenever it grows."""
     seen = [registry.revision()]
     token = registry.invite("clinic-a", tags=[], valid_s=60.0)
     seen.append(registry.revision())
@@ -239,7 +238,7 @@ def test_the_revision_grows_with_every_change_of_a_client(
 
 
 def test_a_token_is_not_in_the_database(database: Database) -> None:
-    """Only its hash: a backup enrols nobody."""
+    """Only its hash is stored, so a stolen backup lets no client enrol."""
     token = StoredRegistry(database, SystemClock()).invite("clinic-a", tags=[], valid_s=60.0)
     with database.reading() as session:
         row = session.query(InvitationRow).one()
@@ -250,7 +249,7 @@ def test_a_token_is_not_in_the_database(database: Database) -> None:
 def test_an_invitation_is_open_until_it_is_used_or_withdrawn(
     database: Database, authority: Authority
 ) -> None:
-    """One that has expired is still listed: it says why nobody joins with it."""
+    """An expired invitation stays listed: it explains why no client joins with it."""
     registry = StoredRegistry(database, SystemClock())
     enrol(registry, "joined", KEY_A, authority.certify)
     registry.invite("withdrawn", tags=[], valid_s=60.0)
@@ -266,7 +265,7 @@ def test_an_invitation_is_open_until_it_is_used_or_withdrawn(
 
 
 def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database) -> None:
-    """Each over connections of its own, as several gateways would."""
+    """Each enrols over its own connections, as through several gateways."""
     registry = StoredRegistry(database, SystemClock())
     names = [f"clinic-{number}" for number in range(8)]
     tokens = {name: registry.invite(name, tags=[], valid_s=60.0) for name in names}
@@ -289,13 +288,13 @@ def test_clients_that_enrol_at_once_have_numbers_of_their_own(database: Database
     assert registry.revision() == 8
 
 
-# -- keys that follow from others ---------------------------------------------------------------
+# -- key rotation -------------------------------------------------------------------------------
 
 SIGNERS = [create_signer() for _ in range(4)]
 
 
 def chain(*places: int, client_id: int = 0) -> Lineage:
-    """Return the lineage of these of the signers, in this order."""
+    """Return the lineage of the signers at these positions, in this order."""
     lineage = Lineage(SIGNERS[places[0]][1])
     for old, new in pairwise(places):
         lineage = lineage.extend(
@@ -310,7 +309,7 @@ def chain(*places: int, client_id: int = 0) -> Lineage:
 def test_a_key_that_follows_replaces_the_one_before(
     registry: Registry, authority: Authority
 ) -> None:
-    """The client stays the same, its certificate is new, and gateways are told."""
+    """The client stays the same, its certificate is new, and gateways learn of the change."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     (before,) = registry.clients()
     assert before.lineage == before.identity_key
@@ -329,7 +328,7 @@ def test_a_key_that_follows_replaces_the_one_before(
 
 
 def test_the_same_chain_may_come_again(registry: Registry, authority: Authority) -> None:
-    """The answer to the first time may be lost."""
+    """The first answer may have been lost."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     first = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
     again = registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
@@ -339,7 +338,7 @@ def test_the_same_chain_may_come_again(registry: Registry, authority: Authority)
 def test_a_used_invitation_does_not_bring_the_old_key_back(
     registry: Registry, authority: Authority
 ) -> None:
-    """Whoever kept the file and the old key would lock the owner out; another's file is good."""
+    """With the file and the old key a thief would lock the owner out. Another invitation works."""
     used = registry.invite("a", tags=[], valid_s=60.0)
     registry.redeem("a", used, identity_key=SIGNERS[0][1], certify=authority.certify)
     others = registry.invite("b", tags=[], valid_s=60.0)
@@ -355,7 +354,7 @@ def test_a_used_invitation_does_not_bring_the_old_key_back(
 def test_an_open_invitation_outlives_a_change_of_keys(
     registry: Registry, authority: Authority
 ) -> None:
-    """The operator has made it, perhaps for other tags, and nobody has used it."""
+    """The operator made it, perhaps with other tags, and no client has used it."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     opened = registry.invite("a", tags=["ward=2"], valid_s=60.0)
     registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
@@ -379,7 +378,7 @@ def test_an_open_invitation_outlives_a_change_of_keys(
 def test_a_key_that_does_not_follow_is_refused(
     registry: Registry, authority: Authority, lineage: bytes
 ) -> None:
-    """Nothing is certified; control: the true chain is taken."""
+    """No certificate is issued; control: the true lineage is accepted."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     with pytest.raises(EnrolmentRefused, match="is not signed by the registered one"):
         registry.rotate("a", lineage, certify=authority.certify)
@@ -388,7 +387,7 @@ def test_a_key_that_does_not_follow_is_refused(
 
 
 def test_a_fork_of_a_chain_is_refused(registry: Registry, authority: Authority) -> None:
-    """And so is what it was before."""
+    """So is the lineage before the change."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     registry.rotate("a", chain(0, 1).to_bytes(), certify=authority.certify)
     for other in (chain(0, 2), chain(0)):
@@ -399,7 +398,7 @@ def test_a_fork_of_a_chain_is_refused(registry: Registry, authority: Authority) 
 def test_who_is_unknown_revoked_or_expired_replaces_no_keys(
     registry: Registry, authority: Authority, clock: VirtualClock
 ) -> None:
-    """They need an invitation."""
+    """Such clients need an invitation."""
     lineage = chain(0, 1).to_bytes()
     with pytest.raises(EnrolmentRefused, match="not signed by the registered"):
         registry.rotate("a", lineage, certify=authority.certify)
@@ -414,7 +413,7 @@ def test_who_is_unknown_revoked_or_expired_replaces_no_keys(
 
 
 def test_anothers_key_is_not_followed_by(registry: Registry, authority: Authority) -> None:
-    """A folder was copied."""
+    """This happens when a folder is copied."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     enrol(registry, "b", SIGNERS[1][1], authority.certify)
     with pytest.raises(EnrolmentRefused, match="another client's"):
@@ -424,7 +423,7 @@ def test_anothers_key_is_not_followed_by(registry: Registry, authority: Authorit
 def test_an_enrolment_keeps_the_chain_that_it_came_with_if_it_is_true(
     registry: Registry, authority: Authority
 ) -> None:
-    """A false one does not keep a client with a token out: others judge its key."""
+    """A false one does not bar a client with a token: its chain then starts at its own key."""
     enrol(registry, "a", SIGNERS[0][1], authority.certify)
     for lineage, kept in (
         (chain(0, 1), chain(0, 1)),
@@ -446,7 +445,7 @@ def test_an_enrolment_keeps_the_chain_that_it_came_with_if_it_is_true(
 def test_clients_of_the_version_before_have_a_chain_of_one_key(
     database_url: str, database: Database, tmp_path: Path, authority: Authority
 ) -> None:
-    """The column is new; what was in the table stays."""
+    """The column is new; existing rows stay."""
     before = StoredRegistry(database, SystemClock())
     enrol(before, "a", KEY_A, authority.certify)
     clients = before.clients()

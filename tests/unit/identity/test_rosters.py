@@ -1,4 +1,4 @@
-"""The list of identity keys that people check."""
+"""Rosters: the list of identity keys that people check."""
 
 import json
 from dataclasses import replace
@@ -22,7 +22,7 @@ ROSTER = IdentityRoster(
 
 
 def test_a_roster_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """In the order of the clients' numbers, with what people compare."""
+    """Clients come in the order of their numbers, with the fingerprints that people compare."""
     path = tmp_path / "roster"
     ROSTER.save(path)
     found = IdentityRoster.load(path)
@@ -34,7 +34,7 @@ def test_a_roster_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_every_change_changes_the_digest() -> None:
-    """A roster is known again by it."""
+    """The digest identifies a roster."""
     other_key = replace(ROSTER.clients[ClientId(1)], key=b"b" * 32)
     changed = replace(ROSTER, clients={**ROSTER.clients, ClientId(1): other_key})
     assert len({ROSTER.digest, changed.digest, replace(ROSTER, clients={}).digest}) == 3
@@ -50,7 +50,7 @@ def test_every_change_changes_the_digest() -> None:
     ],
 )
 def test_a_damaged_roster_is_refused(tmp_path: Path, change: dict[str, object], words: str) -> None:
-    """With what to do; control: without the change it is read."""
+    """The error says what to do; control: the undamaged roster is read."""
     path = tmp_path / "roster"
     ROSTER.save(path)
     IdentityRoster.load(path)
@@ -60,7 +60,7 @@ def test_a_damaged_roster_is_refused(tmp_path: Path, change: dict[str, object], 
 
 
 def test_a_roster_that_is_none_names_the_place_and_the_value(tmp_path: Path) -> None:
-    """Nothing in it is secret."""
+    """It may name the value because a roster holds no secrets."""
     path = tmp_path / "roster"
     ROSTER.save(path)
     for content, says in damaged(path.read_bytes(), key="coordinator_key"):
@@ -81,7 +81,7 @@ def test_a_roster_that_is_none_names_the_place_and_the_value(tmp_path: Path) -> 
     ],
 )
 def test_an_impossible_client_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
-    """One that is there twice, too."""
+    """A client that is listed twice is one case."""
     path = tmp_path / "roster"
     ROSTER.save(path)
     values = json.loads(path.read_text())
@@ -92,6 +92,6 @@ def test_an_impossible_client_is_refused(tmp_path: Path, change: dict[str, objec
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path) -> None:
-    """By its name."""
+    """The error names the file."""
     with pytest.raises(DeploymentError, match="missing"):
         IdentityRoster.load(tmp_path / "missing")

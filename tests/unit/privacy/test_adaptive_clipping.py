@@ -1,4 +1,4 @@
-"""The clip norm that follows a quantile: where it settles, what it costs, what clients tell."""
+"""Adaptive clipping: where the norm settles, what it costs, and what clients report."""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ MODEL = Params.of(nn.Linear(20, 4))
 
 
 class Backwards(AdaptiveClip):
-    """The sign as a released framework has it."""
+    """The update with the wrong sign, as one released framework has it."""
 
     def next_norm(self, clip_norm: float, *, share: float) -> float:
         """Move away from the quantile."""
@@ -44,7 +44,7 @@ class Backwards(AdaptiveClip):
 
 
 def updates(round_num: int) -> Tensor:
-    """Return updates whose norms are log-normal, of median 1: shape [clients, P]."""
+    """Return updates whose norms are log-normal with median 1: shape [clients, P]."""
     rng = Seed(round_num).numpy()
     directions = rng.standard_normal((NUM_CLIENTS, MODEL.layout.size))
     directions /= ((directions**2).sum(axis=1, keepdims=True)) ** 0.5
@@ -53,7 +53,7 @@ def updates(round_num: int) -> Tensor:
 
 
 def settled(adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds: int) -> float:
-    """Run rounds of the whole machinery but training; return the clip norm after them."""
+    """Run rounds without training; return the clip norm after them."""
     plan = CentralPlan(
         cohorts=FixedCohorts(NUM_CLIENTS, NUM_CLIENTS),
         clip_norm=first,
@@ -110,7 +110,7 @@ def _stepped(
 def test_the_norm_settles_at_the_quantile(
     first: float, quantile: float, norm: float, inner: Strategy
 ) -> None:
-    """From far below and far above, within a tenth, behind the noise."""
+    """From far below and far above, within a tenth, in spite of the noise."""
     adaptive = AdaptiveClip(quantile=quantile)
     assert settled(adaptive, first=first, inner=inner, num_rounds=120) == pytest.approx(
         norm, rel=0.1
@@ -118,7 +118,7 @@ def test_the_norm_settles_at_the_quantile(
 
 
 def test_the_wrong_sign_would_be_noticed() -> None:
-    """The control: the norm runs away, to the one side or the other."""
+    """The control: the norm diverges in one direction or the other."""
     adaptive, inner = Backwards(quantile=0.5), FedAvg(SGD, weight_by_examples=False)
     assert settled(adaptive, first=0.1, inner=inner, num_rounds=60) < 0.01
     assert settled(adaptive, first=10.0, inner=inner, num_rounds=60) > 100.0
@@ -126,15 +126,15 @@ def test_the_wrong_sign_would_be_noticed() -> None:
 
 @given(noise_multiplier=st.floats(1e-3, 1e3), expected=st.integers(1, 100_000))
 def test_both_together_cost_what_one_release_does(noise_multiplier: float, expected: int) -> None:
-    """And the count at most a twentieth of it."""
+    """The count costs at most a twentieth of it."""
     of_updates, of_count = split_multiplier(noise_multiplier, expected=expected)
     assert of_updates**-2 + of_count**-2 == pytest.approx(noise_multiplier**-2, rel=1e-9)
     assert of_count**-2 <= noise_multiplier**-2 / 20 * (1 + 1e-9)
-    assert of_count >= expected / 10 * (1 - 1e-9)  # the noise of the paper, or more
+    assert of_count >= expected / 10 * (1 - 1e-9)  # the paper's noise, or more
 
 
 def test_clients_tell_whether_they_were_below() -> None:
-    """At the norm counts as below; rows that lie apart tell the same; all else is as it was."""
+    """A norm at the clip counts as below; strided rows report the same; the rest is unchanged."""
     rows = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.inf, 0.0], [6.0, 8.0]])
     for each in (rows, list(rows)):
         told = ClipIndicator(asked_norm=5.0)(
@@ -152,7 +152,7 @@ def test_norms_are_right_to_one_part_in_many_thousands(size: int, scale: float) 
 
 
 def test_the_inner_strategy_sees_nothing_of_the_norm() -> None:
-    """Neither in its state nor among the lanes: it may walk through either."""
+    """Neither its state nor its lanes hold it, since a strategy may iterate over both."""
     bounded = AdaptivelyBoundedUpdates(
         ADAM,
         BoundedSum(bounds={"delta": 1.0, BELOW.name: 0.5}, multipliers={}, largest=3),

@@ -1,4 +1,4 @@
-"""The bound of an audit: above the truth as seldom as it says, and canaries that are heard."""
+"""The audit's bound exceeds the truth no more often than claimed, and canaries have an effect."""
 
 import math
 
@@ -28,7 +28,7 @@ def bound(num_correct: int, *, confidence: float = 0.95) -> float:
 
 @pytest.mark.parametrize("distance", [0.1, 0.25, 1.0])
 def test_the_best_attack_on_a_gaussian_proves_no_more_than_is_true(distance: float) -> None:
-    """Five hundred audits: above the truth in a twentieth of them, and seldom far below."""
+    """Of 500 audits a twentieth exceed the truth, and few fall far below it."""
     rng, truth = Seed(7).numpy(), gaussian_epsilon(distance, 1e-5)
     scores = rng.standard_normal((500, 1000)) * math.sqrt(2.0) + distance
     found = np.array([bound(int(count)) for count in (scores > 0.0).sum(1)])
@@ -44,7 +44,7 @@ def test_more_right_guesses_prove_more_and_more_confidence_less() -> None:
 
 
 def test_half_of_the_noise_is_refuted_for_a_claim_of_one() -> None:
-    """The odds are those of a thousand trials; the claim itself stands."""
+    """The odds are those of a thousand trials; the true claim stands."""
     distance = 0.268
     claimed = gaussian_epsilon(distance, 1e-5)
     assert claimed == pytest.approx(1.0, abs=0.05)
@@ -65,7 +65,7 @@ def test_half_of_the_noise_is_refuted_for_a_claim_of_one() -> None:
 
 @pytest.mark.parametrize("opposite", [False, True])
 def test_canaries_that_are_in_contribute_all_they_may(opposite: bool) -> None:  # noqa: FBT001 - a parameter
-    """Whatever they have trained; the others nothing, or the opposite."""
+    """Whatever they trained; canaries that are out contribute nothing, or the opposite."""
     is_in = np.array([True, False, False, True])
     canaries = Canaries(is_in=is_in, seed=Seed(3), opposite=opposite)
     summed = BoundedSum(bounds={"delta": 0.5}, multipliers={"delta": 1.0}, largest=9)
@@ -85,7 +85,7 @@ def test_canaries_that_are_in_contribute_all_they_may(opposite: bool) -> None:  
 
 
 def test_directions_share_no_coordinate_and_cover_all() -> None:
-    """So noise that is missing anywhere is missed, and the canaries are independent."""
+    """So missing noise is noticed at any coordinate, and canaries are independent."""
     canaries = Canaries.draw(num_pairs=20, opposite=False)
     everybody = Canaries(is_in=np.ones(40, bool), seed=canaries.seed, opposite=False)
     rows = everybody.contributions(range(40), LAYOUT.size)
@@ -95,7 +95,7 @@ def test_directions_share_no_coordinate_and_cover_all() -> None:
 
 
 def test_coins_and_directions_are_nobodys() -> None:
-    """Each audit draws its own; of each pair one is in, about half of the first."""
+    """Each audit draws its own; of each pair one canary is in, about half the time the first."""
     first, second = (Canaries.draw(num_pairs=400, opposite=False) for _ in range(2))
     assert first.seed != second.seed
     assert (first.is_in != second.is_in).any()
@@ -104,7 +104,7 @@ def test_coins_and_directions_are_nobodys() -> None:
 
 
 def test_of_a_single_update_the_numbers_of_its_own_canaries_are_kept() -> None:
-    """The sum over clients is what an attacker sees of each canary in the update of its client."""
+    """An attacker sees each canary in its client's update as the sum over clients."""
     canaries = Canaries.draw(num_pairs=10, opposite=False)
     rows = torch.from_numpy(Seed(4).numpy().standard_normal((4, LAYOUT.size))).float()
     ids = [ClientId(each) for each in (2, 0, 1, 3)]

@@ -1,4 +1,4 @@
-"""The matrix that correlates noise: its error by explicit matrices, and that none has less."""
+"""The matrix that correlates noise: its error matches explicit matrices, and is minimal."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from fedlearn.privacy.banded_matrix import BandedMatrix, find_optimal
 
 
 def explicit(diagonals: Sequence[float], num_rounds: int) -> NDArray[np.float64]:
-    """Return C: shape [n, n]."""
+    """Return the matrix C: shape [n, n]."""
     column = np.zeros(num_rounds)
     column[: len(diagonals)] = diagonals[:num_rounds]
     made: NDArray[np.float64] = toeplitz(column, np.zeros(num_rounds))
@@ -21,7 +21,7 @@ def explicit(diagonals: Sequence[float], num_rounds: int) -> NDArray[np.float64]
 
 
 def error_by_matrices(diagonals: Sequence[float], num_rounds: int) -> float:
-    """Return the error by its definition."""
+    """Return the error by its definition, from explicit matrices."""
     inverse = np.linalg.inv(explicit(diagonals, num_rounds))
     prefix = np.tril(np.ones((num_rounds, num_rounds)))
     sensitivity = math.hypot(*diagonals)
@@ -31,14 +31,14 @@ def error_by_matrices(diagonals: Sequence[float], num_rounds: int) -> float:
 @pytest.mark.parametrize("num_rounds", [1, 2, 7, 40])
 @pytest.mark.parametrize("diagonals", [(1,), (7,), (4, 3), (1024, 500, 400, -30), (9, 0, 5)])
 def test_the_error_is_that_of_the_matrices(diagonals: tuple[int, ...], num_rounds: int) -> None:
-    """Of A times the inverse of C, by numpy."""
+    """Computed by numpy from A times the inverse of C."""
     found = BandedMatrix(diagonals).error(num_rounds)
     assert found == pytest.approx(error_by_matrices(diagonals, num_rounds), rel=1e-10)
 
 
 @pytest.mark.parametrize("num_rounds", [2, 3, 6])
 def test_no_two_or_three_diagonals_have_less_error(num_rounds: int) -> None:
-    """Of all in steps of a 64th."""
+    """Compared with all values in steps of 1/64."""
     steps = np.arange(-16, 80) / 64.0
     two = min(error_by_matrices((1.0, second), num_rounds) for second in steps)
     assert find_optimal(bands=2, num_rounds=num_rounds).error(num_rounds) <= two * (1.0 + 1e-6)
@@ -53,7 +53,7 @@ def test_no_two_or_three_diagonals_have_less_error(num_rounds: int) -> None:
 
 @pytest.mark.parametrize(("bands", "num_rounds"), [(4, 50), (16, 200), (40, 40)])
 def test_no_diagonal_a_little_larger_or_smaller_has_less_error(bands: int, num_rounds: int) -> None:
-    """Rounded as they are: to what is told apart, it is an optimum."""
+    """The diagonals are rounded, so the optimum holds up to that precision."""
     matrix = find_optimal(bands=bands, num_rounds=num_rounds)
     scale = 1024 // matrix.diagonals[0]
     best, diagonals = matrix.error(num_rounds), [scale * each for each in matrix.diagonals]
@@ -64,7 +64,7 @@ def test_no_diagonal_a_little_larger_or_smaller_has_less_error(bands: int, num_r
 
 @pytest.mark.parametrize("num_rounds", [16, 128, 1024])
 def test_with_all_diagonals_it_is_close_to_what_no_mechanism_can_beat(num_rounds: int) -> None:
-    """The nuclear norm of A, by its singular values 1 / (2 sin((2 j - 1) π / (4 n + 2)))."""
+    """The nuclear norm of A, from its singular values 1 / (2 sin((2 j - 1) π / (4 n + 2)))."""
     angles = (2.0 * np.arange(1, num_rounds + 1) - 1.0) * math.pi / (4.0 * num_rounds + 2.0)
     least = float((0.5 / np.sin(angles)).sum()) / num_rounds
     found = find_optimal(bands=num_rounds, num_rounds=num_rounds).error(num_rounds)
@@ -72,7 +72,7 @@ def test_with_all_diagonals_it_is_close_to_what_no_mechanism_can_beat(num_rounds
 
 
 def test_more_bands_have_less_error() -> None:
-    """Down from the root of (n + 1) / 2, which independent noise has."""
+    """Down from the root of (n + 1) / 2, the error of independent noise."""
     errors = [
         find_optimal(bands=bands, num_rounds=199).error(199) for bands in (1, 2, 4, 8, 16, 32)
     ]
@@ -82,7 +82,7 @@ def test_more_bands_have_less_error() -> None:
 
 
 def test_one_band_is_independent_noise() -> None:
-    """And so is one round, or the first of more bands than there are rounds."""
+    """So is one round, or the first of more bands than rounds."""
     assert (
         find_optimal(bands=1, num_rounds=50)
         == find_optimal(bands=9, num_rounds=1)
@@ -93,14 +93,14 @@ def test_one_band_is_independent_noise() -> None:
 
 
 def test_norm_and_reach_are_those_of_a_column_and_of_a_row() -> None:
-    """What one taking part adds, and what a row may come to."""
+    """The norm bounds one participation, the reach bounds a row."""
     rows = explicit((4, -3, 2), 9)
     assert BandedMatrix((4, -3, 2)).norm == pytest.approx(np.linalg.norm(rows[:, 0]))
     assert BandedMatrix((4, -3, 2)).reach == np.abs(rows).sum(axis=1).max()
 
 
 def test_what_cannot_be_inverted_is_refused() -> None:
-    """With the value."""
+    """The error has the value."""
     for diagonals in [(), (0, 1), (-2, 1)]:
         with pytest.raises(ValueError, match="the first is at least 1"):
             BandedMatrix(diagonals)

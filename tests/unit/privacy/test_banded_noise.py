@@ -1,4 +1,4 @@
-"""Correlated noise: what arrives, what one user can do to it, and what becomes of lost turns."""
+"""Correlated noise: what is released, what one user can change, and how lost turns are handled."""
 
 import itertools
 import math
@@ -35,7 +35,7 @@ NOISE = DrawnNoise(ReproducibleStreams(Seed(3)))
 
 
 class Silence:
-    """No noise, so that what is released tells all."""
+    """A noise source of zeros, so that releases are exact."""
 
     def draw(self, sigma: float, size: int, *, labels: tuple[str | int, ...]) -> Tensor:
         """Return zeros."""
@@ -49,7 +49,7 @@ def updates(diagonals: tuple[int, ...], *, multiplier: float = 1.0) -> BandedUpd
 
 @dataclass
 class Rounds:
-    """Releases of one coordinate lane, from a state on."""
+    """Consecutive releases of one lane, starting from a state."""
 
     strategy: BandedUpdates
     params: Params
@@ -61,17 +61,17 @@ class Rounds:
     def begun(
         cls, diagonals: tuple[int, ...], *, size: int = SIZE, noise: Noise = NOISE
     ) -> "Rounds":
-        """Return rounds before the first one."""
+        """Return an instance before its first round."""
         strategy, params = updates(diagonals), Params.of(nn.Linear(size, 1, bias=False))
         return cls(strategy, params, noise, 0, strategy.init(params))
 
     @property
     def lane(self) -> BoundedLane:
-        """How the lane is cut."""
+        """The lane's bound and size."""
         return BoundedLane(BOUND, self.params.layout.size)
 
     def release(self, levels: Tensor, *, round_num: int) -> Tensor:
-        """Return what is released of a sum of levels, in levels."""
+        """Release a sum of levels, and return the result in levels."""
         released, self.state = BandedMean(
             expected=EXPECTED, noise=self.noise, num_lost=self.num_lost
         )(
@@ -88,18 +88,18 @@ class Rounds:
 
 
 def sums(num_rounds: int, *, size: int = SIZE) -> list[Tensor]:
-    """Return sums of levels as of a few clients."""
+    """Return sums of levels as a few clients would make them."""
     rng = Seed(4).numpy()
     return [
         torch.from_numpy(rng.integers(-9000, 9000, size).astype(float)) for _ in range(num_rounds)
     ]
 
 
-# ---- What arrives -------------------------------------------------------------------------
+# ---- What is released ---------------------------------------------------------------------
 
 
 def errors(diagonals: tuple[int, ...], *, num_rounds: int) -> NDArray[np.float64]:
-    """Return the noise in what is released, by that of a whole column: shape [rounds, P]."""
+    """Return the released noise, relative to that of a whole column: shape [rounds, P]."""
     rounds = Rounds.begun(diagonals)
     found = [
         (rounds.release(levels.clone(), round_num=each) - levels).numpy()
@@ -110,7 +110,7 @@ def errors(diagonals: tuple[int, ...], *, num_rounds: int) -> NDArray[np.float64
 
 
 def has_covariance(errors_TP: NDArray[np.float64], expected_TT: NDArray[np.float64]) -> bool:
-    """Tell whether all entries are those of the matrix: 5 deviations."""
+    """Tell whether all entries match the matrix within 5 standard deviations."""
     found = errors_TP @ errors_TP.T / errors_TP.shape[1]
     variances = np.diag(expected_TT)
     deviations = np.sqrt((expected_TT**2 + np.outer(variances, variances)) / errors_TP.shape[1])
@@ -123,7 +123,7 @@ def has_covariance(errors_TP: NDArray[np.float64], expected_TT: NDArray[np.float
 def test_the_noise_that_arrives_has_the_covariance_of_the_inverse(
     diagonals: tuple[int, ...],
 ) -> None:
-    """Of every two of the first rounds; of 2/3 or 3/2 of it the test would tell."""
+    """For all pairs of the first rounds; the test would detect a factor of 2/3 or 3/2."""
     found, inverse = errors(diagonals, num_rounds=7), np.linalg.inv(explicit(diagonals, 7))
     expected = inverse @ inverse.T
     assert has_covariance(found, expected)
@@ -134,7 +134,7 @@ def test_the_noise_that_arrives_has_the_covariance_of_the_inverse(
 
 
 def test_a_sum_of_rounds_has_less_noise_than_they_have() -> None:
-    """By what the matrix says of prefix sums."""
+    """As the matrix predicts for prefix sums."""
     diagonals = find_optimal(bands=8, num_rounds=8).diagonals
     prefixes = errors(diagonals, num_rounds=8).cumsum(axis=0)
     found = math.sqrt(float((prefixes**2).mean())) * math.hypot(*diagonals)
@@ -143,7 +143,7 @@ def test_a_sum_of_rounds_has_less_noise_than_they_have() -> None:
 
 
 def test_one_band_releases_what_the_mode_without_bands_does() -> None:
-    """To the last bit, of the same noise."""
+    """From the same noise, bit for bit."""
     rounds = Rounds.begun((1,), size=500)
     plain = NoisyMean(expected=EXPECTED, noise=NOISE)
     for each, levels in enumerate(sums(3, size=500)):
@@ -161,7 +161,7 @@ def test_one_band_releases_what_the_mode_without_bands_does() -> None:
 
 
 def test_without_noise_the_sums_come_back() -> None:
-    """And the state has the last of them, exactly; what is given is not written to."""
+    """The state holds the latest sums exactly; the inputs are not modified."""
     rounds, given = Rounds.begun((1024, 600, 500), size=50, noise=Silence()), sums(6, size=50)
     for each, levels in enumerate(given):
         before = {name: value.clone() for name, value in rounds.state.items()}
@@ -173,7 +173,7 @@ def test_without_noise_the_sums_come_back() -> None:
 
 
 def test_a_lost_turn_is_one_of_nobody_and_what_was_before_goes_on() -> None:
-    """Of two lost turns after three rounds, with what is released before and after them."""
+    """Two turns are lost after three rounds; releases before and after them are compared."""
     rounds, given = Rounds.begun((1024, 600, 500, 400, 300), size=50), sums(5, size=50)
     of_nobody = torch.zeros(50, dtype=torch.float64)
     for each, levels in enumerate(given[:3]):
@@ -192,7 +192,7 @@ def test_a_lost_turn_is_one_of_nobody_and_what_was_before_goes_on() -> None:
 
 
 def test_a_state_goes_on_with_its_own_diagonals() -> None:
-    """Another machine may find others: a column of the one and the other would be longer."""
+    """Another machine may compute others: a column mixed from both would have a larger norm."""
     mine, other = (Rounds.begun(each, size=50) for each in [(1024, 600), (1024, 601)])
     given = sums(3, size=50)
     for each, levels in enumerate(given[:2]):
@@ -202,19 +202,19 @@ def test_a_state_goes_on_with_its_own_diagonals() -> None:
     assert torch.equal(other.release(given[2], round_num=2), expected)
 
 
-# ---- What one user can do to it -----------------------------------------------------------
+# ---- What one user can change -------------------------------------------------------------
 
 GROUPS = 5
 
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run: it opens rounds, of which the last ones may be in no commit.
+    """One process of a run: it opens rounds, the last of which may never be committed.
 
     Attributes:
         num_rounds: Rounds that it releases.
-        num_lost: Of them, those that are not committed.
-        num_ahead: Charges that were made ahead and not taken back.
+        num_lost: How many of these are not committed.
+        num_ahead: Charges made in advance and not taken back.
     """
 
     num_rounds: int
@@ -236,7 +236,7 @@ PROCESSES = st.lists(
 
 @dataclass
 class Told:
-    """What a run's processes have charged, and who they have asked when."""
+    """The charges of a run's processes, and the cohort of each charge."""
 
     num_charges: int = 0
     asked: list[tuple[int, Sequence[ClientId]]] = field(default_factory=list)
@@ -249,8 +249,8 @@ class Told:
         user: int,
         forgetful: bool,
     ) -> Iterator[float]:
-        """Yield what the user moves each row by that anybody has seen, in levels."""
-        # One diagonal more, so that the state has all that a row is made of.
+        """Yield how far the user moves each released row, in levels."""
+        # With one more diagonal the state holds everything that a row is made of.
         rounds, committed = Rounds.begun((*diagonals, 0), size=1, noise=Silence()), 0
         for process in processes:
             state, num_finished = rounds.state, committed
@@ -285,7 +285,7 @@ class Told:
 def test_no_user_moves_all_that_was_seen_by_more_than_is_accounted_for(
     processes: list[Process], user: int, bands: int
 ) -> None:
-    """Whatever was lost, be it seen or not: the root of ⌈charges / G⌉ columns."""
+    """At most the root of ⌈charges / G⌉ columns, whether or not lost rounds were observed."""
     diagonals, told = find_optimal(bands=bands, num_rounds=40).diagonals, Told()
     rows = list(told.play(processes, diagonals=diagonals, user=user, forgetful=False))
     participations = CyclicCohorts(23, 4, 5).participations(told.num_charges)
@@ -295,7 +295,7 @@ def test_no_user_moves_all_that_was_seen_by_more_than_is_accounted_for(
 
 
 def test_a_run_that_forgot_what_it_lost_would_be_noticed() -> None:
-    """Its users would be asked again too soon, and rows of one column be seen twice."""
+    """Its users would be asked again too soon, and rows of one column be released twice."""
     diagonals = find_optimal(bands=5, num_rounds=40).diagonals
     crashing = [Process(num_rounds=2, num_lost=2, num_ahead=0)] * 5
 
@@ -314,7 +314,7 @@ def test_a_run_that_forgot_what_it_lost_would_be_noticed() -> None:
 
 @pytest.mark.parametrize("bands", [1, 3, 5])
 def test_the_sensitivity_is_the_worst_of_all_patterns(bands: int) -> None:
-    """Of users that may leave turns out, with parts that add up or cancel; closer is worse."""
+    """Users may skip turns, and their parts may add up or cancel; shorter distances are worse."""
     num_rounds, diagonals = 15, find_optimal(bands=bands, num_rounds=15).diagonals
     matrix = explicit(diagonals, num_rounds)
 
@@ -337,14 +337,14 @@ def test_the_sensitivity_is_the_worst_of_all_patterns(bands: int) -> None:
         assert worst(bands - 1) > 1.02 * columns * math.hypot(*diagonals)
 
 
-# ---- Who is asked -------------------------------------------------------------------------
+# ---- Which users are asked ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("population", "expected"), [(60, 15), (23, 4), (10, 5), (9, 1)])
 def test_everybody_is_asked_once_in_as_many_rounds_as_there_are_groups(
     population: int, expected: int
 ) -> None:
-    """In groups that differ by one user at the most, and do not depend on who is there."""
+    """Group sizes differ by at most one, and do not depend on which users are available."""
     groups = population // expected
     cohorts = CyclicCohorts(population, expected, -(-population // groups))
     sampler = CyclicCohortSampler(cohorts, num_lost=0)
@@ -371,7 +371,7 @@ def test_everybody_is_asked_once_in_as_many_rounds_as_there_are_groups(
 
 
 def test_groups_differ_by_the_seed() -> None:
-    """So that two runs of one seed each are repetitions, and of two are not."""
+    """Runs with the same seed are repetitions, runs with two seeds are not."""
     sampler = CyclicCohortSampler(CyclicCohorts(60, 15, 15), num_lost=0)
     at = {"num_asked": 15, "round_num": 0, "attempt": 0}
     available = cast("Sequence[ClientId]", range(60))
@@ -379,11 +379,11 @@ def test_groups_differ_by_the_seed() -> None:
     assert first == again != other
 
 
-# ---- What does not fit --------------------------------------------------------------------
+# ---- Invalid combinations -----------------------------------------------------------------
 
 
 def test_a_ledger_that_was_taken_back_is_refused() -> None:
-    """Turns would be played twice."""
+    """Otherwise turns would be taken twice."""
     rounds, given = Rounds.begun((4, 3), size=5), sums(1, size=5)
     for each in range(3):
         rounds.release(given[0], round_num=each)
@@ -406,7 +406,7 @@ def test_a_ledger_that_was_taken_back_is_refused() -> None:
 def test_rows_beyond_exact_integers_are_refused(
     diagonals: tuple[int, ...], multiplier: float, largest: int, *, fits: bool
 ) -> None:
-    """A row is a sum of several rounds, so there is less room than in one."""
+    """A row sums several rounds, so it leaves less room than a single round."""
     summed = BoundedSum(bounds={"delta": 1.0}, multipliers={"delta": multiplier}, largest=largest)
     strategy = BandedUpdates(PLAIN, summed, BandedMatrix(diagonals))
     layout = Params.of(nn.Linear(5, 1)).layout

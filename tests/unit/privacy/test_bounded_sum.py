@@ -1,4 +1,4 @@
-"""The bounded sum: exact, whatever the rows are, and noise of the right scale on it."""
+"""The bounded sum is exact for any rows, and its noise has the right scale."""
 
 import math
 
@@ -30,7 +30,7 @@ CONTROL = LaneSpec(name="control", over=Over.TRAINABLE, weighted=False, bound=0.
 
 
 def summing(aggregation: BoundedSum) -> BoundedUpdates:
-    """Return a strategy of one lane or two, of which the aggregation matters."""
+    """Return a strategy with one lane or two around the aggregation."""
     sgd = LocalSgd(epochs=1, batch_size=None, learning_rate=1.0)
     if len(aggregation.bounds) == 1:
         return BoundedUpdates(FedAvg(sgd, weight_by_examples=False), aggregation)
@@ -39,7 +39,7 @@ def summing(aggregation: BoundedSum) -> BoundedUpdates:
 
 
 def read_levels(rows: Tensor, *, bound: float) -> Tensor:
-    """Return what each row adds, as one that is alone: shape [B, n]."""
+    """Return the levels that each row adds on its own: shape [B, n]."""
     lane = BoundedLane(bound, rows.shape[1])
     return torch.stack([_added(lane, row[None]) for row in rows])
 
@@ -70,7 +70,7 @@ def summed(size: int, rows: Tensor, *, largest: int = 100) -> tuple[BoundedSum, 
 def test_no_row_adds_more_than_its_levels(
     seed: int, size: int, scale: float, spread: float
 ) -> None:
-    """Small, large, alike or of many magnitudes: exact integers, and their exact norm."""
+    """Small, large, equal or mixed magnitudes give exact integers with an exact norm."""
     rng = Seed(seed).numpy()
     magnitudes = 10.0 ** (scale + spread * rng.standard_normal(size))
     row = torch.from_numpy(magnitudes * rng.choice([-1.0, 1.0], size)).float()[None]
@@ -81,7 +81,7 @@ def test_no_row_adds_more_than_its_levels(
 
 
 def test_a_clipped_row_adds_nearly_all_of_its_levels() -> None:
-    """And one within the bound its own norm, rounded without a bias."""
+    """A row within the bound adds its own norm, rounded without bias."""
     row = torch.from_numpy(Seed(3).numpy().standard_normal(50_000)).float()[None]
     row /= row.norm()
     for factor, expected in ((10.0, 1.0), (1.0, 1.0), (0.25, 0.25)):
@@ -92,7 +92,7 @@ def test_a_clipped_row_adds_nearly_all_of_its_levels() -> None:
 
 
 def test_a_sum_is_exact_in_any_order_and_any_blocks() -> None:
-    """As Python's integers add the levels up, be they together, apart, or rows that lie apart."""
+    """It equals a sum of Python's integers, for one block, several blocks and strided rows."""
     rows = torch.from_numpy(Seed(5).numpy().standard_normal((45, 3000)) * 3.0).float()
     each = read_levels(rows, bound=1.0)
     expected = [sum(int(level) for level in column) for column in each.t().tolist()]
@@ -104,7 +104,7 @@ def test_a_sum_is_exact_in_any_order_and_any_blocks() -> None:
 
 
 def test_one_client_moves_a_sum_by_its_levels_whoever_the_others_are() -> None:
-    """Floating-point sums swallow a small term beside a large one; integers do not."""
+    """Floating-point sums lose a small term next to a large one; integers do not."""
     others = torch.full((40, 4), 1e18)
     others[::2] *= -1.0
     mine = torch.tensor([[1e-3, -2e-3, 0.0, 5e-4]])
@@ -116,7 +116,7 @@ def test_one_client_moves_a_sum_by_its_levels_whoever_the_others_are() -> None:
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_is_seen(odd: float) -> None:
-    """By the sums, for whoever then leaves the row out."""
+    """The sums flag it, so that the caller can leave the row out."""
     rows = torch.zeros(3, 2000)
     rows[1, 1500] = odd
     _, state = summed(2000, rows)
@@ -124,7 +124,7 @@ def test_a_row_that_is_not_finite_is_seen(odd: float) -> None:
 
 
 def test_a_sum_of_nobody_is_released() -> None:
-    """As one of many is: that there was nobody may tell who was not in."""
+    """Like a sum over many: an error would reveal who did not report."""
     aggregation, state = summed(3, torch.zeros(0, 3))
     aggregate = aggregation.finalize(state)
     assert aggregate.lanes["delta"].tolist() == [0.0, 0.0, 0.0]
@@ -132,14 +132,14 @@ def test_a_sum_of_nobody_is_released() -> None:
 
 
 def test_more_clients_than_were_accounted_for_are_an_error() -> None:
-    """Their sum may not fit, and the event would be another."""
+    """Their sum might overflow, and the accounted event would be wrong."""
     aggregation, state = summed(2, torch.zeros(3, 2), largest=2)
     with pytest.raises(ValueError, match="3 clients are in a sum for at most 2"):
         aggregation.finalize(state)
 
 
 def test_weights_are_ones() -> None:
-    """Whatever the clients say of their examples."""
+    """Whatever number of examples the clients report."""
     aggregation, _ = summed(2, torch.zeros(0, 2))
     assert aggregation.weigh(torch.tensor([5.0, 900.0])).tolist() == [1.0, 1.0]
 
@@ -148,7 +148,7 @@ def test_weights_are_ones() -> None:
 
 
 def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> Aggregate:
-    """Return the noisy means of nobody, of 4 expected."""
+    """Return the noisy means of an empty cohort, where 4 clients were expected."""
     specs = [DELTA, CONTROL][: len(lanes)]
     aggregation = BoundedSum(
         bounds=lanes, multipliers=dict.fromkeys(lanes, noise_multiplier), largest=10
@@ -165,7 +165,7 @@ def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> 
 def test_two_releases_do_not_tell_of_the_one_client_between_them(
     noise_multiplier: float, *, is_told: bool
 ) -> None:
-    """Whose update the difference of two sums is, where there is no noise to speak of."""
+    """With negligible noise the difference of two sums is that client's update."""
     size, layout = 20_000, Layout.of(nn.Linear(20_000, 1, bias=False))
     rows = torch.from_numpy(Seed(11).numpy().standard_normal((10, size))).float()
     rows /= rows.norm(dim=1, keepdim=True)
@@ -175,7 +175,7 @@ def test_two_releases_do_not_tell_of_the_one_client_between_them(
     release = NoisyMean(expected=10, noise=DrawnNoise(ReproducibleStreams(Seed(12))))
     strategy = summing(aggregation)
     means = []
-    for round_num, cohort in enumerate((range(10), range(9))):  # the last one is away
+    for round_num, cohort in enumerate((range(10), range(9))):  # client 9 is absent from the second
         state = aggregation.init([DELTA], layout, device=CPU)
         some = Updates(
             [ClientId(c) for c in cohort],
@@ -199,14 +199,14 @@ def test_two_releases_do_not_tell_of_the_one_client_between_them(
 
 
 def has_scale(values: Tensor, sigma: float) -> bool:
-    """Tell whether the variance of normal values is that of ``sigma``: 5 deviations."""
+    """Tell whether normal values have variance ``sigma``², within 5 standard deviations."""
     excess = float((values.double() ** 2).mean()) / sigma**2 - 1.0
     return abs(excess) < 5.0 * math.sqrt(2.0 / len(values))
 
 
 @pytest.mark.parametrize("noise_multiplier", [0.3, 1.0, 40.0])
 def test_the_noise_is_of_the_bound_by_the_public_denominator(noise_multiplier: float) -> None:
-    """Z C / m; and of 2/3 or 3/2 of it the test would tell."""
+    """By the deviation Z C / m; the test would detect a factor of 2/3 or 3/2."""
     noise = released(noise_multiplier, lanes={"delta": 0.2}, size=40_000).lanes["delta"]
     sigma = noise_multiplier * 0.2 / 4
     assert has_scale(noise, sigma)
@@ -217,7 +217,7 @@ def test_the_noise_is_of_the_bound_by_the_public_denominator(noise_multiplier: f
 
 
 def test_each_lane_has_noise_of_its_own() -> None:
-    """By its bound; the same multiplier, and nothing in common."""
+    """Scaled by its bound, with the same multiplier and independent draws."""
     lanes = released(1.5, lanes={"delta": 0.2, "control": 3.0}, size=40_000).lanes
     assert has_scale(lanes["delta"], 1.5 * 0.2 / 4)
     assert has_scale(lanes["control"], 1.5 * 3.0 / 4)
@@ -226,7 +226,7 @@ def test_each_lane_has_noise_of_its_own() -> None:
 
 
 def test_as_many_clients_are_told_as_are_expected() -> None:
-    """Never as many as reported."""
+    """The number that reported is never released."""
     assert released(1.0, lanes={"delta": 1.0}, size=3).num_clients == 4
 
 
@@ -241,7 +241,7 @@ def test_as_many_clients_are_told_as_are_expected() -> None:
 def test_what_does_not_fit_is_refused(
     noise_multiplier: float, largest: int, bound: float, size: int, message: str
 ) -> None:
-    """When the run is put together."""
+    """When the run is assembled."""
     aggregation = BoundedSum(
         bounds={"delta": bound}, multipliers={"delta": noise_multiplier}, largest=largest
     )
@@ -250,13 +250,13 @@ def test_what_does_not_fit_is_refused(
 
 
 def test_a_lane_that_is_too_long_for_its_grid_is_refused() -> None:
-    """Rounding would be a quarter of what a client can do."""
+    """Rounding would be a quarter of a client's contribution."""
     with pytest.raises(ValueError, match="too long"):
         BoundedLane(1.0, 1 << 39)
 
 
 def test_no_bound_beside_the_clip_decides_whose_part_counts() -> None:
-    """Else what is in an update would decide how many there are; the control: the inner one's."""
+    """Otherwise an update's content would decide how many count; control: the inner strategy's."""
     bounded = summing(BoundedSum(bounds={"delta": 1.0}, multipliers={"delta": 1.0}, largest=10))
     assert bounded.bounds is None
     assert bounded.inner.bounds == GENEROUS

@@ -1,4 +1,4 @@
-"""What single examples cost: used when their user is asked, and hidden by no sampling."""
+"""The privacy of single examples: their user may be asked, and sampling hides none of them."""
 
 import math
 from itertools import pairwise, product
@@ -31,14 +31,14 @@ SGD = LocalSgd(epochs=4, batch_size=8, learning_rate=0.5)
 
 
 def gaussian_delta(epsilon: float, distance: float) -> float:
-    """Return δ of one Gaussian by integration: what of it is above e^ε times the other."""
+    """Return a Gaussian's δ: the integral of one density's excess over e^ε times the other."""
     start = epsilon / distance + distance / 2.0
     above = quad(lambda x: norm.pdf(x - distance) - math.exp(epsilon) * norm.pdf(x), start, 40.0)
     return float(above[0])
 
 
 def delta_if_seen(epsilon: float, spent: Spent) -> float:
-    """Return δ of who sees whether the user was asked in each round: every course, one by one."""
+    """Return δ against an observer of the cohorts, by enumerating all courses of a run."""
     rounds = [event for event, count in spent.items() for _ in range(count)]
     total = 0.0
     for course in product((False, True), repeat=len(rounds)):
@@ -61,7 +61,7 @@ def delta_if_seen(epsilon: float, spent: Spent) -> float:
     ],
 )
 def test_a_release_costs_the_mean_over_the_rounds_that_an_example_is_in(spent: Spent) -> None:
-    """By an oracle that adds up every course of a run; and no less."""
+    """The oracle enumerates all courses of a run; the figure is never below it."""
     found = epsilon_of_release(spent, target_delta=DELTA)
     assert delta_if_seen(found, spent) == pytest.approx(DELTA, rel=1e-3)
     assert delta_if_seen(0.95 * found, spent) > DELTA * 1.05
@@ -69,7 +69,7 @@ def test_a_release_costs_the_mean_over_the_rounds_that_an_example_is_in(spent: S
 
 @pytest.mark.slow
 def test_sampling_of_users_does_not_amplify_for_their_examples() -> None:
-    """The usual figure is less than an attacker knows that sees who was asked by other examples."""
+    """The usual figure ignores that an attacker can tell from other examples who was asked."""
     usual = Event(PoissonCohorts(population=1000, expected=50, largest=1000), 1.0)
     claimed = epsilon_of_release({usual: 6}, target_delta=DELTA)
     assert delta_if_seen(claimed, {Event(COHORTS, 1.0): 6}) > 100.0 * DELTA
@@ -77,7 +77,7 @@ def test_sampling_of_users_does_not_amplify_for_their_examples() -> None:
 
 
 def test_who_sees_the_cohorts_may_see_that_it_was_each() -> None:
-    """Then, and where all users are asked, each round is one Gaussian at a distance of 1 / z."""
+    """Then, as where all users are asked, each round is one Gaussian at a distance of 1 / z."""
     all_asked = ExampleCohorts(population=1000, expected=1000)
     seen = epsilon_against_coordinator({Event(COHORTS, 2.0): 4}, target_delta=DELTA)
     assert seen == pytest.approx(4.377, abs=1e-3)
@@ -86,21 +86,21 @@ def test_who_sees_the_cohorts_may_see_that_it_was_each() -> None:
 
 
 def test_many_releases_of_many_kinds_are_rounded_up() -> None:
-    """A run in pieces of other noise costs what it costs with the noise of one, and a little."""
+    """Runs with several noises cost what one run with one noise costs, plus a little."""
     one = epsilon_of_release({Event(COHORTS, 1.0): 400}, target_delta=DELTA)
     pieces = {Event(COHORTS, 1.0 + 1e-9 * piece): 100 for piece in range(4)}
     assert one <= epsilon_of_release(pieces, target_delta=DELTA) < 1.01 * one
 
 
 def test_users_and_examples_have_no_common_guarantee() -> None:
-    """To take away an example moves a user's update by up to twice the clip, not out of it."""
+    """Removing an example moves a user's update by up to twice the clip; the user stays in."""
     spent = {Event(COHORTS, 1.0): 1, Event(PoissonCohorts(1000, 50, 100), 1.0): 1}
     with pytest.raises(ValueError, match="no common guarantee"):
         epsilon_of_release(spent, target_delta=DELTA)
 
 
 def test_calibrated_noise_is_enough_and_no_more() -> None:
-    """The budget holds with it, and is exceeded with one that is a hundredth smaller."""
+    """The budget holds with it, and is exceeded with noise a hundredth smaller."""
     multiplier = calibrate(COHORTS, epsilon=3.0, target_delta=DELTA, num_rounds=50)
     found = [
         epsilon_of_release({Event(COHORTS, factor * multiplier): 50}, target_delta=DELTA)
@@ -110,7 +110,7 @@ def test_calibrated_noise_is_enough_and_no_more() -> None:
 
 
 def test_a_delta_that_needs_no_noise_is_refused() -> None:
-    """It would allow to tell all of whoever is asked at all."""
+    """It would allow everything about each asked user to be revealed."""
     with pytest.raises(
         ValueError, match=r"target_delta is 0.06.*not below the probability \(0.05\)"
     ):
@@ -132,7 +132,7 @@ def plan(*, epochs: int = 4, cohorts: UserCohorts | None = None) -> ExampleLevel
 
 @pytest.mark.parametrize("cohorts", [FixedCohorts(1000, 50), PoissonCohorts(1000, 50, 100)])
 def test_four_epochs_are_four_gaussians(cohorts: UserCohorts) -> None:
-    """An example is in one batch of each: of a noise of 3 is left 1.5 a round."""
+    """An example is in one batch of each: a noise of 3 leaves 1.5 a round."""
     assert plan(cohorts=cohorts).event == Event(COHORTS, 1.5)
     figures = [
         epsilon_of_release({plan(epochs=epochs).event: 20}, target_delta=DELTA)
@@ -152,7 +152,7 @@ def test_four_epochs_are_four_gaussians(cohorts: UserCohorts) -> None:
     ],
 )
 def test_every_step_of_every_client_is_noised(inner: Strategy) -> None:
-    """Outermost, whatever is made of it afterwards: rules, lanes, aggregations."""
+    """The noise is outermost, around all rules, lanes and aggregations."""
     strategy = plan().wrap_strategy(inner)
     for local in (strategy.local, *strategy.locals_for([ClientId(0), ClientId(1)])):
         assert local == NoisedGradients(
@@ -164,7 +164,7 @@ def test_every_step_of_every_client_is_noised(inner: Strategy) -> None:
 
 
 class Rule(LocalWork):
-    """A rule of the user's own."""
+    """A user's own rule."""
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
@@ -173,7 +173,7 @@ class Rule(LocalWork):
 
 
 def lengthened(local: LocalUpdate) -> Strategy:
-    """Return an algorithm in which one client does something else."""
+    """Return an algorithm in which one client's local update differs."""
     inner = FedAvg(SGD, weight_by_examples=False)
     return PerClient(inner, lambda client: local if client == 1 else SGD)
 
@@ -187,13 +187,13 @@ def lengthened(local: LocalUpdate) -> Strategy:
     ],
 )
 def test_training_that_is_not_known_is_refused(inner: Strategy, reason: str) -> None:
-    """And numbers that would be told; control: the strategies above."""
+    """So are metrics that would be reported; control: the strategies above."""
     with pytest.raises(ValueError, match=reason):
         plan().wrap_strategy(inner)
 
 
 def test_a_client_that_would_do_more_than_is_accounted_for_is_refused() -> None:
-    """Control: one that does less is not."""
+    """Control: a client that does less is accepted."""
     longer = LocalSgd(epochs=5, batch_size=8, learning_rate=0.5)
     with pytest.raises(ValueError, match="5 epochs, but 4 are accounted for"):
         plan().wrap_strategy(lengthened(longer)).locals_for([ClientId(0), ClientId(1)])

@@ -16,7 +16,7 @@ OTHER = Event(PoissonCohorts(100, 10, 20), 3.0)
 
 
 class InMemory:
-    """A ledger without a disk; ``before`` is called ahead of each charge, as another run."""
+    """A ledger in memory; ``elsewhere`` holds what another run charges before the next charge."""
 
     def __init__(self, spent: Spent = {}) -> None:  # noqa: B006 - it is only read
         self.counts = dict(spent)
@@ -45,7 +45,7 @@ class InMemory:
 def charging(
     ledger: InMemory, *, epsilon: float | None, clock: VirtualClock | None = None
 ) -> Charging:
-    """Return what charges EVENT, of which each costs 1, and OTHER 2."""
+    """Return a charger whose EVENT costs 1 a round, and OTHER 2."""
     budget = None if epsilon is None else Budget(epsilon=epsilon, target_delta=1e-5)
     return Charging(
         ledger,
@@ -58,7 +58,7 @@ def charging(
 
 
 def open_rounds(charges: Charging, clock: VirtualClock, *, count: int, lasting_s: float) -> int:
-    """Open so many rounds; return how many could be."""
+    """Open up to ``count`` rounds; return how many the budget allowed."""
     for round_num in range(count):
         try:
             charges.charge(round_num=round_num, attempt=0)
@@ -75,7 +75,7 @@ def open_rounds(charges: Charging, clock: VirtualClock, *, count: int, lasting_s
 def test_a_run_stops_before_its_budget_is_exceeded(
     lasting_s: float, epsilon: float | None, before: int, affordable: int
 ) -> None:
-    """Whatever was spent before, however many rounds are charged together."""
+    """Whatever was spent before, and however many rounds are charged together."""
     clock, ledger = VirtualClock(), InMemory({EVENT: before})
     charges = charging(ledger, epsilon=epsilon, clock=clock)
     assert charges.count_affordable(12) == affordable
@@ -89,7 +89,7 @@ def test_a_run_stops_before_its_budget_is_exceeded(
 def test_users_that_take_turns_are_charged_to_the_end_of_a_turn(
     lasting_s: float, mine: int, others: int, affordable: int
 ) -> None:
-    """Each 4 rounds cost 1, of 3; the rounds of another run are rounded up apart."""
+    """Each 4 rounds cost 1, of a budget of 3; rounds of another run are rounded up separately."""
     own, other = (Event(CyclicCohorts(60, 15, 15), 1.0).for_run(run) for run in ("a", "b"))
     clock, ledger = VirtualClock(), InMemory({own: mine, other: others})
     charges = Charging(
@@ -110,7 +110,7 @@ def test_users_that_take_turns_are_charged_to_the_end_of_a_turn(
 
 
 def test_rounds_that_were_not_foreseen_are_charged_too() -> None:
-    """Of an attempt that failed, say; and the budget holds for them."""
+    """For example those of a failed attempt; the budget holds for them too."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=5.0, clock=clock)
     assert charges.count_affordable(2) == 2
@@ -119,7 +119,7 @@ def test_rounds_that_were_not_foreseen_are_charged_too() -> None:
 
 
 def test_what_another_run_spends_meanwhile_counts() -> None:
-    """It was not foreseen either: the charge is looked at again."""
+    """It could not be planned for, so the charge is checked again."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=6.0, clock=clock)
     assert charges.count_affordable(6) == 6
@@ -133,7 +133,7 @@ def test_what_another_run_spends_meanwhile_counts() -> None:
 
 
 def test_short_rounds_are_charged_together_and_never_late() -> None:
-    """At each moment the ledger has at least what was opened; at the end, that and no more."""
+    """At any moment the ledger holds at least the opened rounds; at the end, exactly those."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=None, clock=clock)
     charges.count_affordable(1000)
@@ -142,15 +142,15 @@ def test_short_rounds_are_charged_together_and_never_late() -> None:
         assert ledger.counts[EVENT] > round_num
         clock.sleep(0.002)
     assert len(ledger.charges) < 20
-    assert ledger.counts[EVENT] - 777 < 300  # of 150 in the time that is charged together
+    assert ledger.counts[EVENT] - 777 < 300  # of 150 a charge
     charges.close()
     assert ledger.counts == {EVENT: 777}
-    charges.close()  # once
+    charges.close()  # closing twice takes nothing back twice
     assert ledger.counts == {EVENT: 777}
 
 
 def test_long_rounds_are_charged_one_by_one() -> None:
-    """So that a crash costs one; also when they become long."""
+    """So that a crash costs one round, even if rounds only become long later."""
     clock, ledger = VirtualClock(), InMemory()
     charges = charging(ledger, epsilon=None, clock=clock)
     charges.count_affordable(200)
@@ -166,7 +166,7 @@ def test_long_rounds_are_charged_one_by_one() -> None:
 
 
 def test_an_error_names_what_was_spent_and_the_remedy() -> None:
-    """In its attributes as well."""
+    """Its attributes hold them as well."""
     charges = charging(InMemory({EVENT: 3}), epsilon=3.5)
     with pytest.raises(BudgetExhausted, match=r"another would make it 4.*above.*\(3.5\)") as caught:
         charges.charge(round_num=0, attempt=0)
@@ -180,7 +180,7 @@ def test_an_error_names_what_was_spent_and_the_remedy() -> None:
 
 @pytest.mark.parametrize("looking_s", [0.0, 0.2, 3.0])
 def test_what_is_spent_is_told_now_and_then(looking_s: float) -> None:
-    """Of the rounds that have begun; to find it takes a twentieth of the time at the most."""
+    """For the rounds begun so far; computing it takes at most a twentieth of the time."""
     clock, ledger = VirtualClock(), InMemory({OTHER: 2})
 
     def epsilon_of(spent: Spent) -> float:
@@ -196,7 +196,7 @@ def test_what_is_spent_is_told_now_and_then(looking_s: float) -> None:
         clock.sleep(0.1)
         if found := charges.report_spending():
             told[round_num] = found["epsilon"]
-    assert min(told) * 0.1 >= 4.5  # a run that is over sooner tells at its end
+    assert min(told) * 0.1 >= 4.5  # a run that ends sooner reports at its end
     assert told == {round_num: 4.0 + round_num + 1 for round_num in told}
     assert looking_s * len(told) <= 0.05 * clock.now_s() + looking_s
     assert len(told) > (900 if looking_s == 0.0 else 1)

@@ -1,4 +1,4 @@
-"""A plan: what one client can do, in deviations of the noise, is what is accounted for."""
+"""A plan accounts for what one client can change, in standard deviations of the noise."""
 
 import math
 from dataclasses import replace
@@ -47,7 +47,7 @@ def plan(
 def test_a_whole_contribution_moves_the_sums_by_one_over_the_multiplier(
     inner: Strategy, adaptive: AdaptiveClip | None, num_wanted: int, noise_multiplier: float
 ) -> None:
-    """All lanes at their bounds at once, each in deviations of its noise, by Pythagoras."""
+    """All lanes are at their bounds at once; their distances add up as a norm."""
     made = plan(noise_multiplier=noise_multiplier, num_wanted=num_wanted, adaptive=adaptive)
     strategy = made.wrap_strategy(inner)
     state = strategy.init(Params.of(nn.Linear(3, 2)))
@@ -61,7 +61,7 @@ def test_a_whole_contribution_moves_the_sums_by_one_over_the_multiplier(
 
 
 def test_two_lanes_are_one_contribution() -> None:
-    """Each has the noise of its bound, by the norm of both: √2 as much."""
+    """Each has noise for its own bound; by the norm of both it has √2 as much."""
     summed = plan().wrap_strategy(TWO_LANES).aggregation
     assert isinstance(summed, BoundedSum)
     assert summed.bounds == {"delta": 0.2, "control": 3.0}
@@ -95,7 +95,7 @@ def banded(bands: int, *, noise_multiplier: float = 0.8) -> BandedPlan:
 def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
     inner: Strategy, bands: int, noise_multiplier: float
 ) -> None:
-    """All lanes at their bounds, in all rows of a column, in deviations of their noise."""
+    """All lanes are at their bounds, in all rows of a column, in standard deviations."""
     made = banded(bands, noise_multiplier=noise_multiplier)
     strategy, drawn = made.wrap_strategy(inner), dict[str, float]()
     assert isinstance(strategy, BandedUpdates)
@@ -123,7 +123,7 @@ def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
 
 
 def test_noise_reaches_no_further_than_a_user_stays_away() -> None:
-    """Of 4 groups, over 4 rounds at the most."""
+    """With 4 groups, over at most 4 rounds."""
     assert len(banded(4).matrix.diagonals) == 4
     with pytest.raises(
         ValueError, match=r"over 5 rounds .*once in 4 rounds; lower privacy.bands to 4,"
@@ -134,7 +134,7 @@ def test_noise_reaches_no_further_than_a_user_stays_away() -> None:
 
 
 def test_a_group_is_asked_as_a_whole_and_whoever_reports_counts() -> None:
-    """A round that closed with some of it would let one user displace another."""
+    """If a round closed with part of it, one user could displace another."""
     policy = StragglerPolicy(
         num_wanted=20,
         over_selection=1.0,
@@ -150,7 +150,7 @@ def test_a_group_is_asked_as_a_whole_and_whoever_reports_counts() -> None:
 
 
 def test_clip_norm_and_lanes_are_bounded_as_without_bands() -> None:
-    """And what has no bound is refused."""
+    """And lanes without a bound are refused."""
     strategy, without = (
         banded(3).wrap_strategy(TWO_LANES),
         plan().wrap_strategy(TWO_LANES).aggregation,

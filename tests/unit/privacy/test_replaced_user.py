@@ -1,4 +1,4 @@
-"""Cohorts of a fixed size: by integration, by an oracle of its own, and against other updates."""
+"""Cohorts of a fixed size: compared with integration, an oracle, and other updates."""
 
 import math
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ DELTA = 1e-6
 @pytest.mark.parametrize("epsilon", [-3.0, -0.5, -0.01, 0.0, 0.01, 0.2, 0.36, 2.0])
 @pytest.mark.parametrize(("rate", "noise"), [(0.3, 0.8), (0.01, 2.0), (0.9, 1.0)])
 def test_the_extremes_by_their_definition(epsilon: float, rate: float, noise: float) -> None:
-    """The integral of what one density has above e^ε times the other is δ."""
+    """δ is the integral of one density's excess over e^ε times the other."""
     outcomes = np.linspace(-1 - 10 * noise, 1 + 10 * noise, 400_001)
     plain = norm.pdf(outcomes, -1.0, noise)
     odd = (1 - rate) * plain + rate * norm.pdf(outcomes, 1.0, noise)
@@ -38,7 +38,7 @@ def test_the_extremes_by_their_definition(epsilon: float, rate: float, noise: fl
 def adaptive_epsilon(
     rate: float, noise: float, *, num_rounds: int, target_delta: float, spacing: float
 ) -> float:
-    """Return ε against someone who chooses in each round which of two worst pairs is played.
+    """Return ε against an adversary who chooses one of the two worst pairs in each round.
 
     With L the loss of a pair, V_k(x) = max over pairs of E[V_{k-1}(x - L)], and δ(ε) = V_K(ε).
     Losses are rounded to the nearest here.
@@ -61,7 +61,7 @@ def adaptive_epsilon(
 
     pairs = [transformed(losses, odd), transformed(-losses, plain)]
     value = np.maximum(0.0, -np.expm1(places))
-    inside = slice(num, size - num)  # nothing wraps around there
+    inside = slice(num, size - num)  # the transform wraps around outside
     for _ in range(num_rounds):
         before = np.fft.rfft(value)
         for pair in pairs:
@@ -81,7 +81,7 @@ def adaptive_epsilon(
 def test_rounds_cost_what_the_worst_choice_of_updates_shows(
     size: int, noise: float, num_rounds: int, spacing: float
 ) -> None:
-    """By an attack that is computed here: the figure is that, and no less."""
+    """Compared with an attack that is computed here: the figure equals it, and is not below."""
     shown = adaptive_epsilon(
         size / 10_000, noise, num_rounds=num_rounds, target_delta=DELTA, spacing=spacing
     )
@@ -91,7 +91,7 @@ def test_rounds_cost_what_the_worst_choice_of_updates_shows(
 
 
 def test_rounds_of_different_noise_cost_no_less_in_any_order() -> None:
-    """Their order is not recorded: the figure is above that of either one, and below their sum."""
+    """Their order is not recorded: the figure is above either order's, and below their sum."""
     cohorts = FixedCohorts(population=1000, size=50)
     events = [Event(cohorts, 2.0), Event(cohorts, 3.0)]
     alone = [epsilon_of_release({each: 10}, target_delta=DELTA) for each in events]
@@ -101,7 +101,7 @@ def test_rounds_of_different_noise_cost_no_less_in_any_order() -> None:
 
 
 def test_fewer_rounds_are_found_after_more() -> None:
-    """From what was kept on the way, to the last bit."""
+    """From the cached intermediate results, bit for bit."""
     make = partial(WorstRounds, rate=0.1, distance=1.0, interval=0.05, num=256)
     rounds = make()
     after = {count: rounds.deltas(count).copy() for count in (600, 300, 256, 5)}
@@ -109,16 +109,16 @@ def test_fewer_rounds_are_found_after_more() -> None:
         assert np.array_equal(make().deltas(count), deltas)
 
 
-#: Where a and a' are, from the mean b of those in their places: shape [2] each.
+#: Positions of a and a' relative to b, the mean of those that they replace: shape [2] each.
 Updates = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
 def shown_by(
     updates: Updates, epsilons: NDArray[np.float64], *, rate: float
 ) -> NDArray[np.float64]:
-    """Return δ(ε), ε >= 0, of a round with any updates; the noise has deviation 1.
+    """Return δ(ε), for ε >= 0, of a round with any updates; the noise has deviation 1.
 
-    It is integrated along the second update; across, the integral is a Gaussian's.
+    The integral runs along the second update; across it, it is a Gaussian's.
     """
     first, second = updates
     places = np.linspace(-14.0, 14.0, 801)
@@ -129,7 +129,7 @@ def shown_by(
     aside = math.sqrt(max(0.0, float(first @ first) - straight**2))
     ours = np.exp(straight * places - straight**2 / 2)
     theirs = (1 - rate) + rate * np.exp(length * places - length**2 / 2)
-    # What ω has above e^ε ω', by the density at b.
+    # The excess of ω over e^ε ω', relative to the density at b.
     excess = np.exp(epsilons)[:, None] * theirs - (1 - rate)
     if aside < 1e-9:
         return np.asarray(np.maximum(rate * ours - excess, 0.0) @ weights)
@@ -139,7 +139,7 @@ def shown_by(
 
 
 def losses_of(updates: Updates, *, rate: float, spacing: float, num: int) -> NDArray[np.float64]:
-    """Return how probable each loss from -num to num spacings is, in a bound from above."""
+    """Return an upper bound of the probability of each loss, from -num to num spacings."""
     epsilons = np.asarray(np.arange(num + 1) * spacing, np.float64)
     above = shown_by(updates, epsilons, rate=rate)
     mirrored = shown_by((updates[1], updates[0]), epsilons[:0:-1], rate=rate)
@@ -155,7 +155,7 @@ def losses_of(updates: Updates, *, rate: float, spacing: float, num: int) -> NDA
 def epsilon_after(
     several: Sequence[Updates], *, rate: float, num_rounds: int, spacing: float, num: int
 ) -> float:
-    """Return ε against whoever chooses among several updates in each round."""
+    """Return ε against an adversary who chooses among several updates in each round."""
     pairs = [losses_of(each, rate=rate, spacing=spacing, num=num) for each in several]
     epsilons = np.arange(-num, num + 1) * spacing
     value = np.maximum(0.0, -np.expm1(epsilons))
@@ -175,7 +175,7 @@ def epsilon_after(
 def test_no_other_updates_cost_more_in_many_rounds(
     rate: float, noise: float, num_rounds: int, largest: float
 ) -> None:
-    """With points all over the ball to choose from besides the two extremes, ε is the same."""
+    """With points all over the ball next to the two extremes, ε is the same."""
     far, here = np.array([2.0, 0.0]) / noise, np.zeros(2)
     extremes: list[Updates] = [(far, here), (here, far)]
     rng = np.random.default_rng(0)

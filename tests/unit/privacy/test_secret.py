@@ -1,4 +1,4 @@
-"""Cohorts that nobody can tell: their distribution, and where it comes from."""
+"""Secret cohorts: their distribution, and their source of randomness."""
 
 import math
 from collections import Counter
@@ -33,12 +33,12 @@ def cohorts(sampler: CohortSampler, population: int, *, num_asked: int) -> list[
 
 
 def within(count: float, expected: float, variance: float) -> bool:
-    """Tell whether a count is within 5 deviations of what it should be."""
+    """Tell whether a count is within 5 standard deviations of its expectation."""
     return abs(count - expected) < 5.0 * math.sqrt(variance)
 
 
 def test_each_client_is_asked_by_a_coin_of_its_own() -> None:
-    """At the rate, and two of them together as often as two coins fall alike."""
+    """At the given rate, and pairs as often as two coins agree."""
     sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(1)))
     drawn = cohorts(sampler, 40, num_asked=1)
     counts = Counter(client for cohort in drawn for client in cohort)
@@ -51,14 +51,14 @@ def test_each_client_is_asked_by_a_coin_of_its_own() -> None:
 
 
 def test_who_is_there_changes_nobodys_chance() -> None:
-    """Half of the clients away: the others are asked as often as before, not twice."""
+    """With half of the clients away, the others are asked as often as before, not twice."""
     sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(2)))
     counts = Counter(client for cohort in cohorts(sampler, 20, num_asked=10) for client in cohort)
     assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(20))
 
 
 def test_a_large_cohort_is_cut_uniformly() -> None:
-    """To the largest; each client loses its place as often."""
+    """To the maximum; each client loses its place equally often."""
     sampler = PoissonCohortSampler(PoissonCohorts(12, 6, 6), ReproducibleStreams(Seed(3)))
     drawn = cohorts(sampler, 12, num_asked=1)
     assert max(map(len, drawn)) == 6
@@ -77,7 +77,7 @@ def test_all_are_asked_at_rate_one_and_cohorts_may_be_empty() -> None:
 
 
 def test_cohorts_of_a_fixed_size_are_uniform() -> None:
-    """Each client alike, so many a round; of fewer that are there, all."""
+    """Each client is equally likely; with fewer than the size available, all are asked."""
     sampler = FixedCohortSampler(FixedCohorts(20, 5), ReproducibleStreams(Seed(5)))
     drawn = cohorts(sampler, 20, num_asked=5)
     assert all(len(set(cohort)) == 5 for cohort in drawn)
@@ -94,7 +94,7 @@ def test_cohorts_of_a_fixed_size_are_uniform() -> None:
     ],
 )
 def test_more_clients_than_were_counted_are_refused(sampler: CohortSampler) -> None:
-    """ε was found for fewer; so many as were counted are the control."""
+    """ε was computed for fewer; control: that number itself is accepted."""
     cohorts(sampler, 12, num_asked=6)
     with pytest.raises(ConfigError, match="num_users is 12, but 13 clients are available"):
         cohorts(sampler, 13, num_asked=6)
@@ -102,7 +102,7 @@ def test_more_clients_than_were_counted_are_refused(sampler: CohortSampler) -> N
 
 @pytest.mark.parametrize("attempt", [0, 1])
 def test_secret_draws_are_never_the_same(attempt: int) -> None:
-    """Whatever the labels and the public seed; those of a seed are, by their labels."""
+    """Whatever the labels and the public seed; reproducible draws depend on both."""
     labels = ("delta", 0, attempt)
     one, two = (DrawnNoise(SecretStreams()).draw(50.0, 64, labels=labels) for _ in range(2))
     assert one.tolist() != two.tolist()

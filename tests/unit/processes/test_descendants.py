@@ -1,4 +1,4 @@
-"""Processes are found by a mark in their environment, wherever they have gone."""
+"""Descendant processes are found by a mark in their environment, wherever they were moved."""
 
 import os
 import select
@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from fedlearn.processes.descendants import MARK, end_marked, fresh_mark
 from tests.processes import LONG_S
 
-#: Begins a session of its own, leaves its parent, and says who it is.
+#: Starts its own session, leaves its parent, and says who it is.
 LOST = """
 import os, time
 if os.fork():
@@ -26,7 +26,7 @@ time.sleep(600)
 
 @contextmanager
 def lost(mark: str | None) -> Iterator[tuple[int, int]]:
-    """Start a process that nobody is the parent of; yields its number and its descriptor."""
+    """Start a process whose parent has exited; yield its pid and its descriptor."""
     environ = {name: value for name, value in os.environ.items() if name != MARK}
     marked = environ if mark is None else environ | {MARK: mark}
     with subprocess.Popen([sys.executable, "-c", LOST], env=marked, stdout=subprocess.PIPE) as it:
@@ -46,7 +46,7 @@ def has_ended(descriptor: int, *, within_s: float) -> bool:
 
 
 def test_all_with_a_mark_end_and_no_others() -> None:
-    """Neither those with another mark, nor those without one, nor those that are left out."""
+    """Processes with another mark, with none, or excluded by the caller survive."""
     mark = fresh_mark()
     with (
         lost(mark) as (_, one),

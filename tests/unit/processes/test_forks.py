@@ -1,4 +1,4 @@
-"""What a forked child holds of its parent."""
+"""Which descriptors a forked child inherits."""
 
 import os
 import select
@@ -27,7 +27,7 @@ def is_open_in_a_child(link: socket.socket) -> bool:
 
 @pytest.mark.linux
 def test_a_child_holds_what_is_not_kept_from_it_and_nothing_else() -> None:
-    """The parent goes on with both."""
+    """The parent keeps both open."""
     kept, other = socket.socketpair()
     with kept, other:
         assert is_open_in_a_child(kept)  # the control
@@ -39,7 +39,7 @@ def test_a_child_holds_what_is_not_kept_from_it_and_nothing_else() -> None:
 
 
 def hear_twice(link: Link) -> None:
-    """Say what comes over the link, and once more what comes after it."""
+    """Echo the first message, then whatever follows it."""
     for _ in range(2):
         try:
             link.send(link.recv())
@@ -53,12 +53,12 @@ def wait_for_ever(_: Link) -> None:
 
 
 def raise_an_error(_: Link) -> None:
-    raise SystemExit(0)  # which would end a process as a success
+    raise SystemExit(0)  # would exit with status 0, a success
 
 
 @pytest.mark.linux
 def test_a_link_of_one_fork_is_in_no_other() -> None:
-    """Each end closes with its owner, whoever was forked later: one sees the other's end."""
+    """Each end closes when its owner exits, whichever child was forked later."""
     with run_forks([hear_twice, wait_for_ever, wait_for_ever]) as (first, killed, last):
         first.link.send("here")
         assert first.link.recv() == "here"
@@ -78,7 +78,7 @@ def test_a_link_of_one_fork_is_in_no_other() -> None:
 
 @pytest.mark.linux
 def test_no_fork_is_left_whatever_ends_the_context() -> None:
-    """One that ends by itself exits with 0 only if its body has returned."""
+    """A child that exits by itself exits with 0 only if its body has returned."""
     seen = list[ForkedProcess]()
 
     def fail() -> None:

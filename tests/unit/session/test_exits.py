@@ -1,4 +1,4 @@
-"""A trainer that exits has failed, where it is simulated and where it is deployed."""
+"""A trainer that calls ``exit`` has failed, in a simulation and in a deployment."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ from fedlearn.training.trainer import (
 
 
 class Exiting:
-    """A trainer that raises what is no Exception."""
+    """A trainer that raises what ``except Exception`` does not catch."""
 
     honours = ("epochs", "batch_size", "learning_rate")
 

@@ -1,4 +1,4 @@
-"""Where the user's code went wrong."""
+"""Locate the line of the user's code that failed."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def silent():
 def test_the_users_own_line_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: str
 ) -> None:
-    """Not that of the library which it called."""
+    """Not a line of the library that it called."""
     monkeypatch.syspath_prepend(tmp_path)  # undoes what loading adds
     file = tmp_path / "trainer.py"
     file.write_text(SOURCE)
@@ -45,7 +45,7 @@ def test_the_users_own_line_is_named(
 
 
 def test_an_error_with_a_remedy_passes() -> None:
-    """It says already what to do."""
+    """Its message already says what to do."""
     with pytest.raises(DataError, match="PART is not set"), convert_user_errors():
         raise DataError("PART is not set")
     with convert_user_errors():

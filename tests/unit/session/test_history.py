@@ -1,4 +1,4 @@
-"""What a client has done with coordinators, as a file: by key, over runs, never taken for empty."""
+"""The file in which a client records what it has done with coordinators, by key and across runs."""
 
 import stat
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_coordinators_are_kept_apart_and_none_makes_another_forgotten(tmp_path: 
     ],
 )
 def test_a_damaged_history_is_not_taken_for_empty(tmp_path: Path, content: bytes) -> None:
-    """Else a coordinator that could damage it would have every sum opened anew."""
+    """Otherwise a coordinator that could damage it could have every sum opened a second time."""
     file = file_of(tmp_path)
     file.path.write_bytes(content)
     with pytest.raises(DeploymentError, match="does not hold which sums"):

@@ -1,4 +1,4 @@
-"""The identity keys of others: what changes them, and where they are kept."""
+"""Pinned identity keys of other clients: what changes them, and where they are stored."""
 
 import json
 import stat
@@ -32,14 +32,14 @@ def file(tmp_path: Path) -> PinFile:
 
 
 def test_who_is_seen_first_is_pinned_and_stays() -> None:
-    """Also while others are told of; a chain at first sight is pinned at its end."""
+    """It stays so while others are introduced; a lineage at first sight is pinned at its end."""
     assert SEEN.keys == {A: OLD_KEY, B: OTHER_KEY}
     assert SEEN.follow({A: OLD_KEY}) == SEEN
     assert Pins().follow({A: CHAIN}).clients[A] == KnownKey(key=NEW_KEY, num_rotations=1)
 
 
 def test_a_chain_moves_a_pin() -> None:
-    """And its owner's old key is worth nothing from then on."""
+    """From then on the owner's old key is refused."""
     moved = SEEN.follow({A: CHAIN})
     assert moved.clients[A] == KnownKey(key=NEW_KEY, num_rotations=1)
     assert moved.clients[B] == SEEN.clients[B]
@@ -48,7 +48,7 @@ def test_a_chain_moves_a_pin() -> None:
 
 
 def test_another_key_is_refused_with_what_the_user_may_do() -> None:
-    """The rule, the client, both fingerprints and the remedy are named."""
+    """The error names the rule, the client, both fingerprints and the remedy."""
     with pytest.raises(PolicyViolation) as raised:
         SEEN.follow({B: OTHER_KEY, A: OTHER_KEY})
     violation = raised.value
@@ -59,14 +59,14 @@ def test_another_key_is_refused_with_what_the_user_may_do() -> None:
 
 
 def test_a_chain_of_another_client_is_refused() -> None:
-    """Even one that begins with the pinned key."""
+    """Even if it begins with the pinned key."""
     swapped = replace(SEEN, clients={**SEEN.clients, B: SEEN.clients[A]})
     with pytest.raises(PolicyViolation, match="not signed by both keys as client 2's"):
         swapped.follow({B: CHAIN})
 
 
 def test_a_forgotten_client_is_pinned_anew() -> None:
-    """One that is not pinned cannot be forgotten: a typing error would go unnoticed."""
+    """Forgetting a client that is not pinned is an error: a typing error would go unnoticed."""
     forgotten = SEEN.forget(A)
     assert forgotten.follow({A: OTHER_KEY}).keys[A] == OTHER_KEY
     with pytest.raises(DeploymentError, match="no key of client 9 is pinned; pinned are: 1, 2"):
@@ -74,7 +74,7 @@ def test_a_forgotten_client_is_pinned_anew() -> None:
 
 
 def test_a_roster_admits_its_clients_alone_and_their_successors() -> None:
-    """By their names; and only another roster lets in another."""
+    """They are matched by name, and only another roster admits another client."""
     pins = Pins.of(ROSTER)
     assert pins.follow({A: CHAIN}).clients[A] == KnownKey(
         key=NEW_KEY, num_rotations=1, name="clinic-a"
@@ -86,7 +86,7 @@ def test_a_roster_admits_its_clients_alone_and_their_successors() -> None:
 
 
 def test_pins_survive_as_bytes() -> None:
-    """In a client's state; bytes of another version are refused."""
+    """The bytes are part of a client's state; bytes of another version are refused."""
     moved = SEEN.follow({A: CHAIN})
     assert Pins.from_bytes(moved.to_bytes()) == moved
     assert Pins.from_bytes(b"") == Pins()
@@ -95,7 +95,7 @@ def test_pins_survive_as_bytes() -> None:
 
 
 def test_pins_survive_in_a_private_file(file: PinFile) -> None:
-    """With their roster and names; at first there are none."""
+    """The roster and the names are stored as well; without a file there are no pins."""
     assert file.read() == Pins()
     for pins in (SEEN, Pins.of(ROSTER).follow({A: CHAIN})):
         file.write(pins)
@@ -104,7 +104,7 @@ def test_pins_survive_in_a_private_file(file: PinFile) -> None:
 
 
 def test_pins_of_another_coordinator_count_for_nothing(file: PinFile) -> None:
-    """Its numbers mean other clients; control: of the same one they count."""
+    """Its numbers stand for other clients; control: pins of the same coordinator count."""
     file.write(SEEN)
     assert replace(file, coordinator_key=b"d" * 32).read() == Pins()
     assert file.read() == SEEN
@@ -122,7 +122,7 @@ def test_pins_of_another_coordinator_count_for_nothing(file: PinFile) -> None:
     ],
 )
 def test_a_damaged_file_is_not_taken_for_none(file: PinFile, content: str) -> None:
-    """Whoever damages it would else choose the keys."""
+    """Otherwise an attacker who damages the file would choose the keys."""
     file.path.write_text(content)
     with pytest.raises(DeploymentError, match="does not hold pinned keys"):
         file.read()

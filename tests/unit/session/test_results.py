@@ -1,4 +1,4 @@
-"""What a trainer returns is converted where its meaning is exact, else refused where it is."""
+"""A trainer's result is converted if its meaning is exact, and otherwise refused on the client."""
 
 import math
 import re
@@ -30,13 +30,13 @@ from fedlearn.core.params import Params
 from fedlearn.session.session import ClientSession
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 
-TEXT: Any = {"f1": "x"}  # Any: what no metric may be
+TEXT: Any = {"f1": "x"}  # Any: a value that no metric may have
 DIVERGED = "the {} is not finite or exceeds 1e+20"
-Answer = Callable[[dict[str, Tensor]], Any]  # Any: also what no trainer may return
+Answer = Callable[[dict[str, Tensor]], Any]  # Any: also values that no trainer may return
 
 
 class Network(nn.Module):
-    """Parameters of two shapes, statistics and a count."""
+    """Parameters of two shapes, running statistics and an integer counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class Answering:
-    """A trainer whose results are those of a function of the tensors."""
+    """A trainer whose result is ``answer(tensors)``."""
 
     answer: Answer
     honours = ()
@@ -68,14 +68,14 @@ def result(tensors: Mapping[str, Any], **changes: Any) -> LocalResult:
 
 
 def moved(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a local model that is an eighth more everywhere."""
+    """Return a local model that is larger by 1/8 in each float and by 1 in each integer."""
     return {n: v + 0.125 if v.is_floating_point() else v + 1 for n, v in tensors.items()}
 
 
 def reply_of(
     answer: Answer, settings: Settings | None = None, *, model: nn.Module | None = None
 ) -> Reply:
-    """Return what a coordinator hears of a training."""
+    """Return the reply that the coordinator receives after one training."""
     params = Params.of(model or Network())
     request = TrainRequest(
         round_num=0,
@@ -135,7 +135,7 @@ def as_each(convert: Callable[[Tensor], Any]) -> Answer:
     ],
 )
 def test_values_of_other_kinds_are_converted(answer: Answer) -> None:
-    """To the delta in the model's precision, in the order of its layout."""
+    """The delta has the model's precision and the order of its layout."""
     reply = reply_of(answer)
     assert isinstance(reply, TrainReply), reply
     assert reply.lanes["delta"].dtype is torch.float32
@@ -143,7 +143,7 @@ def test_values_of_other_kinds_are_converted(answer: Answer) -> None:
 
 
 def test_a_model_of_less_precision_does_not_round_the_global_one() -> None:
-    """Local minus global is taken in the wider of both: a tenth is another number in half."""
+    """Local minus global is computed in the wider dtype: 0.1 is another number in float16."""
     tenth, half = torch.full((2, 2), 0.1), torch.full((2, 2), 0.1).half()
     assert not torch.equal(tenth, half.float())
     reply = reply_of(having("weight", half))
@@ -183,13 +183,13 @@ def test_a_model_of_less_precision_does_not_round_the_global_one() -> None:
     ],
 )
 def test_what_the_coordinator_would_refuse_is_refused_here(answer: Answer, words: str) -> None:
-    """And the coordinator hears the reason: it quotes no data."""
+    """The coordinator receives the reason, which quotes no data."""
     assert re.search(words, reason_of(answer)), reason_of(answer)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
 def test_a_model_that_diverged_is_no_update(value: float) -> None:
-    """In any tensor or lane."""
+    """Whichever tensor or lane holds the value."""
     assert reason_of(having("scale", torch.tensor(value))) == DIVERGED.format("delta")
     assert reason_of(having("mean", np.array([value]))) == DIVERGED.format("delta")
     lanes = {"control": torch.tensor([0.0, value])}
@@ -197,7 +197,7 @@ def test_a_model_that_diverged_is_no_update(value: float) -> None:
 
 
 def test_a_large_update_is_clipped_before_it_is_judged() -> None:
-    """As in the engine, where transforms come first; one that is not finite stays so."""
+    """As in the simulation engine, transforms come first; a non-finite update stays non-finite."""
     settings = settings_of(OwnTraining(), [ClippedUpdates(update_clip_norm=2.0)])
     reply = reply_of(having("scale", torch.tensor(1e30)), settings)
     assert isinstance(reply, TrainReply)
@@ -212,7 +212,7 @@ def test_a_large_update_is_clipped_before_it_is_judged() -> None:
     [0.75, np.float32(0.75), np.float64(0.75), torch.tensor(0.75), torch.tensor([0.75])],
 )
 def test_metrics_of_every_library_are_numbers(value: Any) -> None:
-    """Of any name; and whole numbers, truth values, and what nobody could measure."""
+    """Under any name; so are integers, booleans and 0-d arrays."""
     metrics = {"mine": value, "whole": np.int64(2), "array": np.array(0.75), "is": np.bool_(1)}
     reply = reply_of(lambda t: result(moved(t), metrics=metrics, num_examples=np.int64(9)))
     assert isinstance(reply, TrainReply), reply
@@ -231,7 +231,7 @@ def _by_numpy(tensors: dict[str, Tensor]) -> LocalResult:
 
 
 def _by_order(tensors: dict[str, Tensor]) -> LocalResult:
-    tensors["mean"].copy_(tensors["mean"].flip(0))  # the sum of its bits stays
+    tensors["mean"].copy_(tensors["mean"].flip(0))  # keeps the sum of its bits
     return result(moved(tensors))
 
 
@@ -252,13 +252,13 @@ def _a_count(tensors: dict[str, Tensor]) -> LocalResult:
 
 @pytest.mark.parametrize("answer", [_in_place, _by_numpy, _by_order, _by_assignment, _a_count])
 def test_a_trainer_that_changes_what_it_was_given_is_told(answer: Answer) -> None:
-    """Its delta would be zero, and in memory the next client's start another one."""
+    """Its delta would be zero, and in memory the next client would start from another model."""
     assert "changed the tensor" in reason_of(answer)
     assert "load_state_dict" in reason_of(answer)
 
 
 def test_a_trainer_that_loads_a_copy_is_not() -> None:
-    """The control, with the remedy that the message names."""
+    """The control, which applies the remedy in the error message."""
 
     def answer(tensors: dict[str, Tensor]) -> LocalResult:
         module = Network()
@@ -271,7 +271,7 @@ def test_a_trainer_that_loads_a_copy_is_not() -> None:
 
 
 def test_a_setting_that_is_not_honoured_is_refused_before_training() -> None:
-    """By its name."""
+    """The error names the setting."""
 
     def never(_: object) -> LocalResult:
         raise AssertionError
@@ -299,14 +299,13 @@ def evaluated(answer: Answer) -> Reply:
     ],
 )
 def test_an_evaluation_is_checked_alike(answer: Answer, words: str) -> None:
-    """Examples and metrics."""
+    """Its number of examples and its metrics are checked."""
     reply = evaluated(answer)
     assert isinstance(reply, Failure)
     assert words in reply.reason
 
 
 def test_an_evaluation_of_numpys_numbers_travels() -> None:
-    """The control."""
     numbers: dict[str, Any] = {"num_examples": np.int64(3), "metrics": {"f1": np.float32(0.5)}}
     reply = evaluated(lambda _: LocalEvaluation(**numbers))
     assert isinstance(reply, EvaluateReply)
@@ -314,7 +313,7 @@ def test_an_evaluation_of_numpys_numbers_travels() -> None:
 
 
 class PartlyFrozen(Network):
-    """It has a frozen parameter, of which one value is not a number."""
+    """A model with a frozen parameter that contains a NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,7 +325,7 @@ class PartlyFrozen(Network):
     [{}, {"base": torch.tensor([1.0, math.nan]).double()}, {"base": np.array([1.0, math.nan])}],
 )
 def test_frozen_tensors_may_be_left_out_or_come_back_as_they_were(frozen: dict[str, Any]) -> None:
-    """Whatever precision they come back in; they are not in the delta."""
+    """In any precision; the delta does not contain them."""
 
     def answer(tensors: dict[str, Tensor]) -> LocalResult:
         return result({n: v for n, v in moved(tensors).items() if n != "base"} | frozen)
@@ -338,7 +337,7 @@ def test_frozen_tensors_may_be_left_out_or_come_back_as_they_were(frozen: dict[s
 
 @pytest.mark.parametrize("base", [[1.25, math.nan], [1.0, 2.0], [1.0]])
 def test_a_changed_frozen_tensor_is_refused_by_name(base: list[float]) -> None:
-    """The coordinator would drop the change, and nobody would know."""
+    """Otherwise the coordinator would silently drop the change."""
     answer = having("base", torch.tensor(base))
     reply = reply_of(answer, model=PartlyFrozen())
     assert isinstance(reply, Failure)

@@ -1,4 +1,4 @@
-"""A client's messages in a session of secure aggregation: what it keeps, refuses and forgets."""
+"""A client in a secure-aggregation session: what it stores, refuses and forgets."""
 
 import math
 from collections.abc import Mapping
@@ -77,7 +77,7 @@ TRAIN = TrainRequest(
 
 
 class Trainer:
-    """Moves the model by one, counts its trainings, and may be called off."""
+    """Adds one to the model, counts its trainings, and can be cancelled."""
 
     def __init__(self, *, num_examples: int = 3, is_cancelled: bool = False) -> None:
         self.num_trainings = 0
@@ -102,7 +102,7 @@ class Trainer:
 
 
 class Desk:
-    """A coordinator that goes through a session with three clients, one stage at a time."""
+    """A coordinator that leads three clients through a session, one stage at a time."""
 
     def __init__(self, trainers: list[Trainer], plan: SecurePlan = PLAN) -> None:
         self.identities = SimulatedIdentities(3, plan)
@@ -128,7 +128,7 @@ class Desk:
         return open_session(terms, signer=signer, directory=self.identities)
 
     def ask(self, client: int, message: messages.Message, *, train: bool = False) -> object:
-        """Return the message in a client's reply, or its failure."""
+        """Send a message to a client and return the message in its reply, or its failure."""
         request: SecureRequest
         data = messages.encode(message)
         if train:
@@ -151,11 +151,11 @@ class Desk:
         return messages.decode(found.message) if isinstance(found, SecureReply) else found
 
     def told(self, client: int, terms: Terms) -> object:
-        """Return what a client says to its roster, with which it is told of the directory."""
+        """Return a client's reply to its roster, from which it learns the directory."""
         return self.ask(client, self.rosters(terms)[0][ClientId(client)])
 
     def rosters(self, terms: Terms) -> tuple[Mapping[ClientId, messages.Roster], Sharing]:
-        """Go through the first stage and return what comes next."""
+        """Run the first stage and return the messages of the next one."""
         signed, advertising = self.open(terms)
         for i in range(3):
             advert = self.ask(i, signed)
@@ -164,7 +164,7 @@ class Desk:
         return advertising.close()
 
     def packets(self, terms: Terms) -> Mapping[ClientId, messages.Packets]:
-        """Go through the stages before training and return what comes next."""
+        """Run the stages before training and return the messages of the next one."""
         rosters, sharing = self.rosters(terms)
         for i in range(3):
             shares = self.ask(i, rosters[ClientId(i)])
@@ -174,7 +174,7 @@ class Desk:
 
 
 def test_the_model_is_trained_once_and_the_trainer_keeps_its_state() -> None:
-    """In the stage with the packets; a client's state holds both."""
+    """The stage that carries the packets trains; the client's state holds trainer and session."""
     trainer = Trainer()
     desk = Desk([trainer, Trainer(), Trainer()])
     packets = desk.packets(desk.terms())
@@ -186,18 +186,18 @@ def test_the_model_is_trained_once_and_the_trainer_keeps_its_state() -> None:
 
 
 def test_another_model_than_the_terms_name_is_not_trained() -> None:
-    """Control: the one that they name is."""
+    """Control: the model that they name is trained."""
     trainer = Trainer()
     desk = Desk([trainer, Trainer(), Trainer()])
     desk.announced = replace(TRAIN, seed=2)
     packets = desk.packets(desk.terms(hashed=desk.announced))
     assert isinstance(desk.ask(0, packets[ClientId(0)], train=True), Failure)
-    assert isinstance(desk.ask(1, packets[ClientId(1)]), Failure)  # nor none
+    assert isinstance(desk.ask(1, packets[ClientId(1)]), Failure)  # nor is a missing model
     assert trainer.num_trainings == 0
 
 
 def test_a_message_is_answered_once() -> None:
-    """A second copy is refused, and the session is over for this client."""
+    """A second copy is refused, and ends the session for this client."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     packets = desk.packets(desk.terms())[ClientId(0)]
     assert isinstance(desk.ask(0, packets, train=True), messages.MaskedVector)
@@ -208,7 +208,7 @@ def test_a_message_is_answered_once() -> None:
 
 
 def test_a_failed_message_ends_the_session_and_keeps_the_trainers_state() -> None:
-    """No state is answered from twice."""
+    """No state is ever used for two answers."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     packets = desk.packets(desk.terms())[ClientId(0)]
     tensors = {"count": torch.tensor(5)}
@@ -221,7 +221,7 @@ def test_a_failed_message_ends_the_session_and_keeps_the_trainers_state() -> Non
 
 
 def test_a_training_that_is_called_off_may_be_done_again() -> None:
-    """Nothing was sent, so the state stands."""
+    """Nothing was sent, so the saved state is still valid."""
     trainer = Trainer(is_cancelled=True)
     desk = Desk([trainer, Trainer(), Trainer()])
     packets = desk.packets(desk.terms())[ClientId(0)]
@@ -232,8 +232,8 @@ def test_a_training_that_is_called_off_may_be_done_again() -> None:
 
 
 def test_terms_below_the_policy_are_refused_in_words() -> None:
-    """The coordinator learns which rule; the trainer is not asked."""
-    strict = replace(PLAN, clip_norm=0.5, statistics_norm=0.5)  # what the clients allow
+    """The coordinator learns which rule failed; the trainer never runs."""
+    strict = replace(PLAN, clip_norm=0.5, statistics_norm=0.5)  # the clients' limits
     desk = Desk([Trainer(), Trainer(), Trainer()], strict)
     refused = desk.ask(0, desk.open(desk.terms())[0])
     assert isinstance(refused, Failure)
@@ -241,7 +241,7 @@ def test_terms_below_the_policy_are_refused_in_words() -> None:
 
 
 def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
-    """A client that knows nobody learns of its neighbours with its first roster."""
+    """A client without pins learns its neighbours' keys from its first roster."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     told = dict(desk.identities)
     for i, session in enumerate(desk.sessions):
@@ -264,7 +264,7 @@ def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
 def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
     tmp_path: Path, *, is_at_home: bool
 ) -> None:
-    """In the state of the run, or in a file; without the chain the same key is refused."""
+    """Pins may lie in the run's state or in a file; without the chain the same key is refused."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     old, new = create_signer(), create_signer()
     chain = Lineage(old[1]).extend(new[1], client_id=ClientId(1), old=old[0], new=new[0])
@@ -285,7 +285,7 @@ def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
 
 
 def test_pins_at_home_outlive_a_run(tmp_path: Path) -> None:
-    """The state of the next one is empty; control: without a file the other key is taken."""
+    """The next run starts with empty state; control: without the file the other key is accepted."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
     desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
@@ -299,7 +299,7 @@ def test_pins_at_home_outlive_a_run(tmp_path: Path) -> None:
 
 
 def test_a_message_that_is_refused_pins_nobody(tmp_path: Path) -> None:
-    """The roster is not what the terms are about: whoever sent it does not choose the keys."""
+    """The roster does not match the terms, so its sender must not choose the pinned keys."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
     desk.sessions[0] = replace(desk.sessions[0], pin_file=file)
@@ -310,7 +310,7 @@ def test_a_message_that_is_refused_pins_nobody(tmp_path: Path) -> None:
 
 
 def test_a_key_of_a_wrong_length_is_not_pinned() -> None:
-    """Nor is anything else of that message."""
+    """Nor is any other key of that message."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     desk.directory = {ClientId(1): b"short"}
     assert isinstance(desk.told(0, desk.terms()), Failure)
@@ -318,14 +318,14 @@ def test_a_key_of_a_wrong_length_is_not_pinned() -> None:
 
 
 def test_a_client_without_examples_adds_nothing() -> None:
-    """As in the clear, where its reply would be refused."""
+    """As in plain aggregation, where its reply would be refused."""
     desk = Desk([Trainer(num_examples=0), Trainer(), Trainer()])
     packets = desk.packets(desk.terms())[ClientId(0)]
     assert isinstance(desk.ask(0, packets, train=True), Failure)
 
 
 def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
-    """It says so, and still trains in the clear."""
+    """It reports so, and still trains without secure aggregation."""
     session = ClientSession(ClientId(0), Trainer())
     reply, state = session.handle(encode(SecureTrainRequest(message=b"x", train=TRAIN)), b"")
     failure = decode(reply)
@@ -336,14 +336,14 @@ def test_a_client_without_an_identity_takes_part_in_no_session() -> None:
 
 
 def test_a_trainers_state_is_kept_in_any_format() -> None:
-    """Its values, whatever their order in memory."""
+    """The values come back, whatever their memory format."""
     matrix = torch.arange(6.0).view(2, 3).t()
     kept = SessionState.of(SessionState(trainer={"a": matrix}, session=None).to_bytes())
     assert torch.equal(kept.trainer["a"], matrix)
 
 
 def test_a_state_without_a_session_is_left_as_it_is() -> None:
-    """Also one that cannot be read."""
+    """Even one that cannot be read."""
     plain = SessionState(trainer={"a": torch.ones(2)}, session=None).to_bytes()
     for state in (b"", plain, b"damaged"):
         assert end_session_after_failure(state) == state
@@ -365,7 +365,7 @@ ROSTER = messages.Roster(root=bytes(32), size=0, rank=0, adverts=(), proof=NO_PR
 
 
 def test_each_kind_of_request_has_the_messages_of_its_stages_alone() -> None:
-    """Else a session could begin without a word of the training, or mask without one."""
+    """Otherwise a session could start without its training request, or mask without one."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     signed = desk.open(desk.terms())[0]
     belongs: list[tuple[messages.Message, str]] = [
@@ -390,14 +390,14 @@ MEASURES = EvaluationPlan(parameters=PLAN.parameters, measures=("loss", "recall"
 
 
 class Measuring(Trainer):
-    """Measures a loss beyond the bound, and nothing else that is asked for."""
+    """A trainer whose loss exceeds the bound, and which reports no other metric."""
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         return LocalEvaluation(num_examples=5, metrics={"loss": 7.0, "own": 1.0})
 
 
 def asked_to_measure(terms: Terms, work: SecureRequest) -> tuple[object, Trainer]:
-    """Return what a client answers, who has agreed to terms of an evaluation, to what is sent."""
+    """Have a client agree to terms of an evaluation; return its answer to ``work``."""
     trainer = Measuring()
     desk = Desk([trainer, Measuring(), Measuring()])
     desk.announced = EVALUATE
@@ -429,14 +429,14 @@ def test_an_evaluation_is_answered_masked_and_trains_nothing() -> None:
     ids=["a training", "another evaluation"],
 )
 def test_what_is_not_the_announced_evaluation_is_not_answered(work: SecureRequest) -> None:
-    """Terms of a measure are none to train under; another model's measure is another request."""
+    """Terms of an evaluation allow no training, and no evaluation of another model."""
     reply, trainer = asked_to_measure(to_measure(), work)
     assert isinstance(reply, Failure)
     assert trainer.num_trainings == 0
 
 
 def test_terms_are_of_the_kind_of_work_that_is_announced() -> None:
-    """A sum of metrics alone counts as an evaluation, so a training under it would go uncounted."""
+    """A sum of metrics alone counts as an evaluation: a training under it would go unrecorded."""
     training_terms = PLAN.terms(
         PARAMS.layout, run_id=bytes(16), round_num=4, attempt=0, request_hash=hash_request(EVALUATE)
     )

@@ -1,4 +1,4 @@
-"""A client session: one message in, one out, and the state between them."""
+"""A client session: one request in, one reply out, and the state between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ MODEL = {"w": torch.tensor([1.0, 2.0])}
 
 @dataclass
 class Counting:
-    """A trainer that adds its number of earlier trainings to the model, and remembers it."""
+    """A trainer that adds the number of its earlier trainings, kept in its state, to the model."""
 
     contexts: list[TrainContext] = field(default_factory=list)
 
@@ -77,7 +77,7 @@ def session(trainer: Counting | Leaking) -> ClientSession:
 
 
 def test_the_reply_is_the_local_model_minus_the_global_one() -> None:
-    """With the round, the number of examples and the metrics of the trainer."""
+    """It carries the round, the number of examples and the trainer's metrics."""
     reply = decode(session(Counting()).handle(train_request(), b"")[0])
     assert isinstance(reply, TrainReply)
     assert reply.lanes["delta"].tolist() == [1.0, 1.0]
@@ -85,7 +85,7 @@ def test_the_reply_is_the_local_model_minus_the_global_one() -> None:
 
 
 def test_the_trainer_is_told_what_surrounds_it() -> None:
-    """Who it is, which round, how to train, and the public seed."""
+    """The client's id, the round, the settings and the public seed."""
     trainer = Counting()
     session(trainer).handle(train_request(), b"")
     (context,) = trainer.contexts
@@ -95,7 +95,7 @@ def test_the_trainer_is_told_what_surrounds_it() -> None:
 
 
 def test_state_goes_in_and_comes_out() -> None:
-    """Not in the session: two sessions continue each other's work."""
+    """The session holds none of it: two sessions can continue each other's work."""
     _, state = session(Counting()).handle(train_request(), b"")
     reply, state = session(Counting()).handle(train_request(), state)
     message = decode(reply)
@@ -109,7 +109,7 @@ def test_state_goes_in_and_comes_out() -> None:
 
 
 def test_an_evaluation_returns_metrics_and_no_tensors() -> None:
-    """Of the model in the request."""
+    """The metrics are those of the requested model."""
     request = encode(EvaluateRequest(round_num=2, tensors=MODEL))
     reply = decode(session(Counting()).handle(request, b"")[0])
     assert isinstance(reply, EvaluateReply)
@@ -126,7 +126,7 @@ def test_an_evaluation_returns_metrics_and_no_tensors() -> None:
 def test_an_error_in_user_code_leaves_as_the_name_of_its_type(
     request_bytes: bytes, name: str
 ) -> None:
-    """Its message could quote the data: not a byte of it travels, and the state stays."""
+    """Its message could quote the data, so no byte of it is sent; the state does not change."""
     before = safetensors.torch.save({"count": torch.ones(())})
     reply, state = session(Leaking()).handle(request_bytes, before)
     assert decode(reply) == Failure(name)
@@ -137,7 +137,7 @@ def test_an_error_in_user_code_leaves_as_the_name_of_its_type(
 
 @dataclass(frozen=True)
 class Raising:
-    """A trainer that fails in a way of its own, beside a value that is nobody's business."""
+    """A trainer that fails next to a local variable that must stay private."""
 
     error: Exception
 
@@ -152,7 +152,7 @@ class Raising:
 
 
 def test_a_failure_is_told_and_logged_on_this_device_with_its_place() -> None:
-    """File, line, type and words; the traceback without the values of variables."""
+    """File, line, type and message; the traceback omits the values of variables."""
     told: list[str] = []
     client = ClientSession(ClientId(5), Raising(KeyError("0.weight")), on_failure=told.append)
     with structlog.testing.capture_logs() as logs:
@@ -167,7 +167,7 @@ def test_a_failure_is_told_and_logged_on_this_device_with_its_place() -> None:
 
 
 def test_another_model_is_named_to_the_coordinator() -> None:
-    """Names and shapes are no data."""
+    """Names and shapes are not private data."""
     error = ModelMismatch(theirs={"0.weight": (128, 64)}, mine={"weight": (10, 64)})
     with structlog.testing.capture_logs() as logs:
         reply = decode(ClientSession(ClientId(5), Raising(error)).handle(train_request(), b"")[0])
@@ -182,14 +182,14 @@ def test_another_model_is_named_to_the_coordinator() -> None:
     "data", [b"", b"garbage", train_request()[:-1], encode(Failure("not a request"))]
 )
 def test_what_is_not_a_request_is_answered_with_a_failure(data: bytes) -> None:
-    """A session never raises."""
+    """A session never raises an exception."""
     trainer = Counting()
     assert decode(session(trainer).handle(data, b"")[0]) == Failure("ProtocolError")
     assert not trainer.contexts
 
 
 def test_a_state_that_was_damaged_is_a_failure() -> None:
-    """Not an exception, and not a training from zero."""
+    """The session neither raises an exception nor trains from scratch."""
     trainer = Counting()
     reply, state = session(trainer).handle(train_request(), b"damaged")
     assert isinstance(decode(reply), Failure)
@@ -198,14 +198,14 @@ def test_a_state_that_was_damaged_is_a_failure() -> None:
 
 
 class CalledOff(NullControl):
-    """A control that has called its task off."""
+    """A control that has cancelled its task."""
 
     def check(self) -> None:
         raise Cancelled("the user revoked consent")
 
 
 class Attentive(Counting):
-    """A trainer that listens before it trains or evaluates."""
+    """A trainer that checks for cancellation before it trains or evaluates."""
 
     honours = ("epochs", "batch_size", "learning_rate")
 
@@ -227,7 +227,7 @@ class Attentive(Counting):
     ids=["training", "evaluation"],
 )
 def test_a_task_that_is_called_off_has_no_reply(request_: bytes, kind: type) -> None:
-    """Neither a result nor a failure: the coordinator or the user knows already."""
+    """Neither a result nor a failure: the coordinator or the user already knows."""
     client = session(Attentive())
     with pytest.raises(Cancelled, match="revoked"):
         client.handle(request_, b"", control=CalledOff())

@@ -1,4 +1,4 @@
-"""A coordinator for users' tests: here the tests of its own, with clients over real gRPC."""
+"""The coordinator for users' tests, itself tested with clients over real gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -47,7 +47,7 @@ def standard_trainer() -> TorchTrainer:
 
 @asynccontextmanager
 async def joined(path: Path) -> AsyncIterator[tuple[GatewaySession, Identity, int]]:
-    """A client that has enrolled and is connected."""
+    """Yield the session, identity and id of a client that has enrolled and is connected."""
     invitation, identity = Invitation.load(path), Identity.create()
     address = invitation.token_addresses[0]
     certificate_pem, client_id = await enrol(address, invitation, identity)
@@ -70,7 +70,7 @@ async def joined(path: Path) -> AsyncIterator[tuple[GatewaySession, Identity, in
 async def answer_one(
     session: GatewaySession, identity: Identity, client_id: int, trainer: LocalTrainer
 ) -> None:
-    """Do one task, as the runtime would."""
+    """Do one task, as the client runtime would."""
     message = await session.receive()
     assert message is not None
     task = message.task
@@ -105,7 +105,7 @@ async def one_exchange(
 
 
 def test_a_client_trains_as_it_is_asked() -> None:
-    """By its name, over mutual TLS, through the wire format."""
+    """The request names the client, and travels over mutual TLS and through the wire format."""
     with FakeCoordinator() as coordinator:
         replies = asyncio.run(one_exchange(coordinator, network(), evaluate=False))
     reply = replies["clinic-a"]
@@ -117,9 +117,9 @@ def test_a_client_trains_as_it_is_asked() -> None:
 
 @dataclass(frozen=True)
 class Spoiling:
-    """A trainer that spoils its results."""
+    """A trainer that spoils its results with ``spoil``."""
 
-    spoil: Callable[[LocalResult], Any]  # Any: also what no trainer may return
+    spoil: Callable[[LocalResult], Any]  # Any: also values that no trainer may return
     honours = settings_names()
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
@@ -145,7 +145,7 @@ class Spoiling:
 def test_what_a_coordinator_would_refuse_is_refused(
     spoil: Callable[[LocalResult], Any], words: str
 ) -> None:
-    """So that an application's test sees it before its first round does."""
+    """An application's test thus fails before its first real round would."""
     with FakeCoordinator() as coordinator:
         exchange = one_exchange(coordinator, network(), evaluate=False, trainer=Spoiling(spoil))
         reply = asyncio.run(exchange)["clinic-a"]
@@ -154,7 +154,6 @@ def test_what_a_coordinator_would_refuse_is_refused(
 
 
 def test_an_evaluation_of_nothing_is_refused() -> None:
-    """Likewise."""
     with FakeCoordinator() as coordinator:
         trainer = Spoiling(lambda result: result)
         exchange = one_exchange(coordinator, network(), evaluate=True, trainer=trainer)
@@ -164,7 +163,7 @@ def test_an_evaluation_of_nothing_is_refused() -> None:
 
 
 def test_a_client_evaluates() -> None:
-    """The same gateway, another request."""
+    """Over the same gateway, by another kind of request."""
     with FakeCoordinator() as coordinator:
         replies = asyncio.run(one_exchange(coordinator, network(), evaluate=True))
     reply = replies["clinic-a"]
@@ -173,7 +172,7 @@ def test_a_client_evaluates() -> None:
 
 
 def test_a_client_that_is_not_eligible_is_not_asked() -> None:
-    """It is connected, and waiting for it says who is missing."""
+    """It is connected; waiting for it reports which client is missing."""
 
     async def waits(coordinator: FakeCoordinator) -> None:
         async with joined(coordinator.invite("clinic-a")):
@@ -186,7 +185,7 @@ def test_a_client_that_is_not_eligible_is_not_asked() -> None:
 
 
 def test_asking_nobody_is_an_error() -> None:
-    """Not an answer without replies, in which a test would look for a client."""
+    """Not an empty list of replies, in which a test would look for a client."""
     with FakeCoordinator() as coordinator:
         with pytest.raises(DeploymentError, match="no client is connected; call `wait_for`"):
             coordinator.train(network(), SETTINGS)
@@ -195,7 +194,7 @@ def test_asking_nobody_is_an_error() -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Neither the folder nor the ports."""
+    """No folder remains, and no port stays open."""
     with FakeCoordinator() as coordinator:
         path, address = coordinator.invite("clinic-a"), coordinator.address
         assert path.exists()
@@ -212,7 +211,7 @@ def test_nothing_is_left_behind() -> None:
 def test_a_coordinator_that_goes_away_comes_back_where_it_was(
     fake_coordinator: FakeCoordinator,
 ) -> None:
-    """With the clients that it knew, and in the same run; meanwhile nobody answers."""
+    """With its known clients, in the same run; while it is away no call is answered."""
 
     async def tries() -> None:
         invitation = fake_coordinator.invite("clinic-a")
@@ -236,7 +235,7 @@ def test_a_coordinator_that_goes_away_comes_back_where_it_was(
 
 
 def test_who_is_revoked_is_refused_and_counted() -> None:
-    """Its certificate is as good as before."""
+    """Although its certificate has not changed."""
 
     async def tries(coordinator: FakeCoordinator) -> None:
         async with joined(coordinator.invite("clinic-a")) as (session, _, _):

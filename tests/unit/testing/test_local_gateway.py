@@ -1,4 +1,4 @@
-"""A gateway for tests: what they may count on."""
+"""The gateway for tests, and what tests may rely on."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ HELLO = wire_pb2.Hello(protocol=wire.PROTOCOL)
 
 
 def credentials(local: LocalGateway) -> Credentials:
-    """Return those of a client that has enrolled."""
+    """Return the credentials of a client that has enrolled."""
     invitation, identity = (
         local.create_invitation("clinic-a", tags=["country=ch"]),
         Identity.create(),
@@ -29,7 +29,7 @@ def credentials(local: LocalGateway) -> Credentials:
 
 
 def run_at(local: LocalGateway, known: Credentials) -> str:
-    """Return the run that the latest gateway welcomes a client to, which it may then ask."""
+    """Return the id of the run that the latest gateway welcomes a client to."""
 
     async def welcomed() -> str:
         async with (
@@ -43,7 +43,7 @@ def run_at(local: LocalGateway, known: Credentials) -> str:
 
 
 def test_the_clients_of_one_gateway_are_those_of_the_next(tmp_path: Path) -> None:
-    """One authority and one registry; the other run has an id of its own."""
+    """They share the authority and the registry; the other run has its own id."""
     with LocalGateway(tmp_path) as local:
         known = credentials(local)
         (client,) = local.registry.clients()
@@ -55,7 +55,7 @@ def test_the_clients_of_one_gateway_are_those_of_the_next(tmp_path: Path) -> Non
 
 
 def test_whoever_does_not_come_is_told_of(tmp_path: Path) -> None:
-    """With how many there are. The control is above: there one is waited for and comes."""
+    """The error says how many came. Control: the test above, where one is awaited and comes."""
     with LocalGateway(tmp_path) as local:
         credentials(local)
         with pytest.raises(DeploymentError, match="0 of 1 clients connected within"):
@@ -63,7 +63,7 @@ def test_whoever_does_not_come_is_told_of(tmp_path: Path) -> None:
 
 
 def test_who_may_be_asked_is_the_tests_to_say(tmp_path: Path) -> None:
-    """By what a client says of itself; it is connected all the same."""
+    """By what the client reports about itself; it stays connected in any case."""
     with LocalGateway(tmp_path, eligible=lambda client, _: client.name != "clinic-a") as local:
         known = credentials(local)
         local.gateway.public_addresses = ["fl.example.org:443"]
@@ -77,11 +77,11 @@ def test_who_may_be_asked_is_the_tests_to_say(tmp_path: Path) -> None:
                 return len(local.gateway.channel().available()), local.gateway.counters.connections
 
         num_available, num_connected = asyncio.run(available())
-        assert (num_available, num_connected) == (0, 2)  # one to enrol
+        assert (num_available, num_connected) == (0, 2)  # one reserved for enrolment
 
 
 def test_after_the_context_nobody_listens(tmp_path: Path) -> None:
-    """At any of the gateways."""
+    """At none of the gateways."""
     with LocalGateway(tmp_path) as local:
         known = credentials(local)
         local.open()

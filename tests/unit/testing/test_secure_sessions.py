@@ -1,4 +1,4 @@
-"""Secure aggregation with a fake coordinator: a client under test, and others beside it."""
+"""Secure aggregation with a fake coordinator: one client under test, and stand-ins."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ SETTINGS = settings_of(LocalSgd(epochs=1, batch_size=5, learning_rate=0.1))
 
 
 class Shifting(Idle):
-    """Has two examples, and learns to add 0.5."""
+    """A trainer with two examples that learns to add 0.5."""
 
     num_examples = 2
 
@@ -40,7 +40,7 @@ class Shifting(Idle):
 
 
 class Broken(Idle):
-    """Cannot train."""
+    """A trainer that always fails."""
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise KeyError("no such patient")
@@ -57,7 +57,7 @@ def joined(coordinator: FakeCoordinator, folder: Path, trainer: Idle) -> Iterato
 def test_the_sum_has_the_update_of_the_client_under_test(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
-    """Two of its examples among those of five stand-ins: their mean, and no update of its own."""
+    """The mean over its two examples and those of five stand-ins; no single update is visible."""
     with joined(fake_coordinator, tmp_path, Shifting()), fake_coordinator.add_stand_ins(5) as names:
         fake_coordinator.wait_for(6)
         first = fake_coordinator.train_securely(MODEL, SETTINGS)
@@ -75,7 +75,7 @@ def test_the_sum_has_the_update_of_the_client_under_test(
 def test_a_client_that_fails_in_a_session_is_named_and_the_rest_is_summed(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
-    """With the stage and what it says of itself."""
+    """The failure holds the stage and the client's own reason."""
     with joined(fake_coordinator, tmp_path, Broken()), fake_coordinator.add_stand_ins(5) as names:
         fake_coordinator.wait_for(6)
         found = fake_coordinator.train_securely(MODEL, SETTINGS, deadline_s=20.0)
@@ -87,7 +87,7 @@ def test_a_client_that_fails_in_a_session_is_named_and_the_rest_is_summed(
 def test_too_few_for_a_session_is_an_error(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
-    """Before anybody is asked."""
+    """No client is asked."""
     with joined(fake_coordinator, tmp_path, Shifting()):
         fake_coordinator.wait_for(1)
         with pytest.raises(ConfigError):
@@ -96,7 +96,7 @@ def test_too_few_for_a_session_is_an_error(
 
 @dataclass(frozen=True)
 class RootMean(WeightedMean):
-    """Weighs by the root of the number of examples."""
+    """A strategy that weighs clients by the square root of their number of examples."""
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         return num_examples_B.sqrt()
@@ -118,7 +118,7 @@ LOCAL = LocalSgd(epochs=1, batch_size=5, learning_rate=0.1)
 def test_what_a_coordinator_refuses_is_refused_before_anybody_is_asked(
     fake_coordinator: FakeCoordinator, strategy: Strategy
 ) -> None:
-    """By the same rule, with the same words. Control: the tests above."""
+    """By the same rule, with the same message. Control: the tests above."""
     with pytest.raises(ConfigError) as refused:
         fake_coordinator.train_securely(MODEL, strategy)
     config = load(None, overrides=["secure_aggregation.mode=complete", "engine.transport=memory"])
@@ -131,7 +131,7 @@ def test_what_a_coordinator_refuses_is_refused_before_anybody_is_asked(
 def test_stand_ins_answer_whatever_a_client_may_be_asked(
     fake_coordinator: FakeCoordinator,
 ) -> None:
-    """In the clear, too; afterwards they are gone, and others have other names."""
+    """Without secure aggregation, too; then they leave, and later ones have other names."""
     with fake_coordinator.add_stand_ins(1) as (name,):
         fake_coordinator.wait_for(1)
         reply = fake_coordinator.train(MODEL, SETTINGS)[name]
@@ -147,7 +147,7 @@ def test_stand_ins_answer_whatever_a_client_may_be_asked(
 def test_a_stand_in_that_cannot_join_says_why(
     tmp_path: Path, fake_coordinator: FakeCoordinator
 ) -> None:
-    """Instead of being waited for."""
+    """The caller does not wait for it."""
     invitation = fake_coordinator.invite("laptop")
     with run_stand_in(invitation, home=tmp_path / "one", trainer=Idle()):
         pass

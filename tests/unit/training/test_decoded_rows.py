@@ -1,4 +1,4 @@
-"""What was decoded once is read by itself from then on."""
+"""Rows that were decoded once are read from a cache from then on."""
 
 import errno
 import os
@@ -21,14 +21,14 @@ _NUM_ROWS, _ROW_GROUP = 22, 4
 
 
 class _Free(NamedTuple):
-    """What is free on a disk."""
+    """The free space of a disk."""
 
     free: int
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A table of two inputs and a label, each its row number."""
+    """The path of a table with two inputs and a label, each the row's number."""
     rows = np.arange(_NUM_ROWS)
     table = pa.table({"x": rows.astype(np.float32), "who": rows, "y": rows})
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=_ROW_GROUP)
@@ -36,14 +36,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def opened(path: Path) -> RowGroups:
-    """Rows of which nothing is kept in memory."""
+    """Open the table without a cache in memory."""
     columns = columns_of_file(path, label="y", features={"x": ["x"], "who": ["who"]})
     table = Table.at(path, columns)
     return RowGroups(table, groups=table.sizes(), cache_bytes=0, keeps_decoded=True)
 
 
 def taken(rows: RowGroups, wanted: list[int]) -> list[list[float]]:
-    """Return what each tensor has of these rows."""
+    """Return each tensor's values in these rows."""
     features, labels = rows.take(np.array(wanted, np.int64))
     assert isinstance(features, dict)
     return [each.flatten().tolist() for each in (features["x"], features["who"], labels)]
@@ -51,7 +51,7 @@ def taken(rows: RowGroups, wanted: list[int]) -> list[list[float]]:
 
 @pytest.mark.parametrize("wanted", [[3, 4, 5, 9, 8, 8, 21, 0], list(range(_NUM_ROWS)), [7]])
 def test_rows_are_the_same_from_disk(path: Path, wanted: list[int]) -> None:
-    """First some are there, then all, in any order; the file itself is read once."""
+    """At first some are cached, then all, in any order; the file itself is read once."""
     rows = opened(path)
     taken(rows, [5, 17])
     assert taken(rows, wanted) == [wanted] * 3
@@ -62,7 +62,7 @@ def test_rows_are_the_same_from_disk(path: Path, wanted: list[int]) -> None:
 
 
 def test_a_forked_process_needs_not_decode_again(path: Path) -> None:
-    """What a worker has decoded its parent reads, and the other way round."""
+    """The parent reads what a worker has decoded, and the other way round."""
     rows = opened(path)
     child = os.fork()
     if not child:
@@ -76,7 +76,7 @@ def test_a_forked_process_needs_not_decode_again(path: Path) -> None:
 def test_a_full_disk_costs_time_and_nothing_else(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows come from the file as before, and a warning names the remedy, once."""
+    """Rows come from the file as before, and one warning names the remedy."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -96,7 +96,7 @@ def test_no_more_than_half_of_the_space_is_taken(
     free: int,
     is_kept: bool,  # noqa: FBT001 (a parameter)
 ) -> None:
-    """Others have temporary files, too."""
+    """Other programs have temporary files, too."""
     monkeypatch.setattr(shutil, "disk_usage", lambda _: _Free(free))
     kept = DecodedRows(np.array([0, 10]), row_bytes=[8])
     kept.write(0, [torch.arange(10)])
@@ -104,7 +104,7 @@ def test_no_more_than_half_of_the_space_is_taken(
 
 
 def test_a_part_of_a_tensor_is_filled_in_place() -> None:
-    """Whatever its dtype."""
+    """For every dtype."""
     kept = DecodedRows(np.array([0, 2, 5]), row_bytes=[3, 4])
     masks, numbers = torch.rand(3, 3) > 0.5, torch.rand(3)
     kept.write(1, [masks, numbers])

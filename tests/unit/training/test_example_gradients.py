@@ -1,4 +1,4 @@
-"""Gradients by example, held to Opacus; and which models have none."""
+"""Per-example gradients match Opacus, and models that cannot have them are refused."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from fedlearn.training.keyed_dropout import KeyedDropouts
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 
-#: Opacus divides by a norm plus 1e-6: of gradients a thousand times as large, that is nothing.
+#: Opacus divides by a norm plus 1e-6: so gradients are scaled up a thousandfold.
 SCALE = 1000.0
 NUM_EXAMPLES, CLIP, RATE = 21, 0.3 * SCALE, 0.2 / SCALE
 SGD = LocalSgd(epochs=2, batch_size=8, learning_rate=RATE, momentum=0.5)
@@ -28,7 +28,7 @@ RULE = NoisedGradients(inner=SGD, example_clip_norm=CLIP, example_noise_multipli
 
 
 class Words(nn.Module):
-    """A mean of embeddings, and a layer on it."""
+    """A linear layer on the mean of embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def made(name: str) -> nn.Module:
-    """Return a model, the same each time."""
+    """Build the named model; each call returns equal weights."""
     torch.manual_seed(0)
     return MODELS[name][0]()
 
@@ -76,7 +76,7 @@ def by_example(module: nn.Module, objective: Objective | None = None) -> Example
 
 
 def difference(found: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the norm of the difference by that of what is expected."""
+    """Return the norm of the difference, relative to the norm of ``expected``."""
     one, other = (
         torch.cat([value.double().flatten() for value in each]) for each in (found, expected)
     )
@@ -85,7 +85,7 @@ def difference(found: list[Tensor], expected: list[Tensor]) -> float:
 
 @pytest.fixture
 def _quiet() -> Iterator[None]:
-    """Opacus warns of its own use of torch."""
+    """Silence Opacus's warnings about its own use of torch."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -96,8 +96,8 @@ class Opacus:
 
     Args:
         module: The model.
-        rate: Of SGD.
-        momentum: Of SGD.
+        rate: Learning rate of SGD.
+        momentum: Momentum of SGD.
     """
 
     def __init__(self, module: nn.Module, *, rate: float, momentum: float) -> None:
@@ -128,7 +128,7 @@ class Opacus:
 @every_model
 @pytest.mark.usefixtures("_quiet")
 def test_clipped_sums_are_those_of_opacus(name: str) -> None:
-    """To 1e-6; control: clipped after summing they are not."""
+    """Within 1e-6; control: sums clipped after summing differ."""
     features = MODELS[name][1]
     keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
     grads, losses = by_example(made(name), LOSS)(features, LABELS, keys=keys)
@@ -145,7 +145,7 @@ def test_clipped_sums_are_those_of_opacus(name: str) -> None:
 @every_model
 @pytest.mark.usefixtures("_quiet")
 def test_a_local_training_is_that_of_opacus(name: str) -> None:
-    """Two epochs with momentum and a ragged last batch; control: clipped by batch it is not."""
+    """Two epochs with momentum and a ragged last batch; control: clipping by batch differs."""
     features = MODELS[name][1]
     opacus = Opacus(made(name), rate=RATE, momentum=0.5)
     for rows in batch_positions(
@@ -169,7 +169,7 @@ def test_a_local_training_is_that_of_opacus(name: str) -> None:
 
 
 class Centred(nn.Module):
-    """Takes the mean of the batch from each example."""
+    """A module that subtracts the batch's mean from each example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Centred(nn.Module):
 
 
 class Counting(nn.Module):
-    """Gathers a mean in a buffer."""
+    """A module that accumulates a mean in a buffer."""
 
     running: Tensor
 
@@ -226,14 +226,14 @@ def centred(outputs: Tensor, labels: Tensor) -> Tensor:
 def test_what_couples_examples_is_refused(
     module: nn.Module, objective: Objective, reason: str
 ) -> None:
-    """By name, with what to take; a client refuses, whoever asks."""
+    """The error names the module and a replacement; a client refuses too, whoever asks it."""
     keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
     with pytest.raises(SettingsRefused, match=reason):
         by_example(module, objective)(MODELS["mlp"][1], LABELS, keys=keys)
 
 
 class Shaken(nn.Module):
-    """Draws random numbers in its forward pass."""
+    """A module that draws random numbers in its forward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Shaken(nn.Module):
     ids=["keyed", "drawn"],
 )
 def test_each_example_has_a_dropout_mask_of_its_own(make_model: Callable[[], nn.Module]) -> None:
-    """Of twenty equal examples not all lose the same units."""
+    """Twenty equal examples do not all drop the same units."""
     features, labels = torch.ones(20, 5), torch.zeros(20, dtype=torch.int64)
     grads, _ = by_example(make_model())(features, labels, keys=torch.arange(20))
     is_kept = grads[0].abs().sum(1) > 0
@@ -261,9 +261,9 @@ class Sequences(nn.Module):
     """A layer over sequences of 5 numbers a step, and a linear one on its mean output.
 
     Args:
-        layer: Takes [N, T, 5], or [T, N, 5] where ``time_first``.
-        size: Numbers a step that it returns.
-        time_first: As above.
+        layer: Takes inputs of shape [N, T, 5], or [T, N, 5] if ``time_first``.
+        size: Width of the layer's output at each step.
+        time_first: Whether the first dimension is time.
     """
 
     def __init__(self, layer: nn.Module, size: int = 4, *, time_first: bool = False) -> None:
@@ -278,7 +278,7 @@ class Sequences(nn.Module):
 
 
 class Cells(nn.Module):
-    """A cell that is called at each step, from a state that torch makes."""
+    """A recurrent cell, called at each step from an initial state that torch makes."""
 
     def __init__(self, cell: nn.RNNCellBase) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class Cells(nn.Module):
 
 
 class Learned(nn.Module):
-    """A recurrent layer with a first state that trains."""
+    """A recurrent layer whose initial state is a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class Learned(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention that leaves out what is zero."""
+    """Attention that masks zero inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ class Attention(nn.Module):
 
 
 class Packed(nn.Module):
-    """A recurrent layer over sequences as long as they are: it reads lengths."""
+    """A recurrent layer over packed sequences: it reads their lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Packed(nn.Module):
 
 
 class Branching(nn.Module):
-    """Looks at each example to decide what to do, and writes to its input."""
+    """A module that branches on the values of each example, and writes to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ def encoder() -> nn.Module:
 def test_gradients_through_any_layer_are_those_of_each_example_alone(
     make_model: Callable[[], nn.Module],
 ) -> None:
-    """Frozen and unused parameters included, also where ``vmap`` cannot take the layer."""
+    """Including frozen and unused parameters, and layers that ``vmap`` cannot handle."""
     torch.manual_seed(0)
     module = make_model()
     dtype = next(module.parameters()).dtype
@@ -397,7 +397,7 @@ def test_gradients_through_any_layer_are_those_of_each_example_alone(
             list(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
         )
     find = by_example(module)
-    for _ in range(2):  # the second time it is known what vmap takes
+    for _ in range(2):  # the second pass knows which layers vmap can handle
         grads, _ = find(given.clone(), labels, keys=keys)
         for place, found in enumerate(grads):
             rows = torch.stack([each[place] for each in expected])
@@ -405,7 +405,7 @@ def test_gradients_through_any_layer_are_those_of_each_example_alone(
 
 
 class Stateful(nn.Module):
-    """Goes on from where the last batch ended."""
+    """A recurrent layer that starts from the state in which the last batch ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,14 +427,14 @@ class Stateful(nn.Module):
     ],
 )
 def test_a_recurrent_layer_that_couples_examples_is_refused(layer: nn.Module, reason: str) -> None:
-    """Examples that are taken for steps; a state that is kept from batch to batch."""
+    """Where examples are read as time steps, or state survives from batch to batch."""
     steps = torch.randn(6, 7, 5, generator=torch.Generator().manual_seed(0))
     with pytest.raises(SettingsRefused, match=reason):
         by_example(Sequences(layer))(steps, torch.arange(6) % 3, keys=torch.zeros(6).long())
 
 
 def test_a_model_that_no_example_goes_through_says_why() -> None:
-    """The error is the forward pass's own, not that of ``vmap``."""
+    """The error comes from the forward pass, not from ``vmap``."""
     module = Sequences(nn.GRU(4, 4, batch_first=True))
     with pytest.raises(RuntimeError, match="must be equal to input_size"):
         by_example(module)(torch.randn(1, 7, 5), torch.zeros(1).long(), keys=torch.zeros(1).long())

@@ -1,4 +1,4 @@
-"""A call with other tensors leaves a module as it was, however its tensors are tied."""
+"""Calling a module with other tensors leaves it unchanged, however its tensors are tied."""
 
 from collections.abc import Callable
 

@@ -39,7 +39,7 @@ def test_the_same_key_drops_the_same_units() -> None:
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Dropout1d(0.5)])
 @pytest.mark.parametrize("rows_each", [1, 3])
 def test_shares_of_a_batch_have_their_part_of_its_masks(layer: nn.Module, rows_each: int) -> None:
-    """Examples with one row each or several; without their places they would have the first's."""
+    """With one row an example or several; without offsets they would all get the first masks."""
     model = nn.Sequential(layer)
     dropouts, whole = KeyedDropouts(model), torch.ones(7 * rows_each, 20, 2)
     dropouts.set_key(11)
@@ -53,7 +53,7 @@ def test_shares_of_a_batch_have_their_part_of_its_masks(layer: nn.Module, rows_e
 
 
 def test_what_is_no_batch_has_one_mask_for_all_shares() -> None:
-    """As weights of a layer have, whose rows are no examples'."""
+    """Weights of a layer are such a tensor: their rows are not examples."""
     model = nn.Sequential(nn.Dropout(0.5))
     dropouts, weights = KeyedDropouts(model), torch.ones(5, 20)
     dropouts.set_key(11)
@@ -63,7 +63,7 @@ def test_what_is_no_batch_has_one_mask_for_all_shares() -> None:
 
 
 def test_shares_draw_from_a_generator_by_keys_of_their_own() -> None:
-    """The first by the step's; keys stay within 32 bits."""
+    """The first share uses the step's key; keys stay within 32 bits."""
     keys = [share_key(12345, first) for first in range(100)]
     assert keys[0] == 12345
     assert len(set(keys)) == 100
@@ -71,7 +71,7 @@ def test_shares_draw_from_a_generator_by_keys_of_their_own() -> None:
 
 
 def test_layers_drop_different_units() -> None:
-    """Two layers with one key would drop the same: the product would keep half, not a quarter."""
+    """With one key for both, the product would keep half of the units instead of a quarter."""
     model = network()
     kept = dropped(model, KeyedDropouts(model), seed=0, step=0) != 0.0
     assert abs(float(kept.float().mean()) - 0.25) < 0.03
@@ -79,7 +79,7 @@ def test_layers_drop_different_units() -> None:
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 def test_the_rate_and_the_scale_are_those_of_torch(rate: float) -> None:
-    """A share of units is zero, the rest are 1 / (1 - rate)."""
+    """About ``rate`` of the units are zero, the others are scaled by 1 / (1 - rate)."""
     model = nn.Sequential(nn.Dropout(rate))
     outputs = dropped(model, KeyedDropouts(model), seed=3, step=0)
     share = float((outputs == 0.0).float().mean())
@@ -89,7 +89,7 @@ def test_the_rate_and_the_scale_are_those_of_torch(rate: float) -> None:
 
 @pytest.mark.parametrize(("rate", "expected"), [(0.0, 1.0), (1.0, 0.0)])
 def test_extreme_rates_keep_all_or_nothing(rate: float, expected: float) -> None:
-    """Without dividing by zero."""
+    """No division by zero."""
     model = nn.Sequential(nn.Dropout(rate))
     outputs = dropped(model, KeyedDropouts(model), seed=3, step=0)
     assert bool((outputs == expected).all())
@@ -106,7 +106,7 @@ def test_whole_channels_are_dropped_where_the_layer_says_so() -> None:
 
 
 def test_nothing_is_dropped_in_evaluation() -> None:
-    """As in torch; installing keeps the mode a layer was in."""
+    """As in torch; installing the masks does not change a layer's mode."""
     model = network().eval()
     dropouts = KeyedDropouts(model)
     assert bool((dropped(model, dropouts, seed=0, step=0) == 1.0).all())
@@ -115,7 +115,7 @@ def test_nothing_is_dropped_in_evaluation() -> None:
 
 
 def test_a_models_own_draws_leave_the_global_generator_alone() -> None:
-    """It is given back also when the block fails."""
+    """Its state is restored even if the block raises."""
     generator = torch.default_generator
     before = generator.get_state()
 

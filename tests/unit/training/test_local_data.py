@@ -1,4 +1,4 @@
-"""Rows of a dataset as pairs of inputs and a label, whatever their form."""
+"""Rows of a dataset become pairs of inputs and a label, whatever their form."""
 
 from collections import UserDict
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ NUM_ROWS = 6
 
 
 class Rows(Dataset[Any]):
-    """A dataset whose rows are made by a function of their number."""
+    """A dataset whose row ``i`` is computed by a function."""
 
     def __init__(self, make: Callable[[int], Any]) -> None:
         self._make = make
@@ -33,7 +33,7 @@ class Rows(Dataset[Any]):
 
 
 class InBatches(Rows):
-    """One that reads several rows at once, as Hugging Face's do."""
+    """A dataset that can read several rows at once, as Hugging Face's do."""
 
     def __getitem__(self, index: int) -> Any:
         raise AssertionError("rows are read one by one")
@@ -117,7 +117,7 @@ def make_model() -> nn.Module:
 
 @pytest.mark.parametrize("test", [None, Rows(lambda i: {"image": image(i), "labels": i})])
 def test_a_trainer_and_a_simulation_take_rows_of_columns(test: Rows | None) -> None:
-    """As pairs: the same model and the same measures."""
+    """Both read them as pairs: the model and the metrics agree."""
     columns, pairs = Rows(lambda i: {"img": image(i), "label": i}), Rows(lambda i: (image(i), i))
     torch.manual_seed(0)
     weights = make_model().state_dict()

@@ -1,4 +1,4 @@
-"""Convolutions lie channels last where the module bears it, and only there."""
+"""Convolutions are laid out channels last where the module works with it, and only there."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ LOCAL = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
 
 class Images(nn.Module):
-    """Two convolutions, what a subclass does with their outputs, and a head."""
+    """Two convolutions, a subclass's operation on their outputs, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class Images(nn.Module):
 
 
 class Viewing(Images):
-    """Bears contiguous outputs only."""
+    """A module that works only with contiguous outputs."""
 
     def flat(self, x: Tensor) -> Tensor:
         return x.view(len(x), -1)
 
 
 class Insisting(Images):
-    """Says so itself."""
+    """A module that asserts contiguous outputs."""
 
     def flat(self, x: Tensor) -> Tensor:
         assert x.is_contiguous()
@@ -51,14 +51,14 @@ class Insisting(Images):
 
 
 class Dropping(Images):
-    """Draws a mask in the order of memory."""
+    """A module that draws a mask in memory order."""
 
     def flat(self, x: Tensor) -> Tensor:
         return F.dropout(x, 0.5, training=self.training).flatten(1)
 
 
 class OrderOfMemory(Images):
-    """Reads the outputs as they lie, and is silent about it."""
+    """A module that silently reads its outputs in memory order."""
 
     def flat(self, x: Tensor) -> Tensor:
         return x.as_strided((len(x), 4 * 8 * 8), (4 * 8 * 8, 1))
@@ -93,7 +93,7 @@ def is_channels_last(model: ResidentModel) -> bool:
 
 
 def test_convolutions_are_laid_out_channels_last() -> None:
-    """And the vector has the result as ever."""
+    """The parameter vector's result does not change."""
     model, params = resident(Images)
     vector_P = train(model, params)
     assert is_channels_last(model)
@@ -105,7 +105,7 @@ def test_convolutions_are_laid_out_channels_last() -> None:
 
 @pytest.mark.parametrize("make_model", [Viewing, Insisting, Dropping, OrderOfMemory])
 def test_a_module_that_does_not_bear_it_is_left_alone(make_model: Callable[[], nn.Module]) -> None:
-    """It trains as without us: the same bits as a plain loop."""
+    """It trains to the same bits as a plain loop."""
     model, params = resident(make_model)
     vector_P = train(model, params)
     assert not is_channels_last(model)
@@ -122,7 +122,7 @@ def test_a_module_that_does_not_bear_it_is_left_alone(make_model: Callable[[], n
 
 
 def test_the_trial_leaves_nothing_behind() -> None:
-    """Neither in statistics nor in the application's generator."""
+    """Neither running statistics nor the application's generator change."""
 
     def make_model() -> nn.Module:
         return nn.Sequential(
@@ -143,7 +143,7 @@ def test_the_trial_leaves_nothing_behind() -> None:
 
 @pytest.mark.parametrize("make_model", [Images, Viewing, Dropping])
 def test_measuring_first_changes_nothing(make_model: Callable[[], nn.Module]) -> None:
-    """The format does not hang on what the model is used for first."""
+    """The format does not depend on whether the model first trains or evaluates."""
     features, labels = examples()
     one, params = resident(make_model)
     trained = train(one, params)
@@ -156,7 +156,7 @@ def test_measuring_first_changes_nothing(make_model: Callable[[], nn.Module]) ->
 
 
 def test_nothing_to_measure_decides_nothing() -> None:
-    """An empty test set is no trial."""
+    """An empty test set cannot serve as a trial."""
     model, params = resident(Images)
     features, labels = examples()
     model.measure(params, features[:0], labels[:0], batch_size=4)
@@ -165,7 +165,7 @@ def test_nothing_to_measure_decides_nothing() -> None:
 
 
 def test_only_float32_convolutions_on_a_cpu_are_meant() -> None:
-    """Elsewhere the format was not measured."""
+    """The format was measured nowhere else."""
     names = {"first.weight", "second.weight"}
     assert convolution_weights(Images(), device=CPU).keys() == names
     assert not convolution_weights(Images().double(), device=CPU)

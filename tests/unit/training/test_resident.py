@@ -22,7 +22,7 @@ PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 
 
 class Tied(nn.Module):
-    """Weights that are used twice."""
+    """A module that uses one weight twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Tied(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A scalar parameter, a frozen one and one that the loss does not reach."""
+    """A module with a scalar parameter, a frozen one, and one that the loss does not reach."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def resident(
 def train(
     model: ResidentModel, params: Params, *, local: LocalSgd = PLAIN, first_key: int = 3
 ) -> float:
-    """Train in three batches of four; return the mean loss."""
+    """Train on three batches of four examples; return the mean loss."""
     features, labels = examples(params.layout.dtype)
     batches = map(Part, features.split(4), labels.split(4), range(first_key, first_key + 3))
     training = Training(model, params, local=local, broadcast={}, round_num=0)
@@ -99,7 +99,7 @@ def initial(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, Params]:
 @pytest.mark.parametrize("name", list(MODELS))
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_training_is_that_of_a_plain_torch_loop(name: str, momentum: float) -> None:
-    """The same model, batches and optimiser end in the same weights, statistics included."""
+    """The same model, batches and optimizer end in the same weights and statistics."""
     module, params = initial(MODELS[name])
     model = resident(MODELS[name])
     local = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1, momentum=momentum)
@@ -134,7 +134,7 @@ def test_what_is_frozen_or_unused_does_not_move() -> None:
 
 
 def test_tied_weights_stay_tied() -> None:
-    """One parameter in the vector, two uses in the module."""
+    """They are one parameter in the vector, with two uses in the module."""
     _, params = initial(Tied)
     model = resident(Tied)
     train(model, params)
@@ -145,7 +145,7 @@ def test_tied_weights_stay_tied() -> None:
 
 
 def test_training_starts_from_the_global_model_every_time() -> None:
-    """Nothing of the client before is left over: weights, statistics, counters."""
+    """No weight, statistic or counter of the previous client remains."""
     _, params = initial(MODELS["batch norm"])
     model = resident(MODELS["batch norm"])
     train(model, params)
@@ -157,7 +157,7 @@ def test_training_starts_from_the_global_model_every_time() -> None:
 
 @pytest.mark.parametrize("rate", [0.0, 0.5])
 def test_dropout_depends_on_the_seed_and_on_nothing_else(rate: float) -> None:
-    """Functional dropout included; the application's own generator is not moved."""
+    """Functional dropout included; the application's own generator is not advanced."""
 
     class Dropping(nn.Module):
         def __init__(self) -> None:
@@ -183,7 +183,7 @@ def test_dropout_depends_on_the_seed_and_on_nothing_else(rate: float) -> None:
 
 
 def test_measuring_does_not_depend_on_the_batch_size_or_change_the_model() -> None:
-    """One value an example, in evaluation mode; it bounds memory only."""
+    """It returns one value an example, in evaluation mode; the batch size only bounds memory."""
     _, params = initial(MODELS["batch norm"])
     model = resident(MODELS["batch norm"])
     features, labels = examples()
@@ -197,15 +197,15 @@ def test_measuring_does_not_depend_on_the_batch_size_or_change_the_model() -> No
 
 
 class Doubled(nn.Linear):
-    """Writes to its input."""
+    """A module that writes to its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs for twice the input."""
+        """Double the input in place, then apply the module."""
         return super().forward(x.mul_(2.0))
 
 
 def test_a_forward_that_writes_to_its_input_does_not_change_what_is_measured_next() -> None:
-    """The test set is the same after every round."""
+    """The test set must be the same after every round."""
     _, params = initial(lambda: Doubled(5, 3))
     model = resident(lambda: Doubled(5, 3))
     features, labels = examples()
@@ -215,26 +215,25 @@ def test_a_forward_that_writes_to_its_input_does_not_change_what_is_measured_nex
 
 
 class TwoHeads(nn.Module):
-    """Returns the outputs of two layers, as a tuple."""
+    """A module that returns the outputs of two layers as a tuple."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(5, 3), nn.Linear(5, 3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return both."""
         return self.one(x), self.other(x)
 
 
 def test_a_forward_that_returns_several_tensors_is_refused_with_the_remedy() -> None:
-    """Half of a tuple is no half of a batch."""
+    """Half of a tuple is not half of a batch."""
     _, params = initial(TwoHeads)
     with pytest.raises(TypeError, match=r"returned a tuple; .* join several heads by torch.cat"):
         train(resident(TwoHeads), params)
 
 
 def test_nothing_can_be_measured_on_no_examples() -> None:
-    """A worker without a share of them returns empty columns with the right names."""
+    """A worker without any of the examples returns empty columns with the right names."""
     _, params = initial(MODELS["mlp"])
     features, labels = examples()
     values = resident(MODELS["mlp"]).measure(params, features[:0], labels[:0], batch_size=4)
@@ -245,7 +244,7 @@ def test_nothing_can_be_measured_on_no_examples() -> None:
 
 
 def test_another_models_weights_are_refused() -> None:
-    """A layout with other names or shapes; its own is the control."""
+    """A layout with other names or shapes is refused; control: its own is accepted."""
     model = resident(MODELS["mlp"])
     model.load(initial(MODELS["mlp"])[1])
     with pytest.raises(ValueError, match="another model"):
@@ -253,7 +252,7 @@ def test_another_models_weights_are_refused() -> None:
 
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32() -> None:
-    """Close to float32, not equal to it, and the parameters stay what they were."""
+    """The result is close to float32 but not equal, and the parameters keep their dtype."""
     _, params = initial(MODELS["mlp"])
     exact, mixed = resident(MODELS["mlp"]), resident(MODELS["mlp"], Precision.BFLOAT16)
     train(exact, params)
@@ -264,7 +263,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32() -> None:
 
 
 class Mixed(nn.Module):
-    """Layers and statistics of three dtypes, with the casts that they need."""
+    """Layers and statistics of three dtypes, with the necessary casts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +289,7 @@ class Mixed(nn.Module):
 def test_a_module_trains_in_its_own_dtypes(
     make_model: Callable[[], nn.Module], dtype: torch.dtype
 ) -> None:
-    """As a plain loop with torch.optim.SGD does; real features come in the module's dtype."""
+    """It matches a plain loop with torch.optim.SGD; real features get the module's dtype."""
     module, params = initial(make_model)
     model, reference = resident(make_model), deepcopy(module).train()
     local = replace(PLAIN, momentum=0.9, weight_decay=0.01)
@@ -304,7 +303,7 @@ def test_a_module_trains_in_its_own_dtypes(
         optimizer.zero_grad()
         F.cross_entropy(reference(x.to(dtype)), y).backward()
         optimizer.step()
-    expected, unit = Params.of(reference).vector, 2.0**-8  # of bfloat16
+    expected, unit = Params.of(reference).vector, 2.0**-8  # bfloat16's relative precision
     torch.testing.assert_close(model.vector_P, expected, rtol=2 * unit, atol=unit / 4)
     for spec in params.layout.specs:
         value = params.layout.views(model.vector_P)[spec.name]
@@ -318,7 +317,7 @@ def test_a_module_trains_in_its_own_dtypes(
 def test_every_local_update_trains_a_module_of_other_dtypes(
     make_model: Callable[[], nn.Module],
 ) -> None:
-    """Adam under a proximal term, whose count of steps goes past bfloat16's 256."""
+    """Including Adam under a proximal term, whose step count exceeds bfloat16's 256."""
     _, params = initial(make_model)
     adam = LocalAdam(
         epochs=1,
@@ -344,7 +343,7 @@ def test_every_local_update_trains_a_module_of_other_dtypes(
 
 
 class Skipping(nn.Module):
-    """One parameter that no loss reaches, and layers that some batches do."""
+    """A module with a parameter that no loss reaches, and layers that only some batches use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -371,7 +370,7 @@ ADAM = LocalAdam(
 
 
 def optimizer_of(local: LocalUpdate, module: nn.Module) -> torch.optim.Optimizer:
-    """Return torch's own."""
+    """Return torch's own optimizer for a local update."""
     if isinstance(local, LocalAdam):
         kind = torch.optim.AdamW if local.decoupled else torch.optim.Adam
         betas = (local.beta_1, local.beta_2)
@@ -399,7 +398,7 @@ def optimizer_of(local: LocalUpdate, module: nn.Module) -> torch.optim.Optimizer
 def test_a_step_leaves_parameters_without_a_gradient_alone(
     local: LocalUpdate, num_parts: int
 ) -> None:
-    """As torch.optim does, step by step: no decay, no momentum; memory and its count stay.
+    """Matches torch.optim step by step: no decay, no momentum; memory and its count do not change.
 
     In float64: where a gradient is near zero, Adam magnifies float32's rounding.
     """

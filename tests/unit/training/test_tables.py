@@ -1,4 +1,4 @@
-"""Tables of examples: which rows they give, and what they refuse."""
+"""Tables of examples: which rows they return, and what they refuse."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def _replaced(column: str, values: pa.Array) -> pa.Table:
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("cache_bytes", [0, 200, 10**6])
 def test_rows_come_in_the_order_asked(tmp_path: Path, kind: str, cache_bytes: int) -> None:
-    """However little is kept: a row group has 4 x 20 bytes."""
+    """However small the cache; a row group takes 4 x 20 bytes."""
     rows = _rows(
         write(tmp_path / f"t.{kind}", table(range(22)), row_group_size=4), cache_bytes=cache_bytes
     )
@@ -101,7 +101,7 @@ def test_what_fits_is_read_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_file_cut_short_is_refused(tmp_path: Path, kind: str) -> None:
-    """Before it is opened, and between two readings."""
+    """Whether it was cut before opening or between two reads."""
     path = write(tmp_path / f"t.{kind}", table(range(4000)), row_group_size=1000)
     rows = _rows(path)
     content = path.read_bytes()
@@ -122,7 +122,7 @@ def test_a_changed_page_is_refused_by_its_checksum(tmp_path: Path) -> None:
 
 
 def test_a_damaged_arrow_batch_is_refused(tmp_path: Path) -> None:
-    """It tells more values than it has."""
+    """The batch claims more values than it has."""
     path = tmp_path / "t.arrow"
     pyarrow.feather.write_feather(table(range(1000)), str(path), compression="uncompressed")
     content = path.read_bytes()
@@ -142,7 +142,7 @@ def test_a_file_that_was_written_anew_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_stream_of_arrow_is_refused_with_the_remedy(tmp_path: Path) -> None:
-    """It has no index."""
+    """A stream has no index."""
     path = tmp_path / "t.arrow"
     with pyarrow.ipc.new_stream(str(path), table(range(4)).schema) as stream:
         stream.write_table(table(range(4)))
@@ -166,7 +166,7 @@ def test_missing_values_are_refused_by_file_row_group_and_column(
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_columns_of_another_form_are_refused(tmp_path: Path, kind: str) -> None:
-    """Ragged lists and text, by name; a column that is not there."""
+    """Ragged lists and text are refused by name, and so is a missing column."""
     ragged = _replaced("x", pa.array([[1.0], [1.0, 2.0]] * 4))
     path = write(tmp_path / f"ragged.{kind}", ragged, row_group_size=4)
     with pytest.raises(DataError, match=r"feature column 'x' is list.*fixed-size lists"):

@@ -1,4 +1,4 @@
-"""A task of the trainer: watched, called off, restarted, read lazily and cut into parts."""
+"""A training task: reported, cancelled, resumed, read lazily, and split into parts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,11 +28,11 @@ from fedlearn.training.trainer import (
 
 LOCAL = LocalSgd(epochs=3, batch_size=4, learning_rate=0.1)
 MOMENTUM = Proximal(inner=replace(LOCAL, momentum=0.9, keep_momentum=True), proximal=0.1)
-NUM_EXAMPLES, NUM_STEPS = 14, 12  # 4 steps an epoch, the last of two examples
+NUM_EXAMPLES, NUM_STEPS = 14, 12  # 4 steps an epoch, two examples in the last
 
 
 class Counting(nn.Module):
-    """Logits that note in ``passes`` each forward pass in training."""
+    """A model that counts in ``passes`` each forward pass in training."""
 
     def __init__(self, passes: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Counting(nn.Module):
 
 
 class Replaced(nn.Module):
-    """A statistic that every forward pass assigns anew instead of in place."""
+    """A module whose buffer is reassigned in each forward pass instead of updated in place."""
 
     mean: Tensor
 
@@ -78,7 +78,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @dataclass
 class Watched(NullControl):
-    """A control that records, and calls the task off after so many batches."""
+    """A control that records progress, and cancels the task after so many batches."""
 
     num_allowed: int = 10**9
     num_checked: int = 0
@@ -103,7 +103,7 @@ class Watched(NullControl):
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset that remembers which items were read, with noise on each."""
+    """A dataset that records which items were read, and adds noise to each."""
 
     def __init__(self, noise: float = 0.0) -> None:
         self.features, self.labels = examples()
@@ -150,7 +150,7 @@ def trained(
 
 
 def assert_same(found: LocalResult, expected: LocalResult) -> None:
-    """To the bit: model, metrics and what is kept."""
+    """Compare model, metrics and client state bit for bit."""
     assert found.metrics == expected.metrics
     for one, other in ((found.tensors, expected.tensors), (found.state, expected.state)):
         assert one.keys() == other.keys()
@@ -161,7 +161,7 @@ def assert_same(found: LocalResult, expected: LocalResult) -> None:
 @pytest.mark.parametrize("num_done", [1, 5, 11, 12])
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_a_killed_task_goes_on_to_the_same_bits(name: str, num_done: int, num_parts: int) -> None:
-    """In a new trainer, as in a new process, after any step; not a batch is computed twice."""
+    """In a new trainer, as in a new process, after any step; no batch is computed twice."""
     make_model = MODELS[name]
 
     def trainer() -> TorchTrainer:
@@ -172,7 +172,7 @@ def test_a_killed_task_goes_on_to_the_same_bits(name: str, num_done: int, num_pa
     if num_done < NUM_STEPS:
         with pytest.raises(Cancelled):
             trained(trainer(), make_model, local=MOMENTUM, control=killed)
-    else:  # after its last step, before its reply
+    else:  # between its last step and its reply
         trained(trainer(), make_model, local=MOMENTUM, control=killed)
     restarted = Watched(kept=killed.kept)
     found = trained(trainer(), make_model, local=MOMENTUM, control=restarted)
@@ -181,7 +181,7 @@ def test_a_killed_task_goes_on_to_the_same_bits(name: str, num_done: int, num_pa
 
 
 def test_a_lost_velocity_would_be_noticed() -> None:
-    """The control: a checkpoint that differs ends in another model."""
+    """The control: from an altered checkpoint another model results."""
     killed = Watched(num_allowed=5)
     with pytest.raises(Cancelled):
         trained(TorchTrainer.of(MODELS["mlp"], *examples()), local=MOMENTUM, control=killed)
@@ -194,7 +194,7 @@ def test_a_lost_velocity_would_be_noticed() -> None:
 
 
 def test_a_checkpoint_of_something_else_is_not_continued() -> None:
-    """The data or the network changed while the client was off: its task begins anew."""
+    """If the data or the network changed while the client was off, its task starts over."""
     killed = Watched(num_allowed=5)
     with pytest.raises(Cancelled):
         trained(TorchTrainer.of(MODELS["mlp"], *examples()), control=killed)
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_something_else_is_not_continued() -> None:
 
 @pytest.mark.parametrize("num_allowed", [0, 1, 7])
 def test_a_task_that_is_called_off_computes_no_further_batch(num_allowed: int) -> None:
-    """And the trainer is fit for the next task."""
+    """And the trainer can run the next task."""
     passes = list[Tensor]()
     trainer = TorchTrainer.of(lambda: Counting(passes), *examples())
     with pytest.raises(Cancelled, match="revoked"):
@@ -219,7 +219,7 @@ def test_a_task_that_is_called_off_computes_no_further_batch(num_allowed: int) -
 
 
 def test_a_task_is_called_off_between_the_parts_of_a_batch() -> None:
-    """Where a batch takes long enough to be cut, it takes too long to wait for."""
+    """A batch that is long enough to be split is too long to wait for."""
     passes = list[Tensor]()
     trainer = TorchTrainer.of(lambda: Counting(passes), *examples(), gradient_accumulation=2)
     with pytest.raises(Cancelled):
@@ -228,7 +228,7 @@ def test_a_task_is_called_off_between_the_parts_of_a_batch() -> None:
 
 
 def test_a_statistic_survives_a_task_that_was_called_off() -> None:
-    """A buffer that was assigned anew in the lost task does not leak into the next."""
+    """A buffer that the cancelled task reassigned does not leak into the next one."""
     trainer = TorchTrainer.of(Replaced, *examples())
     with pytest.raises(Cancelled):
         trained(trainer, Replaced, control=Watched(num_allowed=5))
@@ -238,7 +238,7 @@ def test_a_statistic_survives_a_task_that_was_called_off() -> None:
 
 
 def test_progress_is_reported_after_every_step() -> None:
-    """Up to all of it, with losses whose weighted mean is the result's."""
+    """Up to 100 %, with losses whose weighted mean is the result's loss."""
     control = Watched()
     result = trained(TorchTrainer.of(MODELS["mlp"], *examples()), control=control)
     assert control.fractions == [step / NUM_STEPS for step in range(1, NUM_STEPS + 1)]
@@ -250,7 +250,7 @@ def test_progress_is_reported_after_every_step() -> None:
 @pytest.mark.parametrize("num_parts", [2, 3, 4, 9])
 @pytest.mark.parametrize("name", ["mlp", "sequences"])
 def test_parts_of_a_batch_make_the_step_of_the_whole(num_parts: int, name: str) -> None:
-    """To float tolerance, unequal parts and batches smaller than the parts among them."""
+    """Within float tolerance, for unequal parts and for batches smaller than ``num_parts``."""
 
     def make_model() -> nn.Module:
         return MODELS["mlp"]() if name == "mlp" else nn.Conv1d(5, 3, 1)
@@ -293,7 +293,7 @@ def test_parts_have_dropout_masks_of_their_own() -> None:
 
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_a_dataset_trains_as_its_tensors_do(num_parts: int) -> None:
-    """To the bit, training and evaluation."""
+    """Bit for bit, in training and evaluation."""
     dataset = TorchTrainer.of(MODELS["mlp"], Pairs(), gradient_accumulation=num_parts)
     tensors = TorchTrainer.of(MODELS["mlp"], *examples(), gradient_accumulation=num_parts)
     assert_same(trained(dataset), trained(tensors))
@@ -302,7 +302,7 @@ def test_a_dataset_trains_as_its_tensors_do(num_parts: int) -> None:
 
 
 def test_a_dataset_is_read_when_it_is_needed() -> None:
-    """Nothing at first, then a part at a time: it may be larger than memory."""
+    """Nothing at first, then one part at a time: a dataset may be larger than memory."""
     dataset = Pairs()
     trainer = TorchTrainer.of(MODELS["mlp"], dataset, gradient_accumulation=2)
     assert not dataset.read
@@ -312,7 +312,7 @@ def test_a_dataset_is_read_when_it_is_needed() -> None:
 
 
 def test_augmentation_is_a_function_of_the_task() -> None:
-    """Random items repeat after a restart, differ between epochs, and move no other sequence."""
+    """Random items repeat after a restart, differ between epochs, and use no other generator."""
     trainer = TorchTrainer.of(MODELS["mlp"], Pairs(noise=0.5))
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
@@ -334,7 +334,7 @@ def test_augmentation_is_a_function_of_the_task() -> None:
 def test_a_budget_of_steps_ends_a_task_early(
     max_steps: int, num_steps: int, num_examples: int
 ) -> None:
-    """Its weight is the examples it has seen; the steps are the first of the whole task."""
+    """Its weight counts the examples seen; the steps are the first ones of the whole task."""
     control, whole = Watched(), Watched()
     trainer = TorchTrainer.of(MODELS["mlp"], *examples(), max_steps=max_steps)
     result = trained(trainer, control=control)
@@ -346,7 +346,7 @@ def test_a_budget_of_steps_ends_a_task_early(
 
 
 def test_mixed_precision_computes_in_bfloat16_and_keeps_float32() -> None:
-    """The model moves in about the same direction; its tensors stay float32."""
+    """The update points in nearly the same direction; the tensors stay float32."""
     seen: list[torch.dtype] = []
 
     def make_model() -> nn.Module:
@@ -365,7 +365,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_float32() -> None:
 
 @pytest.mark.parametrize("as_dataset", [True, False])
 def test_the_test_examples_are_evaluated(*, as_dataset: bool) -> None:
-    """Where there are some; training does not see them."""
+    """Only these, if there are any; training does not see them."""
     features, labels = examples()
     test = Pairs() if as_dataset else (features, labels)
     weights = initial(MODELS["mlp"])
@@ -376,7 +376,7 @@ def test_the_test_examples_are_evaluated(*, as_dataset: bool) -> None:
 
 
 def test_an_evaluation_that_is_called_off_ends_before_the_next_batch() -> None:
-    """And leaves the module as it was; its control goes through all batches."""
+    """The module is left as it was; in the control the evaluation visits all batches."""
     features, labels = examples(600)
     trainer = TorchTrainer.of(MODELS["dropout"], features, labels)
     weights, control = initial(MODELS["dropout"]), Watched(num_allowed=1)
@@ -393,7 +393,7 @@ def test_an_evaluation_that_is_called_off_ends_before_the_next_batch() -> None:
 
 
 def test_a_trainer_says_how_much_it_has_and_where_it_computes() -> None:
-    """For the coordinator to choose by: the training examples, not the test's."""
+    """The coordinator selects clients by it: training examples only, not test examples."""
     features, labels = examples()
     trainer = TorchTrainer.of(
         MODELS["mlp"], features[:3], labels[:3], test=(features, labels), device="cpu"
@@ -403,7 +403,7 @@ def test_a_trainer_says_how_much_it_has_and_where_it_computes() -> None:
 
 
 def test_the_objective_is_the_applications() -> None:
-    """A regression, for one."""
+    """For example for a regression."""
     features = examples()[0]
     trainer = TorchTrainer.of(
         lambda: nn.Linear(5, 1), features, features[:, :1], objective=MeanSquaredError()
@@ -413,7 +413,7 @@ def test_the_objective_is_the_applications() -> None:
 
 
 def test_a_failed_evaluation_leaves_training_as_it_was() -> None:
-    """The module is back in training mode."""
+    """The module returns to training mode."""
     features, labels = examples()
     wrong = (features[:, :4], labels)
     trainer = TorchTrainer.of(MODELS["dropout"], features, labels, test=wrong)
@@ -425,7 +425,7 @@ def test_a_failed_evaluation_leaves_training_as_it_was() -> None:
 
 
 class Gated(nn.Module):
-    """A forward of two inputs; ``ids`` are integers, the gate is boolean."""
+    """A model with two inputs: ``ids`` are integers, the gate is boolean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ class Gated(nn.Module):
 
 
 class Items(Dataset[Any]):  # Any: features of any form
-    """A dataset of the rows of several inputs, under a key or in a tuple each."""
+    """A dataset of several inputs, each row a dict or a tuple."""
 
     def __init__(self, inputs: tuple[Tensor, Tensor], labels: Tensor, *, as_dict: bool) -> None:
         self.inputs, self.labels, self.as_dict = inputs, labels, as_dict
@@ -461,7 +461,7 @@ def gated() -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 @pytest.mark.parametrize("num_parts", [1, 2])
 def test_several_inputs_train_from_tensors_and_from_a_dataset(num_parts: int) -> None:
-    """A tuple is positional, a dict by name, and all are the same to the bit."""
+    """Tuples pass by position, dicts by name, and all results agree bit for bit."""
     (ids, gate), labels = gated()
     inputs: list[Any] = [((ids, gate), labels), ({"gate": gate, "ids": ids}, labels)]
     datasets = [(Items((ids, gate), labels, as_dict=each),) for each in (False, True)]
@@ -509,7 +509,7 @@ class Ragged(Items):
 def test_a_ragged_dataset_is_refused_with_the_row_and_the_input(
     *, as_dict: bool, message: str
 ) -> None:
-    """Where a DataLoader would say that it cannot stack."""
+    """A DataLoader would only say that it cannot stack."""
     trainer = TorchTrainer.of(Gated, Ragged(*gated(), as_dict=as_dict))
     with pytest.raises(DataError, match=message):
         trainer.evaluate(initial(Gated))
@@ -523,14 +523,14 @@ class Endless(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 class Bare(Pairs):
-    """A dataset whose items are features alone, whatever it promises."""
+    """A dataset whose items are features without a label."""
 
-    def __getitem__(self, row: int) -> Any:  # Any: that is what is wrong with it
+    def __getitem__(self, row: int) -> Any:  # Any: the wrong type is the point
         return self.features[row]
 
 
 class Empty(Pairs):
-    """A dataset of nothing."""
+    """An empty dataset."""
 
     def __len__(self) -> int:
         return 0
@@ -549,7 +549,7 @@ class Empty(Pairs):
 def test_data_that_cannot_be_trained_on_are_refused(
     make: Callable[[], object], message: str
 ) -> None:
-    """With what they are and what to give."""
+    """The error says what they are and what to pass instead."""
     with pytest.raises(DataError, match=message):
         make()
 
@@ -567,6 +567,6 @@ def test_data_that_cannot_be_trained_on_are_refused(
     ],
 )
 def test_options_out_of_range_are_refused(make: Callable[[], object], message: str) -> None:
-    """With the value and the range."""
+    """The error has the value and the range."""
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""The trainer that comes with the framework."""
+"""The trainer for PyTorch models."""
 
 import re
 from contextlib import nullcontext
@@ -62,7 +62,7 @@ def context(local: LocalSgd = LOCAL, state: dict[str, Tensor] | None = None) -> 
 
 
 def test_kept_momentum_continues_torchs_sequence() -> None:
-    """Two calls with the state between them are four steps of one optimiser."""
+    """Two trainings that share the state equal four steps of one optimizer."""
     features, labels = examples(6)
     module = make_model()
     trainer = trainer_on(features, labels)
@@ -79,7 +79,7 @@ def test_kept_momentum_continues_torchs_sequence() -> None:
 
 
 def test_nothing_is_kept_unless_asked_for() -> None:
-    """Without ``keep_momentum`` a state is neither returned nor used."""
+    """Without ``keep_momentum`` no state is returned or used."""
     trainer = trainer_on(*examples(6))
     tensors = Params.of(make_model()).to_tensors()
     local = replace(LOCAL, keep_momentum=False)
@@ -91,7 +91,7 @@ def test_nothing_is_kept_unless_asked_for() -> None:
 
 
 def test_trainers_share_a_model_without_sharing_results() -> None:
-    """What one returned is not overwritten by the next."""
+    """A result is not overwritten by the next training."""
     model, tensors = resident(), Params.of(make_model()).to_tensors()
     first = trainer_on(*examples(6), model=model).train(tensors, context=context())
     before = {name: value.clone() for name, value in first.tensors.items()}
@@ -100,7 +100,7 @@ def test_trainers_share_a_model_without_sharing_results() -> None:
 
 
 def test_the_request_is_not_modified() -> None:
-    """The global model is the coordinator's."""
+    """The global model belongs to the coordinator."""
     tensors = Params.of(make_model()).to_tensors()
     before = {name: value.clone() for name, value in tensors.items()}
     trainer = trainer_on(*examples(6))
@@ -110,7 +110,7 @@ def test_the_request_is_not_modified() -> None:
 
 
 def test_evaluation_returns_means_over_the_examples() -> None:
-    """Loss and accuracy of the model in the request."""
+    """Loss and accuracy are those of the requested model."""
     features, labels = examples(6)
     module = make_model()
     found = trainer_on(features, labels).evaluate(Params.of(module).to_tensors())
@@ -123,7 +123,7 @@ def test_evaluation_returns_means_over_the_examples() -> None:
 
 
 def test_a_client_without_examples_is_an_error() -> None:
-    """As is one whose labels do not match them; the message has both counts."""
+    """So is a client whose labels do not match its examples; the message has both counts."""
     features, labels = examples(9)
     with pytest.raises(DataError, match="there are no examples"):
         trainer_on(features[:0], labels[:0])
@@ -150,7 +150,7 @@ def test_a_client_without_examples_is_an_error() -> None:
 def test_another_model_is_refused_before_it_is_loaded(
     tensors: dict[str, tuple[int, ...]], words: str
 ) -> None:
-    """With names and shapes of both; control: the trainer's own model is taken."""
+    """The error has names and shapes of both; control: the trainer's own model is accepted."""
     trainer = trainer_on(*examples(6))
     others = {name: torch.zeros(shape) for name, shape in tensors.items()}
     with pytest.raises(ModelMismatch, match=re.escape(words)):
@@ -168,7 +168,7 @@ def test_another_model_is_refused_before_it_is_loaded(
 def test_what_does_not_go_through_the_model_is_found_without_weights(
     num_features: int, label: int, error: type[Exception] | None, *, is_test: bool
 ) -> None:
-    """Features of another width, labels the model has no output for; the last is the control."""
+    """Features of another width, or labels outside the model's outputs; the last is the control."""
     bad = torch.zeros(8, num_features, dtype=torch.float64), torch.full((8,), label)
     fine = examples(6)
     data, test = (fine, bad) if is_test else (bad, fine)
@@ -178,7 +178,7 @@ def test_what_does_not_go_through_the_model_is_found_without_weights(
 
 
 def test_a_client_logs_dtypes_that_are_not_the_usual() -> None:
-    """Once, when the trainer is made; an ordinary model logs nothing."""
+    """Once, when the trainer is built; an ordinary model logs nothing."""
     features, labels = torch.randn(6, 5), torch.zeros(6, dtype=torch.int64)
     with capture_logs() as logs:
         TorchTrainer.of(lambda: nn.Linear(5, 3), features, labels)
@@ -195,7 +195,7 @@ def test_a_client_logs_dtypes_that_are_not_the_usual() -> None:
 def test_of_several_gpus_it_takes_the_one_of_its_process(
     monkeypatch: pytest.MonkeyPatch, name: str, found: str
 ) -> None:
-    """Unless another one is named."""
+    """Unless the caller names another one."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
@@ -203,7 +203,7 @@ def test_of_several_gpus_it_takes_the_one_of_its_process(
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before CUDA says no more than that an ordinal is invalid."""
+    """CUDA would only say that an ordinal is invalid."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match='"cuda:2", but torch sees 2 GPUs, from "cuda:0"'):
@@ -229,6 +229,6 @@ def coupled(outputs: Tensor, labels: Tensor) -> Tensor:
 def test_what_couples_the_examples_of_a_batch_is_named(
     layers: nn.Module, objective: Objective, found: str | None
 ) -> None:
-    """So that no process is given a share of one."""
+    """Otherwise a batch would be split over processes."""
     trainer = TorchTrainer.of(layers.double, *examples(6), objective=objective, device="cpu")
     assert trainer.coupling == found
