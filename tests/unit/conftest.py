@@ -1,4 +1,4 @@
-"""What unit tests share."""
+"""Fixtures for unit tests."""
 
 import pytest
 import torch
@@ -6,5 +6,5 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Compute as every process of ours does."""
+    """Use one thread, as all of fedlearn's processes do."""
     torch.set_num_threads(1)

@@ -6,7 +6,7 @@ from fedlearn.core.clock import SystemClock, VirtualClock, utc_now
 
 
 def test_virtual_time_passes_only_by_sleeping() -> None:
-    """A day takes no time."""
+    """Sleeping for a day takes no real time."""
     clock = VirtualClock()
     clock.sleep(86_400.0)
     clock.sleep(0.5)
@@ -14,7 +14,7 @@ def test_virtual_time_passes_only_by_sleeping() -> None:
 
 
 def test_the_system_clock_never_goes_back() -> None:
-    """It is monotonic, and sleeping lets it pass."""
+    """It is monotonic, and advances while sleeping."""
     clock = SystemClock()
     before = clock.now_s()
     clock.sleep(0.0)
@@ -22,5 +22,5 @@ def test_the_system_clock_never_goes_back() -> None:
 
 
 def test_dates_are_utc_in_iso_8601() -> None:
-    """With seconds and a Z."""
+    """They have seconds and end in Z."""
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", utc_now())

@@ -1,4 +1,4 @@
-"""The wire format, field by field: what is refused and why."""
+"""The wire format, field by field: what is refused, and why."""
 
 import json
 import pickle
@@ -41,7 +41,7 @@ REPLY: Mapping[str, Any] = {  # Any: JSON
 
 
 def message(header: object, body: bytes = EMPTY) -> bytes:
-    """Return bytes whose prefix is right, whatever the header and the body are."""
+    """Return bytes with a valid prefix, whatever the header and the body hold."""
     data = header if isinstance(header, bytes) else json.dumps(header).encode()
     return PREFIX.pack(b"FL", VERSION, len(data)) + data + body
 
@@ -51,13 +51,13 @@ def changed(**fields: object) -> bytes:
 
 
 def body_of(entry: Mapping[str, object], data: bytes = b"") -> bytes:
-    """Return a safetensors file with one tensor as its header claims."""
+    """Return a safetensors file with one tensor, described as ``entry`` claims."""
     header = json.dumps({"w": entry}).encode()
     return struct.pack("<Q", len(header)) + header + data
 
 
 def test_a_large_integer_tensor_is_exact() -> None:
-    """Values, dtypes and shapes are the sender's, 2**62 + 1 included."""
+    """Values, dtypes and shapes are exact, including 2**62 + 1."""
     tensors = {
         "count": torch.tensor(2**62 + 1),
         "half": torch.tensor([1.5, -0.0], dtype=torch.bfloat16),
@@ -72,7 +72,7 @@ def test_a_large_integer_tensor_is_exact() -> None:
 
 
 def test_strided_views_of_one_vector_travel() -> None:
-    """Models are views of one vector, and users transpose."""
+    """Models are views of one vector, and users transpose tensors."""
     vector = torch.arange(12.0)
     tensors = {"a": vector[:6].view(2, 3).t(), "b": vector[6:]}
     found = decode(encode(EvaluateRequest(round_num=1, tensors=tensors)))
@@ -81,7 +81,7 @@ def test_strided_views_of_one_vector_travel() -> None:
 
 
 def test_who_only_looks_copies_no_tensor() -> None:
-    """The fields are those of the message; its tensors lie in its bytes."""
+    """The fields are the message's; its tensors are views of its bytes."""
     request = TrainRequest(
         round_num=3,
         attempt=1,
@@ -98,12 +98,12 @@ def test_who_only_looks_copies_no_tensor() -> None:
     begin = from_dlpack(np.frombuffer(data, np.uint8)).data_ptr()
     places = [message.tensors["a"].data_ptr() - begin for message in (seen, owned)]
     assert places[0] == len(data) - 4000
-    assert not 0 <= places[1] < len(data)  # the control: to be trained in place
+    assert not 0 <= places[1] < len(data)  # the control: a copy, since it is trained in place
     assert torch.equal(seen.tensors["a"], owned.tensors["a"])
 
 
 def test_metrics_that_are_not_finite_travel() -> None:
-    """A diverged client says so."""
+    """A diverged client reports such metrics."""
     metrics = {"loss": float("nan"), "other": float("inf")}
     found = decode(encode(EvaluateReply(round_num=0, num_examples=1, metrics=metrics)))
     assert isinstance(found, EvaluateReply)
@@ -112,7 +112,7 @@ def test_metrics_that_are_not_finite_travel() -> None:
 
 
 def test_metrics_arrive_as_floats() -> None:
-    """Whole numbers are valid JSON for a metric; arithmetic is on floats."""
+    """Integers are valid JSON for a metric, but arithmetic is on floats."""
     found = decode(changed(metrics={"loss": 3}))
     assert isinstance(found, TrainReply)
     assert isinstance(found.metrics["loss"], float)
@@ -176,7 +176,7 @@ def test_metrics_arrive_as_floats() -> None:
     ],
 )
 def test_what_is_not_a_message_is_a_protocol_error(data: bytes, reason: str) -> None:
-    """Each kind of damage has its message; the undamaged reply is the control."""
+    """Each kind of damage has its own error message; control: the undamaged reply."""
     assert isinstance(decode(message(REPLY)), TrainReply)
     with pytest.raises(ProtocolError, match=reason):
         decode(data)
@@ -185,7 +185,7 @@ def test_what_is_not_a_message_is_a_protocol_error(data: bytes, reason: str) -> 
 @pytest.mark.parametrize("opening", [b'{"fields":', b'{"kind":', b""])
 @pytest.mark.parametrize("depth", [100, 990, 100_000])
 def test_deeply_nested_json_is_a_protocol_error(opening: bytes, depth: int) -> None:
-    """At any depth, below and above the interpreter's limit."""
+    """At any depth, below and above the interpreter's recursion limit."""
     closing = b"}" if opening else b""
     nested = opening + b"[" * depth + b"]" * depth + closing
     with pytest.raises(ProtocolError):
@@ -193,20 +193,20 @@ def test_deeply_nested_json_is_a_protocol_error(opening: bytes, depth: int) -> N
 
 
 def test_duplicate_and_missing_fields_are_refused() -> None:
-    """Each field stands once; JSON's last one wins, and a missing one is named."""
+    """JSON would keep the last of two fields; a missing one is named."""
     with pytest.raises(ProtocolError, match="num_examples"):
         decode(message({"kind": "train_reply", "fields": {"round_num": 1, "metrics": {}}}))
 
 
 class Detonator:
-    """Unpickling this runs code."""
+    """An object whose unpickling runs code."""
 
     def __reduce__(self) -> tuple[type[RuntimeError], tuple[str]]:
         return RuntimeError, ("unpickled",)
 
 
 def test_nothing_is_unpickled() -> None:
-    """A pickle, bare or as the body, is refused unread; the control shows that it would run."""
+    """A pickle, bare or as the body, is refused unread; the control shows it would run code."""
     bomb = pickle.dumps(Detonator())
     assert isinstance(pickle.loads(bomb), RuntimeError)  # noqa: S301 - the control
     for data in (bomb, message(REPLY, bomb), message(bomb)):
@@ -215,7 +215,7 @@ def test_nothing_is_unpickled() -> None:
 
 
 def test_messages_are_what_their_fields_say() -> None:
-    """A request for training carries its settings, of every plain type."""
+    """A training request carries settings of every plain type."""
     settings = {"epochs": 2, "rate": 0.5, "shuffle": True, "batch_size": None, "name": "é"}
     request = TrainRequest(
         round_num=1, attempt=2, tensors={}, order=(), settings=settings, seed=2**63 - 1
@@ -264,7 +264,7 @@ def going_on(message: bytes) -> SecureStageRequest:
 def test_a_message_of_secure_aggregation_travels(
     body: bytes, made: Callable[[bytes], SecureRequest]
 ) -> None:
-    """With the model in one stage and without it in the others, whatever the tensors are called."""
+    """One stage has the model, the others do not, whatever the tensors' names are."""
     sent = made(body)
     found = decode(encode(sent))
     assert isinstance(found, type(sent))
@@ -297,14 +297,14 @@ def test_what_is_for_one_client_alone_may_travel_apart() -> None:
 
 @pytest.mark.parametrize("shared", [beginning(b""), going_on(b""), masking(b"own"), Failure("no")])
 def test_a_personal_part_without_a_place_is_refused(shared: SecureRequest | Failure) -> None:
-    """Nor does it take the place of packets that are there; control: without one, it is read."""
+    """Nor may it replace packets that are present; control: without those it is read."""
     with pytest.raises(ProtocolError, match="no place"):
         decode(encode(shared), personal=b"more")
     assert isinstance(decode(encode(shared)), type(shared))
 
 
 def test_a_reply_of_secure_aggregation_travels() -> None:
-    """Bytes in, the same bytes out."""
+    """The bytes are unchanged."""
     found = decode(encode(SecureReply(round_num=7, message=b"masked")))
     assert isinstance(found, SecureReply)
     assert (found.round_num, found.message) == (7, b"masked")
@@ -359,7 +359,7 @@ def test_a_malformed_secure_request_is_refused(
     fields: Mapping[str, object],
     tensors: Mapping[str, torch.Tensor],
 ) -> None:
-    """Control: without the change it is one."""
+    """Control: the unchanged request is accepted."""
     name, body = f"secure_{kind}_request", safetensors.torch.save(dict(tensors))
     with pytest.raises(ProtocolError, match="malformed"):
         decode(message({"kind": name, "fields": {**whole, **fields}}, body))
@@ -368,7 +368,7 @@ def test_a_malformed_secure_request_is_refused(
 
 
 def test_a_secure_reply_holds_one_message_and_nothing_else() -> None:
-    """Another tensor, or none, is refused."""
+    """An additional tensor is refused, and so is a missing one."""
     for tensors in ({}, {**OCTETS, "w": torch.zeros(1)}, {"message": torch.zeros(2)}):
         header = {"kind": "secure_reply", "fields": {"round_num": 1}}
         with pytest.raises(ProtocolError, match="malformed"):

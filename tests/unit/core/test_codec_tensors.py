@@ -1,4 +1,4 @@
-"""The tensors of a message: views of its bytes where that is safe, and never beyond them."""
+"""Tensors of a message are views of its bytes where that is safe, and never reach beyond them."""
 
 import json
 import struct
@@ -39,7 +39,7 @@ def delta_of(data: bytes) -> Mapping[str, Tensor]:
 
 
 def test_a_reply_is_not_copied_and_a_request_is() -> None:
-    """Two readings of one reply are the same memory; a request may be trained in place."""
+    """Two reads of a reply share memory; a request is copied, since it may be trained in place."""
     data = encode(TrainReply(round_num=0, lanes=TENSORS, num_examples=1, metrics={}))
     left, right = delta_of(data), delta_of(data)
     assert all(left[name].data_ptr() == right[name].data_ptr() for name in TENSORS)
@@ -53,7 +53,7 @@ def test_a_reply_is_not_copied_and_a_request_is() -> None:
 
 @pytest.mark.parametrize("spaces", range(8))
 def test_a_body_at_any_address_is_read(spaces: int) -> None:
-    """A sender need not align it; then it is copied."""
+    """Senders need not align it; an unaligned body is copied."""
     found = delta_of(reply(safetensors.torch.save(TENSORS), spaces=spaces))
     for name, value in TENSORS.items():
         assert torch.equal(found[name], value)
@@ -61,7 +61,7 @@ def test_a_body_at_any_address_is_read(spaces: int) -> None:
 
 
 def test_a_tensor_at_any_place_of_a_body_is_read() -> None:
-    """One byte before it moves the float off its alignment."""
+    """One byte before it moves a float off its alignment."""
     data = b"x" + struct.pack("<f", 2.5)
     found = delta_of(
         reply(body_of({"u": slot(0, 1), "f": slot(1, 5, dtype="F32", shape=[])}, data))
@@ -70,7 +70,7 @@ def test_a_tensor_at_any_place_of_a_body_is_read() -> None:
 
 
 def test_a_message_outlives_the_bytes_it_was_read_from() -> None:
-    """Views keep them alive."""
+    """Views keep the bytes alive."""
     data = bytearray(encode(TrainReply(round_num=0, lanes=TENSORS, num_examples=1, metrics={})))
     found = delta_of(bytes(data))
     del data
@@ -109,7 +109,7 @@ def test_a_message_outlives_the_bytes_it_was_read_from() -> None:
     ],
 )
 def test_lengths_that_do_not_fit_the_message_are_refused(table: object, data: bytes) -> None:
-    """Whatever a peer claims is held against what it sent; four bytes in one slot pass."""
+    """Each claim is checked against the bytes received; four bytes in one slot are accepted."""
     assert delta_of(reply(body_of({"a": slot(0, 4)}, b"1234")))["a"].tolist() == list(b"1234")
     with pytest.raises(ProtocolError, match="malformed tensors"):
         decode(reply(body_of(table, data)))

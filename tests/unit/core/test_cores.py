@@ -1,4 +1,4 @@
-"""Work on memory that is spread over the cores: all of it once, and the same bits on any number."""
+"""Spreading work on memory over cores: each element once, the same bits for any number of cores."""
 
 import threading
 
@@ -28,7 +28,7 @@ def use(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("num", [1, 2, 3, 64])
 def test_each_element_is_in_one_part(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many parts as cores, unless that leaves too little for each."""
+    """There are as many parts as cores, unless each would be too small."""
     use(num, monkeypatch)
     parts = run_on_all_cores(LARGE, lambda part: part)
     assert len(parts) == min(num, 3)
@@ -39,7 +39,7 @@ def test_each_element_is_in_one_part(num: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_parts_run_together_and_few_elements_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for the others: one after the other they would never meet."""
+    """Each part waits for the others, so one after the other they would deadlock."""
     use(3, monkeypatch)
     met = threading.Barrier(3)
     assert sorted(run_on_all_cores(LARGE, lambda _: met.wait(30.0))) == [0, 1, 2]

@@ -1,4 +1,4 @@
-"""How a metric is spread over clients."""
+"""The distribution of a metric over clients."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from fedlearn.core.distribution import split_statistic, summarize_metrics
 
 
 def test_quantiles_are_those_of_the_clients() -> None:
-    """Of 0, 0.01, ..., 1."""
+    """At 0, 0.01, ..., 1."""
     spread = summarize_metrics(
         {"accuracy": np.linspace(0.0, 1.0, 101)}, directions={"accuracy": "max"}
     )
@@ -18,7 +18,7 @@ def test_quantiles_are_those_of_the_clients() -> None:
 
 
 def test_the_worst_decile_is_that_of_the_declared_direction() -> None:
-    """Ten of a hundred clients: by what is declared, not by what a name sounds like."""
+    """Ten of a hundred clients; the declared direction decides, not the metric's name."""
     values = np.arange(100.0)
     spread = summarize_metrics(
         {"accuracy": values, "loss": values, "perplexity": values, "lossless": values},
@@ -32,14 +32,14 @@ def test_the_worst_decile_is_that_of_the_declared_direction() -> None:
 
 
 def test_a_metric_that_nobody_declared_has_both_tails_and_no_worst_decile() -> None:
-    """Which end is the worse one cannot be known."""
+    """Without a direction, either end may be the worse one."""
     spread = summarize_metrics({"novelty": np.arange(100.0)}, directions={"accuracy": "max"})
     parts = ("mean", "num_clients", "p10", "p50", "p90")
     assert sorted(spread) == [f"clients/novelty_{part}" for part in parts]
 
 
 def test_a_diverged_client_does_not_hide_the_others() -> None:
-    """Non-finite values are left out; a metric without any other is absent."""
+    """Non-finite values are left out; a metric with no other values is absent."""
     spread = summarize_metrics(
         {"loss": np.array([1.0, np.nan, np.inf]), "none": np.array([np.nan])},
         directions={"loss": "min", "none": "max"},
@@ -50,6 +50,6 @@ def test_a_diverged_client_does_not_hide_the_others() -> None:
 
 
 def test_the_name_of_a_spread_says_of_what_it_is() -> None:
-    """A metric's own name may end as a part does."""
+    """A metric's own name may end like one of the suffixes."""
     assert split_statistic("clients/top_p10_worst_decile") == ("top_p10", "worst_decile")
     assert split_statistic("top_p10") == ("top_p10", None)

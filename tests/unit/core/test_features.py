@@ -1,4 +1,4 @@
-"""Features that are one tensor or several."""
+"""Features that consist of one tensor or of several."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ FORMS: dict[str, Features] = {
 
 
 class Difference(nn.Module):
-    """A forward whose arguments are not to be mixed up."""
+    """A module whose arguments must not be swapped."""
 
     def forward(self, ids: Tensor, mask: Tensor | float = 0.0) -> Tensor:
         return ids.sum(1) - mask
@@ -34,7 +34,7 @@ class Difference(nn.Module):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_parts_of_features_have_their_form(form: str) -> None:
-    """Rows and slices, the same of every tensor."""
+    """Rows and slices apply to every tensor alike."""
     whole = FORMS[form]
     for part, rows in (
         (take_rows(whole, torch.tensor([2, 0])), [2, 0]),
@@ -47,7 +47,7 @@ def test_parts_of_features_have_their_form(form: str) -> None:
 
 
 def test_a_dict_has_one_order_whatever_it_was_written_in() -> None:
-    """What is taken apart in one place is put together in another."""
+    """Code in one place takes features apart that code in another puts together."""
     other: Features = {"ids": IDS, "mask": MASK}
     assert [id(each) for each in list_tensors(other)] == [id(each) for each in (IDS, MASK)]
     assert [id(each) for each in list_tensors(FORMS["dict"])] == [id(IDS), id(MASK)]
@@ -58,7 +58,7 @@ def test_a_dict_has_one_order_whatever_it_was_written_in() -> None:
 
 
 def test_a_tuple_is_positional_and_a_dict_by_name() -> None:
-    """As the forward is written."""
+    """In the way that ``forward`` declares its arguments."""
     assert torch.equal(call_module(Difference(), IDS), IDS.sum(1))
     for form in ("tuple", "dict"):
         assert torch.equal(call_module(Difference(), FORMS[form]), IDS.sum(1) - MASK)
@@ -78,12 +78,12 @@ def test_a_tuple_is_positional_and_a_dict_by_name() -> None:
     ],
 )
 def test_features_that_do_not_fit_are_refused_by_name(features: Features, message: str) -> None:
-    """Which input it is, and the lengths."""
+    """The error names the input and the lengths."""
     with pytest.raises(DataError, match=message):
         require_one_label_each(features, torch.zeros(4))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_features_with_one_label_each_are_accepted(form: str) -> None:
-    """The control; what is mapped keeps its length."""
+    """The control; mapping keeps the lengths."""
     require_one_label_each(map_inputs(lambda tensor: tensor * 2, FORMS[form]), torch.zeros(4))

@@ -1,4 +1,4 @@
-"""Files are whole or not there, and what the disk refuses is said in our words."""
+"""Files are written completely or not at all, and disk errors become our own errors."""
 
 import errno
 import os
@@ -31,7 +31,7 @@ def names(folder: Path) -> list[str]:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Let the kernel refuse what a file holds beyond that."""
+    """Have the kernel refuse files larger than that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -41,7 +41,7 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
 
 
 def test_a_file_is_written_for_all_that_the_umask_lets(tmp_path: Path) -> None:
-    """A report is for others to read, unless its owner says otherwise."""
+    """Others may read a report, unless its owner's umask forbids it."""
     for mask, expected in ((0o022, 0o644), (0o077, 0o600)):
         before = os.umask(mask)
         try:
@@ -52,7 +52,7 @@ def test_a_file_is_written_for_all_that_the_umask_lets(tmp_path: Path) -> None:
 
 
 def test_a_private_file_is_created_once_and_replaced_whole(tmp_path: Path) -> None:
-    """Whatever its mode was."""
+    """Whatever its mode was before."""
     path = tmp_path / "file"
     assert create_private(path, b"first")
     assert not create_private(path, b"second")
@@ -64,7 +64,7 @@ def test_a_private_file_is_created_once_and_replaced_whole(tmp_path: Path) -> No
 
 
 def test_a_private_folder_is_closed_even_if_it_was_open(tmp_path: Path) -> None:
-    """With its parents."""
+    """So are its parents."""
     folder = tmp_path / "a" / "b"
     make_private_folder(folder)
     folder.chmod(0o755)
@@ -87,7 +87,7 @@ def test_a_private_folder_is_closed_even_if_it_was_open(tmp_path: Path) -> None:
 def test_what_cannot_be_written_leaves_nothing_behind(
     tmp_path: Path, write: Callable[[Path, bytes], object], error: type[FedlearnError]
 ) -> None:
-    """A folder that is gone, and a disk that refuses the second half."""
+    """The folder is missing, or the disk refuses the second half."""
     with pytest.raises(error, match=r"cannot write .*: No such file or directory; make it access"):
         write(tmp_path / "missing" / "file", b"content")
     with (
@@ -99,7 +99,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(
 
 
 def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
-    """The last step may fail as well."""
+    """The final rename may fail as well."""
     (tmp_path / "taken" / "inside").mkdir(parents=True)
     with pytest.raises(DeploymentError, match="cannot write"):
         write_private(tmp_path / "taken", b"content")
@@ -107,7 +107,7 @@ def test_a_folder_is_not_replaced_by_a_file(tmp_path: Path) -> None:
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
-    """Whole."""
+    """The old content is still complete."""
     path = tmp_path / "file"
     write_private(path, b"before")
     with files_of_at_most(4096), pytest.raises(DeploymentError):
@@ -119,7 +119,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 def test_names_are_synchronised_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First the content, then the name, then the folder: any other order can lose it."""
+    """First the content, then the rename, then the folder: any other order can lose the file."""
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
@@ -139,7 +139,7 @@ def test_names_are_synchronised_after_the_rename(
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
-    """Only what the disk refuses is renamed."""
+    """Only disk errors are converted."""
     with pytest.raises(ValueError, match="ours"), explain_disk_errors(tmp_path, raises=StoreError):
         raise ValueError("ours")
     with (
@@ -151,6 +151,6 @@ def test_other_errors_pass(tmp_path: Path) -> None:
 
 @pytest.mark.linux
 def test_a_folder_that_is_missing_is_not_made_durable(tmp_path: Path) -> None:
-    """Its caller renames the error; Windows, where the call does nothing, has none."""
+    """The caller converts the error. Windows raises none, since the call does nothing there."""
     with pytest.raises(FileNotFoundError):
         sync_folder(tmp_path / "missing")

@@ -1,4 +1,4 @@
-"""Each process of a machine has a GPU of its own, or is told that there are too few."""
+"""Each process of a machine gets its own GPU, or an error that there are too few."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("three_gpus")
 @pytest.mark.parametrize("local_rank", [0, 3])
 def test_too_few_are_told_to_every_process(local_rank: int) -> None:
-    """The first one, too: it alone prints, and would wait for the others."""
+    """Even the first process, which alone prints, and would otherwise wait for the others."""
     environ = of_torchrun(local_rank, 4)
     with pytest.raises(ConfigError, match=r"has started 4 processes .*, but there are 3; start 3"):
         find_own_gpu(environ)

@@ -1,4 +1,4 @@
-"""Local files of JSON that are damaged say so."""
+"""Damaged local JSON files are reported."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def read(path: Path) -> dict[str, list[int]] | None:
 
 
 def test_what_is_there_is_read(tmp_path: Path) -> None:
-    """And a file that is not there is no error."""
+    """A missing file is not an error."""
     path = tmp_path / "counts.json"
     assert read(path) is None
     path.write_text('{"a": [1, 2]}')

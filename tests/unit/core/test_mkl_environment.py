@@ -1,4 +1,4 @@
-"""Products whose bits do not hang on where their operands begin in memory."""
+"""Matrix products have the same bits wherever their operands begin in memory."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ import fedlearn
 from fedlearn.core.mkl_environment import prepare_for_mkl
 
 ROOT = Path(fedlearn.__file__).parents[1]
-#: Prints what MKL is asked for at the moment when torch's import begins, and ends there.
+#: Prints MKL's setting at the moment when torch's import begins, then exits.
 AT_TORCH = """
 import os, runpy, sys
 
@@ -22,7 +22,7 @@ def at_torch(event, arguments):
 
 sys.addaudithook(at_torch)
 """
-#: Prints at how many of 16 places in a line the products of one batch have other bits.
+#: Prints at how many of 16 offsets in a cache line the products of one batch have other bits.
 OFFSETS = """
 import torch
 torch.set_num_threads(1)
@@ -53,7 +53,7 @@ ENTRIES = {
 
 
 def printed(script: str, **environ: str) -> str:
-    """Return what a fresh interpreter prints whose environment says nothing of MKL but this."""
+    """Run a script in a fresh interpreter without other MKL variables; return its output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MKL_")}
     ended = subprocess.run(
         [sys.executable, "-c", script],
@@ -70,7 +70,7 @@ def printed(script: str, **environ: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_mkl_is_asked_before_torch_is_imported(entry: str) -> None:
-    """By whatever of ours a process begins with; the control imports torch alone."""
+    """Whichever of our modules a process starts with; the control imports only torch."""
     assert printed(AT_TORCH + ENTRIES[entry]) == "AUTO"
     assert printed(AT_TORCH + "import torch") == "None"
 
@@ -79,12 +79,12 @@ def test_mkl_is_asked_before_torch_is_imported(entry: str) -> None:
     "imports", ["import fedlearn", pytest.param("import torch, fedlearn", marks=pytest.mark.slow)]
 )
 def test_a_product_has_the_same_bits_wherever_its_operands_begin(imports: str) -> None:
-    """Also when a script imports torch first: MKL reads its environment at its first product."""
+    """Even if a script imports torch first: MKL reads its environment at the first product."""
     assert printed(imports + OFFSETS) == "0"
 
 
 def test_what_the_environment_says_already_stays() -> None:
-    """Who sets a variable means it."""
+    """Variables that the user has set take precedence."""
     environ = {"MKL_CBWR": "COMPATIBLE"}
     prepare_for_mkl(environ)
     assert environ == {"MKL_CBWR": "COMPATIBLE"}

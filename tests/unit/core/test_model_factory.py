@@ -1,4 +1,4 @@
-"""A module that the user keeps, whole or in part, is copied; a new one is taken as it is."""
+"""A module that the user also holds, in whole or in part, is copied; a new one is not."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ Make = Callable[[], nn.Module]
 
 
 class Tied(nn.Module):
-    """Two names of one parameter, a cycle, a view as a buffer, and a hook of its own."""
+    """A parameter with two names, a cycle, a view as a buffer, and a hook that refers to it."""
 
     def __init__(self, backbone: nn.Module | None = None) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class Tied(nn.Module):
 
 
 class Application:
-    """Holds a network that holds it."""
+    """An application and its network, which refer to each other."""
 
     def __init__(self) -> None:
         self.net = on(Tied(), "application", self)
 
 
 class WithClassAttribute(nn.Module):
-    """Puts one layer into each network."""
+    """A network whose layer is a class attribute, shared by all instances."""
 
     backbone = nn.Linear(2, 2)
 
@@ -176,7 +176,7 @@ NEW: dict[str, Make] = {
 
 @pytest.mark.parametrize("name", NEW)
 def test_a_new_network_is_not_copied(name: str) -> None:
-    """It may lead to objects of the user's, such as a list that its forward pass appends to."""
+    """It may refer to the user's objects, such as a list that its forward pass appends to."""
     seen: list[int] = []
     built: Any = ModelFactory.of(lambda: on(NEW[name](), "seen", seen))()
     assert built.seen is seen
@@ -185,7 +185,7 @@ def test_a_new_network_is_not_copied(name: str) -> None:
 
 def test_what_cannot_be_copied_is_refused_by_name() -> None:
     net: Any = nn.Sequential(nn.Linear(2, 2))
-    net.forward = lambda rows: net[0](rows) + 0  # a copy would call the network itself
+    net.forward = lambda rows: net[0](rows) + 0  # a copy would still call this network
     assert ModelFactory.of(lambda: nn.Sequential(nn.Linear(2, 2)))() is not None
     with pytest.raises(ConfigError, match=r"in use elsewhere \(Sequential\).* still uses its Seq"):
         ModelFactory.of(lambda: net)()

@@ -1,4 +1,4 @@
-"""The discrete Gaussian: its distribution, its rare branches, and a wrong scale caught."""
+"""The discrete Gaussian: its distribution, its rare branches, and detection of wrong scales."""
 
 import itertools
 import math
@@ -23,12 +23,12 @@ SIGMAS = [0.3, 0.7, 1.0, 3.2, 7.99, 16.0, 50.0, 1000.0]
 
 
 def stream(seed: int = 0) -> SecretStream:
-    """Return a stream that is the same in every run of a test."""
+    """Return a reproducible stream."""
     return SecretStream(SecretBytes(seed.to_bytes(32, "little")))
 
 
 def exact(sigma: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the numbers within 14 sigma, and the probability of each by its definition."""
+    """Return the integers within 14 sigma, and each one's probability by definition."""
     reach = math.ceil(14 * sigma) + 1
     numbers = np.arange(-reach, reach + 1)
     weights = np.exp(-(numbers.astype(np.float64) ** 2) / (2 * sigma**2))
@@ -36,7 +36,7 @@ def exact(sigma: float) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def fits(samples: NDArray[np.int64], *, sigma: float) -> bool:
-    """Tell whether a chi-squared test and one of the variance accept samples: 5 deviations."""
+    """Tell whether a chi-squared test and the second moment accept samples, within 5 deviations."""
     numbers, chances = exact(sigma)
     expected = chances * len(samples)
     counts = np.bincount(samples - numbers[0], minlength=len(numbers))[: len(numbers)]
@@ -54,7 +54,7 @@ def fits(samples: NDArray[np.int64], *, sigma: float) -> bool:
 
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_samples_follow_the_distribution(sigma: float) -> None:
-    """Each number as often as by its definition, and the exact second moment."""
+    """Frequencies match the definition, and so does the second moment."""
     assert fits(sample_discrete_gaussian(sigma, 200_000, source=stream()), sigma=sigma)
 
 
@@ -62,16 +62,17 @@ def test_samples_follow_the_distribution(sigma: float) -> None:
     ("sigma", "factor"),
     [
         *itertools.product(SIGMAS, [2 / 3, 3 / 2]),
-        *itertools.product([s for s in SIGMAS if s >= 1.0], [0.98, 1.02]),  # below, most are 0
+        # For smaller sigma most samples are 0.
+        *itertools.product([s for s in SIGMAS if s >= 1.0], [0.98, 1.02]),
     ],
 )
 def test_noise_of_another_scale_is_caught(sigma: float, factor: float) -> None:
-    """The control of the test above: by half as much, by a third less, even by 2 %."""
+    """The control of the test above: half as much, a third less, and even 2 % are detected."""
     assert not fits(sample_discrete_gaussian(sigma * factor, 200_000, source=stream()), sigma=sigma)
 
 
 def test_samples_of_a_large_sigma_have_its_moments_and_fill_the_low_bits() -> None:
-    """Blocks of 2**16 numbers and more: variance, kurtosis, and every offset as often."""
+    """For blocks of at least 2**16 integers: variance, kurtosis, and uniform offsets."""
     sigma, num = 3.0e6, 400_000
     samples = sample_discrete_gaussian(sigma, num, source=stream())
     scaled = samples / sigma
@@ -83,7 +84,7 @@ def test_samples_of_a_large_sigma_have_its_moments_and_fill_the_low_bits() -> No
 
 
 def test_no_number_is_left_out_at_the_seam_of_the_signs() -> None:
-    """A block of y = -1 ends right below 0: the two sides mirror each other there."""
+    """The block y = -1 ends just below 0, so the two sides must mirror each other there."""
     samples = sample_discrete_gaussian(40.0, 2_000_000, source=stream())
     for number in range(1, 9):
         below, above = (samples == -number).sum(), (samples == number).sum()
@@ -91,7 +92,7 @@ def test_no_number_is_left_out_at_the_seam_of_the_signs() -> None:
 
 
 def test_two_streams_differ_and_one_key_repeats() -> None:
-    """A fresh stream draws a key of its own."""
+    """A fresh stream draws its own key."""
     draws = [sample_discrete_gaussian(9.0, 64, source=SecretStream.fresh()) for _ in range(2)]
     assert (draws[0] != draws[1]).any()
     again = [sample_discrete_gaussian(9.0, 64, source=stream(7)) for _ in range(2)]
@@ -99,7 +100,7 @@ def test_two_streams_differ_and_one_key_repeats() -> None:
 
 
 def test_samples_are_added_to_what_is_there() -> None:
-    """In 32 bits as in 64, and beyond a block of samples; control: another key adds others."""
+    """In int32 and int64, and for more than one block; control: another key adds other samples."""
     samples = sample_discrete_gaussian(1000.0, 70_000, source=stream())
     assert (samples != sample_discrete_gaussian(1000.0, 70_000, source=stream(1))).any()
     before = np.arange(70_000) - 35_000
@@ -112,7 +113,7 @@ def test_samples_are_added_to_what_is_there() -> None:
 
 @pytest.mark.parametrize("sigma", [1e-3, 0.7, 3.2, 1000.0, 2.0**21])
 def test_no_sample_is_beyond_the_largest(sigma: float) -> None:
-    """The table's both ends are within it, and its far end is it."""
+    """Both ends of the table are within it, and the far end equals it."""
     proposals, largest = build_proposals(sigma), bound_sample(sigma)
     s, rows = 1 << proposals.log_s, len(proposals.table)
     lowest, highest = s * proposals.least, s * (proposals.least + rows - 1) + s - 1
@@ -121,20 +122,20 @@ def test_no_sample_is_beyond_the_largest(sigma: float) -> None:
 
 
 class Told(SecretStream):
-    """A stream whose bits are given, to walk the branches that chance hardly ever takes."""
+    """A stream of given values, to reach branches that random bits almost never take."""
 
     def __init__(self, *bits: int) -> None:
         self._told = list(bits)
 
     def bits(self, num: int) -> int:
-        """Return the next that was given."""
+        """Return the next given value."""
         return self._told.pop(0)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sigma", [3.2, pytest.param(50.0, marks=pytest.mark.slow)])
 def test_the_table_says_the_distribution_to_128_bits(sigma: float) -> None:
-    """Against rational arithmetic of the exponential's series, 200 terms."""
+    """Compared with rational arithmetic on 200 terms of the exponential series."""
 
     def exponential(minus_x: Fraction) -> Fraction:
         halved, total, term = minus_x / 1024, Fraction(0), Fraction(1)
@@ -157,7 +158,7 @@ def _rounded(value: Fraction) -> Fraction:
 
 
 def test_a_draw_that_the_guide_leaves_open_is_settled_by_the_table() -> None:
-    """Both sides of a bound, one unit of 2**-128 apart."""
+    """One unit of 2**-128 to either side of a boundary."""
     proposals = build_proposals(3.2)
     row = int(np.argmax(np.diff(np.array(proposals.table, dtype=float))))
     bound, more = proposals.table[row], 112
@@ -172,7 +173,7 @@ def test_a_draw_that_the_guide_leaves_open_is_settled_by_the_table() -> None:
 
 
 def test_a_proposal_that_32_bits_leave_open_is_settled_by_more() -> None:
-    """Just below the chance it is accepted, just above not, and a tie asks again."""
+    """Just below the probability it is accepted, just above it is not; a tie draws more bits."""
     proposals = build_proposals(50.0)
     x, nearest = 102, 100
     chance = math.exp(-(x**2 - nearest**2) / (2 * 50.0**2))
@@ -185,6 +186,6 @@ def test_a_proposal_that_32_bits_leave_open_is_settled_by_more() -> None:
 
 @pytest.mark.parametrize("sigma", [0.0, -1.0, math.nan, math.inf, 2 * MAX_SIGMA])
 def test_a_sigma_out_of_range_is_refused(sigma: float) -> None:
-    """With the value."""
+    """The error has the value."""
     with pytest.raises(ValueError, match="sigma is"):
         sample_discrete_gaussian(sigma, 1, source=stream())

@@ -11,7 +11,7 @@ from fedlearn.core.params import Layout, Params
 
 
 class Tied(nn.Module):
-    """Two names, one parameter: as embedding and output of a language model."""
+    """A parameter with two names, like a language model's embedding and output layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Tied(nn.Module):
 
 
 class Mixed(nn.Module):
-    """Buffers of all kinds beside float32 and float64 parameters, one of them frozen."""
+    """Buffers of all kinds with float32 and float64 parameters, one of them frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ MODELS: list[Callable[[], nn.Module]] = [
 
 @pytest.mark.parametrize("make_model", MODELS)
 def test_a_model_survives_the_round_trip(make_model: Callable[[], nn.Module]) -> None:
-    """Out of one module, into another: every tensor of the state is the same, bit for bit."""
+    """From one module into another: every tensor of the state has the same bits."""
     torch.manual_seed(0)
     source, target = make_model(), make_model()
     params = Params.of(source)
@@ -66,7 +66,7 @@ def test_a_model_survives_the_round_trip(make_model: Callable[[], nn.Module]) ->
 
 
 def test_parameters_come_before_statistics_and_constants_stay_outside() -> None:
-    """The server optimiser acts on a prefix; integers are never averaged."""
+    """The server optimizer acts on a prefix of the vector; integers are never averaged."""
     params = Params.of(Mixed())
     names = [spec.name for spec in params.layout.specs]
     assert names == [
@@ -84,12 +84,12 @@ def test_parameters_come_before_statistics_and_constants_stay_outside() -> None:
 
 
 def test_large_integers_are_exact() -> None:
-    """2**62 + 1 does not fit into a float."""
+    """A float cannot represent 2**62 + 1."""
     assert int(Params.of(Mixed()).to_tensors()["counter"]) == 2**62 + 1
 
 
 def test_what_is_frozen_is_not_trainable() -> None:
-    """Nor are statistics, although they change."""
+    """Nor are running statistics, although they change."""
     layout = Params.of(Mixed()).layout
     assert {spec.name for spec in layout.trainable} == {
         "scale",
@@ -112,7 +112,7 @@ def test_what_is_frozen_is_not_trainable() -> None:
 def test_the_vector_is_float32_unless_the_model_is_finer(
     dtype: torch.dtype, expected: torch.dtype
 ) -> None:
-    """Narrow models are summed in float32 and sent in their own dtype."""
+    """Narrower models are summed in float32 and sent in their own dtype."""
     params = Params.of(nn.Linear(3, 2).to(dtype))
     assert params.vector.dtype == expected
     assert {tensor.dtype for tensor in params.to_tensors().values()} == {dtype}
@@ -143,7 +143,7 @@ def test_a_model_without_parameters_is_refused() -> None:
 
 
 def test_views_of_a_stack_are_the_clients_tensors() -> None:
-    """[B, P] has per name [B, *shape], in the stack's memory."""
+    """For a stack of shape [B, P] each view has shape [B, *shape] and shares the memory."""
     layout = Layout.of(nn.Linear(3, 2))
     stack = torch.arange(4.0 * layout.size).view(4, layout.size)
     views = layout.views(stack)
@@ -156,7 +156,7 @@ def test_views_of_a_stack_are_the_clients_tensors() -> None:
 
 
 def test_packing_is_the_inverse_of_views() -> None:
-    """Also into memory that is given, and not without a name."""
+    """Into given memory as well; a missing name is an error."""
     layout = Layout.of(nn.Linear(3, 2))
     vector = torch.randn(layout.size)
     assert torch.equal(layout.pack(layout.views(vector)), vector)
@@ -167,14 +167,14 @@ def test_packing_is_the_inverse_of_views() -> None:
 
 
 def test_the_size_is_that_of_what_is_sent() -> None:
-    """Integer buffers travel too, and narrow tensors take less than the vector."""
+    """Integer buffers are sent too, and narrow tensors take less than in the vector."""
     for model in (nn.BatchNorm1d(3), nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2)):
         params = Params.of(model)
         assert params.num_bytes == sum(tensor.nbytes for tensor in params.to_tensors().values())
 
 
 def test_a_model_of_another_shape_is_refused() -> None:
-    """The message has both shapes; a missing tensor says so."""
+    """The message has both shapes, or names a missing tensor."""
     params = Params.of(nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"\(2, 4\).*'weight'.*\(2, 3\)"):
         params.load_into(nn.Linear(4, 2))
@@ -193,7 +193,7 @@ def test_params_are_a_copy_of_the_module() -> None:
 
 
 def test_a_model_is_sent_in_its_own_dtypes() -> None:
-    """Rounded to bfloat16 where the module has that; a uniform model is the same object."""
+    """Tensors are rounded to bfloat16 where the module is; a uniform model is the same object."""
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).bfloat16())
     params = Params.of(module)
     params = params.with_vector(params.vector + 1e-4)
@@ -206,7 +206,7 @@ def test_a_model_is_sent_in_its_own_dtypes() -> None:
 
 
 def test_a_parameter_that_cannot_be_stepped_is_refused_by_name() -> None:
-    """Float8 has no sums; frozen it may be part of the model."""
+    """Float8 has no addition, but a frozen float8 parameter is accepted."""
     model = nn.Linear(3, 2)
     model.weight = nn.Parameter(model.weight.detach().to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"'weight' is torch.float8_e4m3fn; only real floats"):
@@ -216,7 +216,7 @@ def test_a_parameter_that_cannot_be_stepped_is_refused_by_name() -> None:
 
 
 class Roles(nn.Module):
-    """Frozen parameters of any dtype, beside one that trains and a statistic."""
+    """Frozen parameters of any dtype, a trainable one and a statistic."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ class Roles(nn.Module):
 
 
 def test_frozen_parameters_are_outside_the_vector_in_their_own_dtypes() -> None:
-    """They have any dtype, and a double among them does not widen what trains."""
+    """A frozen float64 parameter does not widen the trainable ones."""
     params = Params.of(Roles())
     assert [spec.name for spec in params.layout.trainable] == ["trains"]
     assert [spec.name for spec in params.layout.statistics] == ["mean"]
@@ -245,14 +245,14 @@ def test_frozen_parameters_are_outside_the_vector_in_their_own_dtypes() -> None:
 
 
 def test_a_double_statistic_widens_the_vector() -> None:
-    """Rounded to float32, it would change each time that it is sent."""
+    """Rounded to float32, it would change each time it is sent."""
     model = Roles()
     model.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
     assert Params.of(model).vector.dtype == torch.float64
 
 
 class KeptInEval(nn.Sequential):
-    """Its second layer is in evaluation mode, whatever the others are in."""
+    """A module whose second layer always stays in evaluation mode."""
 
     def train(self, mode: bool = True) -> Self:  # noqa: FBT001, FBT002 - as torch has it
         super().train(mode)
@@ -275,7 +275,7 @@ class KeptInEval(nn.Sequential):
 def test_statistics_that_training_never_updates_are_frozen(
     model: nn.Module, *, statistics: bool
 ) -> None:
-    """Momentum 0 and a layer that stays in evaluation mode; asking leaves the modes alone."""
+    """With momentum 0, or in a layer that stays in evaluation mode; the check changes no modes."""
     modes = [layer.training for layer in model.modules()]
     names = [spec.name for spec in Layout.of(model).statistics]
     assert names == (["1.running_mean", "1.running_var"] if statistics else [])
@@ -315,7 +315,7 @@ def _tied_by_memory(kind: str) -> nn.Module:
     "kind", ["a frozen parameter", "another parameter", "a buffer", "rows of it"]
 )
 def test_tensors_that_share_memory_and_not_their_name_are_refused(kind: str) -> None:
-    """One would follow the other in torch, but not here."""
+    """In torch a change of one changes the other, but not in the vector."""
     with pytest.raises(ValueError, match=r"'0\.weight' and '1\.\w+' share memory"):
         Layout.of(_tied_by_memory(kind))
 
@@ -327,7 +327,7 @@ def test_what_does_not_drift_apart_may_share_memory(kind: str) -> None:
 
 
 def test_what_is_sent_once_is_not_in_the_size_of_a_round() -> None:
-    """A table stays with the clients; a counter travels each time."""
+    """A table stays with the clients; a counter is sent each time."""
     module = nn.Linear(2, 1)
     module.register_buffer("table", torch.zeros(1 << 14, dtype=torch.int64))
     module.register_buffer("counter", torch.tensor(0))

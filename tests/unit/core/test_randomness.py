@@ -1,4 +1,4 @@
-"""Public seeds are reproducible and independent; secrets are neither shown nor copied."""
+"""Public seeds are reproducible and independent; secrets can be neither shown nor copied."""
 
 import pickle
 
@@ -42,7 +42,7 @@ def test_a_seed_out_of_range_is_refused(value: int) -> None:
 
 
 def test_hashes_do_not_depend_on_which_others_are_asked() -> None:
-    """Element (client, round) is the same alone and in a block."""
+    """The value for (client, round) is the same alone and in a block."""
     clients = np.arange(1000)
     together = Seed(3).hash(5, clients)
     assert together.tolist() == [int(Seed(3).hash(5, int(c))) for c in clients]
@@ -51,7 +51,7 @@ def test_hashes_do_not_depend_on_which_others_are_asked() -> None:
 
 
 def test_uniform_and_normal_numbers_are_what_they_are_called() -> None:
-    """Moments of 100,000; consecutive ids are uncorrelated."""
+    """Moments of 100,000 samples match; consecutive ids are uncorrelated."""
     ids = np.arange(100_000)
     uniform, normal = Seed(1).uniform(ids), Seed(1).normal(ids)
     assert 0.0 < uniform.min() < uniform.max() < 1.0
@@ -62,7 +62,7 @@ def test_uniform_and_normal_numbers_are_what_they_are_called() -> None:
 
 
 def test_generators_start_afresh() -> None:
-    """Two of one seed draw alike, and torch's global generator is left alone."""
+    """Two from one seed draw alike, and torch's global generator does not advance."""
     before = torch.random.get_rng_state()
     draws = [torch.rand(3, generator=Seed(4).torch()).tolist() for _ in range(2)]
     assert draws[0] == draws[1]
@@ -71,7 +71,7 @@ def test_generators_start_afresh() -> None:
 
 
 def test_secrets_are_neither_shown_nor_copied_nor_hashed() -> None:
-    """Nor made a seed; what they are for still gets them."""
+    """Nor turned into a seed; the code that needs them still gets the bytes."""
     secret = SecretBytes(b"correct horse")
     assert "horse" not in f"{secret} {secret!r} {[secret]}"
     with pytest.raises(TypeError, match="not pickled"):

@@ -1,4 +1,4 @@
-"""Ranges that are declared as types."""
+"""Numeric ranges declared as types."""
 
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -11,7 +11,7 @@ from fedlearn.core.ranges import BelowOne, Count, Positive, Ranged
 
 @dataclass(frozen=True, kw_only=True)
 class Piece(Ranged):
-    """A piece with a range of each form."""
+    """A component with each form of range."""
 
     rate: Positive = 1.0
     decay: BelowOne | None = None
@@ -20,7 +20,7 @@ class Piece(Ranged):
 
 
 def test_what_lies_in_its_range_is_taken() -> None:
-    """Nothing, where a number need not be, and the ends that belong to a range."""
+    """Including ``None`` where it is allowed, and the inclusive ends of a range."""
     Piece()
     Piece(rate=1e-300, decay=0.0, bits=40)
 
@@ -40,6 +40,6 @@ def test_what_lies_in_its_range_is_taken() -> None:
 def test_what_does_not_is_refused_by_name_value_and_range(
     name: str, value: Any, limits: str
 ) -> None:
-    """A number that is none is in no range."""
+    """Not-a-number is in no range."""
     with pytest.raises(ValueError, match=rf"^{name} is {value}; give {limits}$"):
         replace(Piece(), **{name: value})

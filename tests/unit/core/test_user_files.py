@@ -1,4 +1,4 @@
-"""Files that a user names by their path."""
+"""Python files that a user names by their path."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ from fedlearn.core.user_files import import_file
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a file adds to the path of modules is taken away again."""
+    """Undo what loading a file adds to ``sys.path``."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 

@@ -1,4 +1,4 @@
-"""The line of the user's own code that an error comes from."""
+"""Find the line of the user's own code that an error comes from."""
 
 import importlib
 import json
@@ -49,7 +49,7 @@ class Settings:
 def in_a_dataclass():
     Settings()  # in_a_dataclass
 """
-#: A package that calls what the user gives it, and raises an error of its own from that one's.
+#: A package that calls the user's function and wraps the error which that raises.
 WRAPPER = """def call(body):
     try:
         body()
@@ -59,7 +59,7 @@ WRAPPER = """def call(body):
 
 
 def error_of(body: Callable[[], object]) -> BaseException:
-    """Return what ``body`` raises, without the frames of this file."""
+    """Return the exception that ``body`` raises, without this file's frames."""
     with pytest.raises(BaseException) as caught:  # noqa: PT011 - of any kind
         body()
     error: BaseException = caught.value
@@ -70,7 +70,7 @@ def error_of(body: Callable[[], object]) -> BaseException:
 
 
 def line_of(file: Path, function: str) -> str:
-    """Return the place of the line that a comment marks."""
+    """Return the position of the line marked by a comment."""
     lines = file.read_text().splitlines()
     (number,) = (i for i, line in enumerate(lines, start=1) if line.endswith(f"# {function}"))
     return f"{file}:{number}, in {function}"
@@ -86,7 +86,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder where modules are as pip installs them."""
+    """Return a folder that looks like one of pip's."""
     folder = tmp_path / "environment" / "lib" / "site-packages"
     folder.mkdir(parents=True)
     monkeypatch.syspath_prepend(folder)
@@ -107,14 +107,14 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_innermost_line_of_the_users_file_is_named(
     source: Path, called: str, named: str
 ) -> None:
-    """Not one of the library which it calls, nor one that a library has generated."""
+    """Not a line of the library that it calls, nor one in code that a library generated."""
     assert find_user_line(error_of(getattr(import_file(source), called))) == line_of(source, named)
 
 
 def test_a_callback_is_named_although_a_library_wraps_its_error(
     source: Path, site_packages: Path
 ) -> None:
-    """The library's error is raised further out than the one that it was raised from."""
+    """The library's error is raised further out than its cause."""
     (site_packages / "fedlearn_test_wrapper.py").write_text(WRAPPER)
     wrapper = importlib.import_module("fedlearn_test_wrapper")
     body = import_file(source).in_torch
@@ -124,10 +124,10 @@ def test_a_callback_is_named_although_a_library_wraps_its_error(
 def test_an_installed_package_is_a_library_and_an_editable_one_is_the_users(
     source: Path, tmp_path: Path, site_packages: Path
 ) -> None:
-    """Of the first, the innermost line is named where there is none of the user's."""
+    """A library's innermost line is named only if there is no line of the user's."""
     project = tmp_path / "project"
     project.mkdir()
-    (site_packages / "project.pth").write_text(f"{project}\n")  # as an editable install does
+    (site_packages / "project.pth").write_text(f"{project}\n")  # like an editable install
     site.addsitedir(str(site_packages))
     for folder, name in ((site_packages, "fedlearn_test_fixed"), (project, "fedlearn_test_edited")):
         (folder / f"{name}.py").write_text("def call(body):\n    body()  # call\n")
@@ -143,7 +143,7 @@ def test_an_installed_package_is_a_library_and_an_editable_one_is_the_users(
 
 @pytest.mark.parametrize("filename", ["<ipython-input-3-0123abcd>", "<stdin>", "<string>"])
 def test_a_cell_of_a_notebook_is_the_users(filename: str) -> None:
-    """As is a line of a prompt or of a command, none of which is in a file."""
+    """So is a line typed at a prompt or passed to a command; none of these is in a file."""
     names = {"__name__": "__main__"}
     exec(compile("import json\ndef load():\n    json.loads('')", filename, "exec"), names)  # noqa: S102 - as a notebook does
     load = names["load"]
@@ -152,7 +152,7 @@ def test_a_cell_of_a_notebook_is_the_users(filename: str) -> None:
 
 
 def test_without_a_line_of_the_users_or_a_librarys_it_is_fedlearns() -> None:
-    """An error of ours: the user's files are not where to look."""
+    """It is our own error, so the user's files need not be searched."""
     place = str(find_user_line(error_of(partial(import_file, Path("none.txt")))))
     assert place.startswith(f"{fedlearn.core.user_files.__file__}:")
 
@@ -164,12 +164,12 @@ def test_a_file_that_is_no_python_is_named_itself(source: Path) -> None:
 
 
 def test_the_line_that_a_thread_has_reached_is_named() -> None:
-    """Here it is that of this test."""
+    """Here the line is in this test."""
     here = sys._getframe()  # noqa: SLF001 - no other way
     assert find_user_line(here) == f"{__file__}:{here.f_lineno}, in {here.f_code.co_name}"
 
 
 def test_without_any_line_there_are_the_words_alone() -> None:
-    """An error that was never raised."""
+    """The error was never raised."""
     assert describe_error(ValueError("no settings")) == "ValueError: no settings"
     assert describe_error(ValueError()) == "ValueError"

@@ -1,4 +1,4 @@
-"""Words that somebody else has chosen."""
+"""Text that comes from someone else."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from fedlearn.core.words import replace_unprintable
 
 @given(st.text())
 def test_printable_text_has_no_control_characters_and_keeps_the_rest(text: str) -> None:
-    """One replacement a character, so nothing else moves."""
+    """One replacement for each character, so nothing else moves."""
     shown = replace_unprintable(text)
     assert len(shown) == len(text)
     assert all(each.isprintable() for each in shown)

@@ -1,4 +1,4 @@
-"""What a cohort is sent alike, and what is for one client alone."""
+"""Split requests into what a cohort shares and what is for one client alone."""
 
 import torch
 
@@ -32,7 +32,7 @@ def test_a_cohort_is_sent_one_model_and_each_client_its_packets() -> None:
 
 
 def test_other_requests_are_sent_as_they_are() -> None:
-    """Once for all that are sent one object, and nothing is for one client alone."""
+    """Clients with the same object share one request, and nothing is personal."""
     evaluation = EvaluateRequest(round_num=1, tensors={})
     found = CohortRequests.of({ONE: TRAIN, OTHER: evaluation, THIRD: TRAIN})
     assert found.places == {ONE: 0, OTHER: 1, THIRD: 0}
@@ -41,6 +41,6 @@ def test_other_requests_are_sent_as_they_are() -> None:
 
 
 def test_a_training_in_the_clear_is_not_the_one_that_is_masked() -> None:
-    """They hold the same model, and are answered otherwise."""
+    """Both hold the same model, but their replies differ."""
     found = CohortRequests.of({ONE: TRAIN, OTHER: SecureTrainRequest(message=b"2", train=TRAIN)})
     assert [type(each) for each in found.shared] == [TrainRequest, SecureTrainRequest]

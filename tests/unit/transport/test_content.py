@@ -1,4 +1,4 @@
-"""The digest that names bytes on the wire."""
+"""The digest that identifies bytes on the wire."""
 
 import io
 
@@ -8,7 +8,7 @@ from fedlearn.transport.content import DIGEST_BYTES, compute_digest, hash_stream
 
 
 def pattern(size: int) -> bytes:
-    """Return the input that BLAKE3's published test vectors have: 0, 1 … 250, and again."""
+    """Return the input of BLAKE3's published test vectors: 0, 1 … 250, repeated."""
     return (bytes(range(251)) * (size // 251 + 1))[:size]
 
 
@@ -21,14 +21,14 @@ def pattern(size: int) -> bytes:
     ],
 )
 def test_the_digest_is_blake3(size: int, expected: str) -> None:
-    """The first 32 bytes of the test vectors that BLAKE3's authors publish."""
+    """The first 32 bytes match the test vectors of BLAKE3's authors."""
     assert compute_digest(pattern(size)) == bytes.fromhex(expected)
     assert len(compute_digest(pattern(size))) == DIGEST_BYTES
 
 
 @pytest.mark.parametrize("size", [0, 1, 1 << 20, 2_500_000])
 def test_bytes_have_one_digest_however_they_come(size: int) -> None:
-    """Whole, in pieces, and from a stream, of no stride, one and several."""
+    """Whole, in chunks and as a stream, for inputs shorter and longer than a stride."""
     data = pattern(size)
     pieces = hash_stream(io.BytesIO(data[:100]))
     pieces.update(memoryview(data)[100:300])

@@ -1,4 +1,4 @@
-"""The Flower channel over a grid in this process: real messages, real ClientApps, virtual time."""
+"""The Flower channel over an in-process grid: real messages and ClientApps, virtual time."""
 
 import math
 import threading
@@ -54,7 +54,7 @@ Tamper = Callable[[Message, Message], Message]
 def counting(
     data: bytes, state: bytes, *, personal: bytes, constants: bytes
 ) -> tuple[bytes, bytes]:
-    """A handler that replies how often it was asked before."""
+    """A handler that replies with the number of requests it has seen, including this one."""
     request = decode(data)
     assert isinstance(request, EvaluateRequest | TrainRequest)
     reply = EvaluateReply(round_num=request.round_num, num_examples=len(state) + 1, metrics={})
@@ -69,11 +69,11 @@ class HinderedGrid(LocalGrid):
     """A grid of slow nodes behind a SuperLink that fails and lies.
 
     Attributes:
-        latency_s: By partition; those of introductions are zero.
-        broken: Errors that the next calls raise, by method.
-        tamper: What a hostile SuperLink makes of a reply to which message.
-        folder: Where each client has a folder of its own; ``None``: none has.
-        spoilt: What a hostile SuperLink puts in the place of the constants of models.
+        latency_s: Latency of each partition in seconds; introductions take no time.
+        broken: How many of the next calls of each method raise an error.
+        tamper: Returns what a hostile SuperLink makes of a reply to a message.
+        folder: Contains an identity folder for each client; ``None``: clients have none.
+        spoilt: What a hostile SuperLink sends in place of a model's constants.
     """
 
     app: Callable[[Message, Context], Message] = COUNTING
@@ -123,7 +123,7 @@ def at_once(work: Callable[[], None]) -> None:
 
 
 def fresh(grid: HinderedGrid) -> FlowerChannel:
-    """Return a channel to which nobody has introduced itself."""
+    """Return a channel to which no client has introduced itself."""
     return FlowerChannel(
         grid=grid,
         run_id=f"flower-{RUN}",
@@ -141,7 +141,7 @@ def channel(grid: HinderedGrid, *, min_clients: int = 3) -> FlowerChannel:
 def ask(
     made: FlowerChannel, request: Request = REQUEST, *, deadline_s: float = 100.0
 ) -> dict[int, Arrival]:
-    """Ask all three clients and return what arrived, in that order."""
+    """Ask all three clients and return the arrivals in order."""
     arrivals = ask_once(made, dict.fromkeys(CLIENTS, request), deadline_s=deadline_s)
     return {arrival.client_id: arrival for arrival in arrivals}
 
@@ -151,7 +151,7 @@ def reasons(arrivals: dict[int, Arrival]) -> dict[int, str]:
 
 
 def with_content(reply: Message, header: dict[str, bytes | int], data: bytes) -> Message:
-    """Return the reply with another header and payload."""
+    """Replace a reply's header and payload."""
     array = Array(dtype="uint8", shape=(len(data),), stype="fedlearn.message", data=data)
     payload = ArrayRecord({"message": array})
     reply.content = RecordDict({"fedlearn": ConfigRecord({**header}), "fedlearn.payload": payload})
@@ -168,7 +168,7 @@ def build_payload(message: Message) -> bytes:
 
 
 def of_client(client: int, change: Tamper) -> Tamper:
-    """Return ``change`` of one client's replies, introductions excepted."""
+    """Apply ``change`` only to one client's replies, introductions excepted."""
     node = next(node_id for node_id, partition in NODES.items() if partition == client)
 
     def tamper(message: Message, reply: Message) -> Message:
@@ -182,12 +182,12 @@ def of_client(client: int, change: Tamper) -> Tamper:
 
 
 def test_clients_are_known_by_their_partition() -> None:
-    """Whatever their node ids."""
+    """Their node ids do not matter."""
     assert list(channel(HinderedGrid(VirtualClock())).available()) == [0, 1, 2]
 
 
 def test_replies_come_in_order_of_arrival() -> None:
-    """Each with its time, to the pace of polling."""
+    """Each has its arrival time, up to the polling interval."""
     grid = HinderedGrid(VirtualClock(), latency_s={0: 3.0, 1: 1.0, 2: 2.0})
     arrivals = ask(channel(grid))
     assert list(arrivals) == [1, 2, 0]
@@ -198,7 +198,7 @@ def test_replies_come_in_order_of_arrival() -> None:
 
 @pytest.mark.parametrize("deadline_s", [0.05, 1.0, 7.77])
 def test_an_exchange_ends_at_its_deadline(deadline_s: float) -> None:
-    """To the tick of the clock, with what arrived before it."""
+    """Within one tick of the clock; replies that arrived before it count."""
     grid = HinderedGrid(VirtualClock(), latency_s={0: math.inf, 1: 0.0, 2: math.inf})
     made = channel(grid)
     start_s = grid.clock.now_s()
@@ -207,7 +207,7 @@ def test_an_exchange_ends_at_its_deadline(deadline_s: float) -> None:
 
 
 def test_messages_live_as_long_as_their_exchange() -> None:
-    """So that a straggler does not work for nothing; without a deadline Flower's default."""
+    """So that a straggler stops working in vain; without a deadline it is Flower's default."""
     grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     ask(made, deadline_s=50.0)
@@ -217,7 +217,7 @@ def test_messages_live_as_long_as_their_exchange() -> None:
 
 
 def test_late_replies_are_dropped_and_counted() -> None:
-    """And are no answer to the next exchange."""
+    """They do not answer the next exchange."""
     grid = HinderedGrid(VirtualClock(), latency_s={2: 5.0})
     made = channel(grid)
     assert list(ask(made, deadline_s=2.0)) == [0, 1]
@@ -240,7 +240,7 @@ def test_a_round_that_is_closed_early_leaves_late_replies() -> None:
 
 
 def test_an_exchange_is_asked_again_while_it_is_open() -> None:
-    """Others, and whoever has answered; each message is another, and a client's state goes on."""
+    """Others, and clients that have answered; each message is new, and client state continues."""
     grid = HinderedGrid(VirtualClock(), latency_s={0: 1.0, 1: 8.0, 2: 2.0})
     made = channel(grid)
     exchange = made.open(deadline_s=100.0)
@@ -269,7 +269,7 @@ def test_an_exchange_is_asked_again_while_it_is_open() -> None:
 
 
 def test_closing_an_exchange_drops_the_replies_to_all_that_it_has_asked() -> None:
-    """To its first question and to those after it; and it asks nobody any more."""
+    """To its first request and to all later ones; and it sends no further requests."""
     grid = HinderedGrid(VirtualClock(), latency_s={1: 1.0, 2: 1.0})
     made = channel(grid)
     exchange = made.open(deadline_s=9.0)
@@ -295,13 +295,13 @@ def test_equal_requests_are_encoded_once() -> None:
 
 
 def payloads_of(messages: Sequence[Message]) -> set[int]:
-    """Return which arrays messages hold."""
+    """Return the identities of the arrays that messages hold."""
     records = [message.content.array_records["fedlearn.payload"] for message in messages]
     return {id(record["message"]) for record in records}
 
 
 def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() -> None:
-    """As where a session of secure aggregation asks to train; each client gets its own part."""
+    """As in a secure-aggregation session's training stage: each client gets its own part."""
     heard: list[bytes] = []
 
     def listening(
@@ -322,7 +322,7 @@ def test_what_is_for_one_client_travels_beside_a_model_that_is_encoded_once() ->
     assert len(payloads_of(grid.pushed[3:])) == 1
 
 
-#: A model whose head is averaged, on a base that stays the same.
+#: A model whose head is averaged, on a constant base.
 BASE = torch.arange(1 << 15, dtype=torch.float32)
 WITH_BASE = EvaluateRequest(
     round_num=3, tensors={"head": torch.ones(2), "base": BASE}, order=["head"]
@@ -330,7 +330,7 @@ WITH_BASE = EvaluateRequest(
 
 
 def summing(data: bytes, state: bytes, *, personal: bytes, constants: bytes) -> tuple[bytes, bytes]:
-    """A handler that replies the sums of its model's tensors."""
+    """A handler that replies with the sums of its model's tensors."""
     request = decode(data, constants=constants)
     assert isinstance(request, EvaluateRequest)
     sums = {name: float(value.sum()) for name, value in request.tensors.items()}
@@ -346,7 +346,7 @@ def sums(arrivals: dict[int, Arrival]) -> list[Mapping[str, float]]:
 
 
 def arrays_sent(messages: Sequence[Message]) -> list[int]:
-    """Return the bytes of the arrays of each message."""
+    """Return the number of array bytes in each message."""
     return [
         sum(
             len(array.data)
@@ -361,7 +361,7 @@ def arrays_sent(messages: Sequence[Message]) -> list[int]:
 def test_what_stays_the_same_in_a_run_is_sent_to_a_node_once(
     tmp_path: Path, *, has_folder: bool
 ) -> None:
-    """A node that has lost it asks for it, and is sent it again within the exchange."""
+    """A node that lost the constants asks for them, and gets them again within the exchange."""
     grid = HinderedGrid(VirtualClock(), app=SUMMING)
     if has_folder:
         grid.folder = tmp_path
@@ -382,7 +382,7 @@ def test_what_stays_the_same_in_a_run_is_sent_to_a_node_once(
 
 
 def test_a_node_that_asks_for_what_it_was_sent_has_failed() -> None:
-    """A lie costs one message more, not one after the other."""
+    """Such a lie costs one extra message, not an endless exchange."""
     grid = HinderedGrid(VirtualClock(), app=SUMMING)
 
     def insatiable(message: Message, reply: Message) -> Message:
@@ -394,7 +394,7 @@ def test_a_node_that_asks_for_what_it_was_sent_has_failed() -> None:
 
 
 def test_constants_are_held_against_their_digest() -> None:
-    """A relay that changes them is found out at the node."""
+    """The node detects that a relay has changed them."""
     grid = HinderedGrid(VirtualClock(), app=SUMMING)
     made = channel(grid)
     data = bytes(BASE.nbytes)
@@ -415,7 +415,7 @@ def test_replies_are_pulled_as_they_are_taken() -> None:
 
 
 def test_state_is_kept_between_the_exchanges_of_a_round() -> None:
-    """Several messages to the same clients, as in secure aggregation."""
+    """The exchange sends several messages to each client, as in secure aggregation."""
     made = channel(HinderedGrid(VirtualClock()))
     for count in (1, 2, 3):
         replies = [arrival.reply for arrival in ask(made).values()]
@@ -423,7 +423,7 @@ def test_state_is_kept_between_the_exchanges_of_a_round() -> None:
 
 
 def test_a_client_that_is_not_there_is_a_failure() -> None:
-    """It never was, or its node is gone."""
+    """Either it never joined, or its node has left."""
     grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     del grid.nodes[12]
@@ -434,7 +434,7 @@ def test_a_client_that_is_not_there_is_a_failure() -> None:
 
 
 def test_whoever_was_asked_by_an_earlier_process_is_asked_once_it_is_known() -> None:
-    """Its question has a number; who has not come in time has failed."""
+    """Its request has a number; a client that does not appear in time has failed."""
     grid = HinderedGrid(VirtualClock(), latency_s={1: 3.0})
     made = fresh(grid)
     exchange = made.open(deadline_s=math.inf)
@@ -469,7 +469,7 @@ def test_whoever_was_asked_by_an_earlier_process_is_asked_once_it_is_known() -> 
 def test_an_error_of_flower_is_a_failure_with_the_nodes_reason(
     code: int, reason: str, words: str
 ) -> None:
-    """An exception as the node reports it; other codes in our words."""
+    """A node reports exceptions itself; other error codes get our own text."""
 
     def fail(message: Message, _: Message) -> Message:
         return Message(Error(code, reason), reply_to=message)
@@ -493,7 +493,7 @@ def test_errors_of_the_superlink_that_pass_are_waited_out(method: str) -> None:
 
 
 def test_a_superlink_that_takes_no_message_is_a_failure_of_the_exchange() -> None:
-    """After a few attempts, for whom it concerns."""
+    """For the clients concerned, after a few attempts."""
     grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.broken["push_messages"] = 5
@@ -503,7 +503,7 @@ def test_a_superlink_that_takes_no_message_is_a_failure_of_the_exchange() -> Non
 
 
 def test_a_superlink_that_is_gone_ends_the_run() -> None:
-    """With words, after the patience that was asked for."""
+    """The error comes after the configured patience."""
     grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.broken["get_node_ids"] = 10**9
@@ -513,7 +513,7 @@ def test_a_superlink_that_is_gone_ends_the_run() -> None:
 
 
 def test_nobody_is_waited_for_by_a_look() -> None:
-    """Who is there is asked who it is; a node that comes later is there at the next look."""
+    """Connected nodes are asked to introduce themselves; later nodes are seen by the next call."""
     grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.nodes[14] = 3
@@ -524,7 +524,7 @@ def test_nobody_is_waited_for_by_a_look() -> None:
 
 
 def test_nodes_that_did_not_introduce_themselves_are_counted_with_the_reason() -> None:
-    """Those of a foreign app do not; control: one of four does."""
+    """Nodes of another app do not; control: one of four introduces itself."""
     foreign = ClientApp()
     own = HinderedGrid(VirtualClock()).app
 
@@ -541,7 +541,7 @@ def test_nodes_that_did_not_introduce_themselves_are_counted_with_the_reason() -
 
 @dataclass
 class StallingGrid(HinderedGrid):
-    """The reply of one node uploads for ever."""
+    """A grid on which one node's reply uploads for ever."""
 
     gate: threading.Event = field(default_factory=threading.Event)
 
@@ -554,7 +554,7 @@ class StallingGrid(HinderedGrid):
 
 
 class FastClock(VirtualClock):
-    """A look of the channel takes a real millisecond, in which threads get their turn."""
+    """A clock whose polls take a real millisecond, so that threads can run."""
 
     def sleep(self, seconds: float) -> None:
         SystemClock().sleep(0.001)
@@ -562,7 +562,7 @@ class FastClock(VirtualClock):
 
 
 def test_a_stalled_upload_delays_nobody() -> None:
-    """Real threads: others are heard meanwhile, and the deadline holds."""
+    """With real threads: other replies arrive meanwhile, and the deadline holds."""
     clock, deadline_s = FastClock(), 10_000.0
     grid = StallingGrid(clock, latency_s={1: 30.0})
     made = channel(grid)
@@ -576,7 +576,7 @@ def test_a_stalled_upload_delays_nobody() -> None:
 
 
 def test_a_thread_that_dies_ends_the_run() -> None:
-    """An unforeseen error on the side is not waited for until the deadline."""
+    """An unexpected error in the thread is raised at once, not at the deadline."""
 
     def broken(message: Message, _: Message) -> Message:
         raise KeyError(message.metadata.message_id)
@@ -592,11 +592,11 @@ def test_a_thread_that_dies_ends_the_run() -> None:
         ask(made)
 
 
-# ---- Who says so --------------------------------------------------------------------------
+# ---- Authenticity -------------------------------------------------------------------------
 
 
 def forged(message: Message, reply: Message) -> Message:
-    """Another model under the client's signature."""
+    """Return another model under the client's signature."""
     lie = encode(EvaluateReply(round_num=3, num_examples=10**6, metrics={}))
     return with_content(reply, header_of(reply), lie)
 
@@ -616,7 +616,7 @@ def oversized(message: Message, reply: Message) -> Message:
 
 @pytest.mark.parametrize("change", [forged, unsigned, garbage, oversized])
 def test_a_reply_that_is_not_the_clients_is_refused(change: Tamper) -> None:
-    """It is counted, and the round goes on without it."""
+    """It is counted, and the round continues without it."""
     made = channel(HinderedGrid(VirtualClock(), tamper=of_client(1, change)))
     arrivals = ask(made)
     assert reasons(arrivals).keys() == {1}
@@ -624,7 +624,7 @@ def test_a_reply_that_is_not_the_clients_is_refused(change: Tamper) -> None:
 
 
 def test_an_earlier_reply_is_refused_when_it_is_replayed() -> None:
-    """Of the exchange before, of another round, or of another attempt."""
+    """From the previous exchange, another round, or another attempt."""
     kept: list[tuple[dict[str, bytes | int], bytes]] = []
 
     def replay(message: Message, reply: Message) -> Message:
@@ -639,7 +639,7 @@ def test_an_earlier_reply_is_refused_when_it_is_replayed() -> None:
 
 
 def test_a_reply_of_another_client_is_refused() -> None:
-    """A SuperLink or node that swaps what two clients say."""
+    """A SuperLink or node might swap the replies of two clients."""
     seen: dict[int, Message] = {}
 
     def swap(message: Message, reply: Message) -> Message:
@@ -653,18 +653,18 @@ def test_a_reply_of_another_client_is_refused() -> None:
 
 
 def test_the_first_key_of_a_run_stays() -> None:
-    """Another node cannot take a client's place, nor the same one without its key."""
+    """Neither another node nor the same one without its key can take a client's place."""
     grid = HinderedGrid(VirtualClock())
     made = channel(grid)
     grid.nodes[99] = 1
     assert list(made.available()) == [0, 1, 2]
-    del grid.nodes[12]  # the node of client 1 was restarted as 99, its state is lost
+    del grid.nodes[12]  # client 1's node restarts as 99 without its state
     assert list(made.available()) == [0, 2]
     assert made.counts.refused == 1
 
 
 def test_a_client_with_an_identity_folder_survives_its_node(tmp_path: Path) -> None:
-    """The key is the same under another node id."""
+    """Its key is the same under another node id."""
     grid = HinderedGrid(
         VirtualClock(), nodes={5: 1}, node_config={"identity": str(tmp_path / "id")}
     )
@@ -674,11 +674,11 @@ def test_a_client_with_an_identity_folder_survives_its_node(tmp_path: Path) -> N
     arrivals = list(ask_once(made, {ClientId(1): REQUEST}, deadline_s=5.0))
     assert isinstance(arrivals[0].reply, EvaluateReply)
     assert (tmp_path / "id").stat().st_mode & 0o777 == 0o700
-    assert not grid.context(6).state  # nothing of it lies with Flower
+    assert not grid.context(6).state  # Flower stores none of it
 
 
 def test_an_introduction_at_another_node_is_refused() -> None:
-    """A card that was seen elsewhere."""
+    """Such a card was recorded elsewhere."""
     cards: list[tuple[dict[str, bytes | int], bytes]] = []
 
     def copy(message: Message, reply: Message) -> Message:
@@ -691,7 +691,7 @@ def test_an_introduction_at_another_node_is_refused() -> None:
 
 
 def test_a_node_that_fails_to_introduce_itself_is_asked_again() -> None:
-    """Its app may have been starting."""
+    """Its app may still have been starting."""
     failing = True
 
     def fail(message: Message, reply: Message) -> Message:
@@ -709,14 +709,14 @@ def test_a_node_that_fails_to_introduce_itself_is_asked_again() -> None:
 
 
 def test_a_node_without_a_partition_has_a_client_id_of_its_own() -> None:
-    """Made of its node id, and within 63 bits."""
+    """It is derived from the node id, and fits in 63 bits."""
     grid = HinderedGrid(VirtualClock(), nodes={2**64 - 2: 0})
     grid.contexts[2**64 - 2] = Context(RUN, 2**64 - 2, {}, RecordDict(), {})
     assert list(channel(grid, min_clients=1).available()) == [2**63 - 2]
 
 
 def test_an_error_in_making_the_trainer_tells_nothing_of_the_data() -> None:
-    """Only its type's name reaches the coordinator."""
+    """The coordinator receives only the name of the error's type."""
 
     def make_trainer(node: Node) -> LocalTrainer:
         raise DataError("patient Alice has value 42")
@@ -726,7 +726,7 @@ def test_an_error_in_making_the_trainer_tells_nothing_of_the_data() -> None:
 
 
 def test_mods_of_flower_are_around_the_client() -> None:
-    """In their order, for each message; one that changes a signed reply has it refused."""
+    """They run in order for each message; a reply that one changes after signing is refused."""
     heard: list[str] = []
 
     def named(name: str) -> Mod:
@@ -752,7 +752,7 @@ def test_mods_of_flower_are_around_the_client() -> None:
 
 
 def test_a_client_does_not_sign_an_introduction_as_a_reply() -> None:
-    """Else a coordinator could have any bytes signed as a card."""
+    """Otherwise a coordinator could have any bytes signed as a card."""
     grid = HinderedGrid(VirtualClock())
     query = Message(RecordDict(), 12, "train")
     message = with_content(query, {}, encode(REQUEST))
@@ -763,7 +763,7 @@ def test_a_client_does_not_sign_an_introduction_as_a_reply() -> None:
 
 @pytest.mark.parametrize("partition", [-1, "zero", 1.5])
 def test_a_partition_that_is_no_client_id_is_refused(partition: float | str) -> None:
-    """With what to write instead."""
+    """The error says what to write instead."""
     grid = HinderedGrid(VirtualClock())
     context = Context(RUN, 12, {"partition-id": partition}, RecordDict(), {})
     with pytest.raises(DeploymentError, match="partition-id"):
@@ -772,7 +772,7 @@ def test_a_partition_that_is_no_client_id_is_refused(partition: float | str) -> 
 
 
 def asked(grid: HinderedGrid, context: Context) -> Message:
-    """Return what the client answers in a context."""
+    """Return the client's reply to an evaluation in a context."""
     header: dict[str, bytes | int] = {"round_num": 3, "attempt": 0, "exchange": 0}
     message = with_content(Message(RecordDict(), 12, "evaluate"), header, encode(REQUEST))
     message.content.config_records["fedlearn"]["kind"] = "EvaluateRequest"
@@ -788,7 +788,7 @@ def times_asked(reply: Message) -> int:
 
 @pytest.mark.parametrize("in_folder", [True, False])
 def test_the_state_of_one_run_is_not_that_of_the_next(tmp_path: Path, *, in_folder: bool) -> None:
-    """Though runs of a series share their context, and all runs the folder; keys stay."""
+    """Runs of a series share their context, and all runs share the folder; only keys persist."""
     grid = HinderedGrid(VirtualClock())
     config: UserConfig = {"partition-id": 1}
     if in_folder:

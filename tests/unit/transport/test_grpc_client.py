@@ -1,4 +1,4 @@
-"""The client's end of the gateway, against a small gateway of its own: plaintext and mutual TLS."""
+"""The client's end of the gateway, against a small test gateway, in plaintext and mutual TLS."""
 
 import asyncio
 import threading
@@ -67,7 +67,7 @@ Handler = Callable[["Gateway", Context], Awaitable[None]]
 
 @dataclass
 class Gateway:
-    """A gateway that does what a test says, one handler for each method."""
+    """A gateway that runs one handler of the test for each method."""
 
     session: Handler | None = None
     download: Handler | None = None
@@ -79,7 +79,7 @@ class Gateway:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def for_ever(self) -> None:
-        """Wait until the client is gone."""
+        """Wait until the client disconnects."""
         self.waiting.set()
         await asyncio.Event().wait()
 
@@ -119,7 +119,7 @@ async def tell(context: Context, *messages: Message) -> None:
 
 
 async def parts(context: Context) -> AsyncIterator[bytes]:
-    """Yield what the client still sends."""
+    """Yield the client's remaining messages."""
     part: object = await context.read()
     while isinstance(part, bytes):
         yield part
@@ -244,7 +244,7 @@ def test_what_was_sent_before_the_end_is_received_after_it() -> None:
             connecting(address) as connection,
             connection.session(HELLO) as session,
         ):
-            await gateway.waiting.wait()  # all is written before the first is read
+            await gateway.waiting.wait()  # all messages are sent before the first is read
             assert [await session.receive() for _ in last] == last
             assert await session.receive() is None
             with pytest.raises(ConnectionError, match="has ended the call"):
@@ -270,7 +270,7 @@ def test_a_reason_is_short_and_steers_no_terminal(tmp_path: Path) -> None:
         )
 
     async def refuses(gateway: Gateway, context: Context) -> None:
-        await context.read()  # else a write may still be under way when the call ends
+        await context.read()  # otherwise the call might end during a write
         await tell(context, UploadStatus(receipt=Receipt(reason=HOSTILE)))
 
     async def test() -> None:
@@ -379,7 +379,7 @@ def test_a_refusal_is_heard_even_where_it_races_with_what_the_client_sends() -> 
 
 
 def test_a_refusal_is_heard_where_a_write_fails_before_it_comes() -> None:
-    """Of such a write gRPC says INTERNAL, until the coordinator's status comes."""
+    """A failed write is reported as INTERNAL by gRPC until the coordinator's status arrives."""
     address: Future[str] = Future()
     ends = threading.Event()
 
@@ -700,7 +700,7 @@ def test_other_bytes_than_asked_for_are_refused_and_removed(
 def test_a_damaged_beginning_is_found_at_the_end_and_all_is_got_anew(
     tmp_path: Path, num_bytes: int
 ) -> None:
-    """A loss of power may leave the length and not the bytes; control: the test above."""
+    """A power loss may keep the length and lose the bytes; control: the test above."""
     path = tmp_path / "request"
     path.write_bytes(b"damaged" + CONTENT[7:num_bytes])
 
@@ -945,7 +945,7 @@ def test_a_cancelled_upload_closes_the_call(tmp_path: Path) -> None:
         await tell(context, UploadStatus(offset=0))
         async for _ in parts(context):
             pass
-        await gateway.for_ever()  # the receipt comes at the end of the round
+        await gateway.for_ever()  # the receipt only comes at the end of the round
 
     async def test() -> None:
         gateway = Gateway(upload=waits)
@@ -960,7 +960,7 @@ def test_a_cancelled_upload_closes_the_call(tmp_path: Path) -> None:
     run(test)
 
 
-# --- who is whom
+# --- authentication
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1:7000", "fl.example.org:7000", "[2001:db8::1]:7000"])
@@ -1013,9 +1013,9 @@ def test_without_a_certificate_of_the_authority_there_is_no_connection(tmp_path:
     identity = Identity.create()
     good = joined(authority, identity)
     bad = [
-        replace(good, certificate_pem=b"", tls_key_pem=b""),  # none
-        replace(joined(foreign, identity), ca_pem=authority.ca_pem),  # of another authority
-        replace(good, ca_pem=foreign.ca_pem),  # the coordinator is another's
+        replace(good, certificate_pem=b"", tls_key_pem=b""),  # no certificate
+        replace(joined(foreign, identity), ca_pem=authority.ca_pem),  # another authority's
+        replace(good, ca_pem=foreign.ca_pem),  # expects a coordinator of another authority
     ]
 
     async def test() -> None:
@@ -1116,7 +1116,7 @@ def test_an_enrolment_that_is_refused_or_wrong_or_unheard_is_told_apart(tmp_path
             invitation = invited(address, authority)
             with pytest.raises(EnrolmentRefused, match="the invitation was used"):
                 await enrol(address, replace(invitation, token=b"other"), identity)
-            with pytest.raises(ConnectionError):  # another's coordinator never sees the token
+            with pytest.raises(ConnectionError):  # an impostor never sees the token
                 await enrol(address, replace(invitation, ca_pem=foreign.ca_pem), identity)
             assert gateway.num_calls == 1
         with pytest.raises(ConnectionError):
@@ -1151,11 +1151,11 @@ def test_an_enrolment_without_an_answer_is_a_connection_error() -> None:
     run(test)
 
 
-# --- a coordinator that stands still
+# --- a coordinator that stops responding
 
 
 def test_a_coordinator_that_misses_its_beats_is_given_up() -> None:
-    """One that beats is not, however little it says; and beats are not passed on."""
+    """One that sends heartbeats is kept, even if silent otherwise; heartbeats are not passed on."""
     welcome = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, beat_s=0.02))
     num_beats = 10 * wire.MISSED_BEATS
 
@@ -1187,7 +1187,7 @@ _BEAT_S = 0.05
 
 
 async def _promises_beats(gateway: Gateway, context: Context) -> None:
-    """Welcome a client, and say no more."""
+    """Welcome a client, then send nothing."""
     await context.read()
     welcome = Welcome(protocol=wire.PROTOCOL, beat_s=_BEAT_S)
     await tell(context, FromCoordinator(welcome=welcome))
@@ -1222,7 +1222,7 @@ async def _stops_reading(gateway: Gateway, context: Context) -> None:
 def test_a_coordinator_that_falls_silent_in_a_transfer_is_given_up_as_soon(
     tmp_path: Path, way: str
 ) -> None:
-    """However much is missing: its next chunk would not take longer on any connection."""
+    """However much is missing: on any connection the next chunk would have arrived by then."""
     path, num_bytes = tmp_path / "content", 100 * wire.CHUNK_BYTES
     if way == "upload":
         with path.open("wb") as stream:
@@ -1251,7 +1251,7 @@ def test_a_coordinator_that_falls_silent_in_a_transfer_is_given_up_as_soon(
 
 
 def test_chunks_that_come_in_place_of_beats_show_that_a_coordinator_lives(tmp_path: Path) -> None:
-    """Beats would wait behind them on a slow connection."""
+    """On a slow connection heartbeats would queue behind the chunks."""
     num_chunks, chunk = 4 * wire.MISSED_BEATS, CONTENT[:1000]
     content = num_chunks * chunk
 

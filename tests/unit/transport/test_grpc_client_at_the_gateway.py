@@ -63,7 +63,7 @@ def invited(gateway: Gateway, authority: Authority, registry: FreshRegistry) -> 
 async def enrolled(
     gateway: Gateway, authority: Authority, invitation: Invitation, identity: Identity
 ) -> tuple[Credentials, ClientId]:
-    """Redeem an invitation; return what the client connects with, and its number."""
+    """Redeem an invitation; return the client's credentials and its number."""
     certificate_pem, client_id = await enrol(gateway.enrolment_address, invitation, identity)
     credentials = Credentials(
         ca_pem=authority.ca_pem,
@@ -96,7 +96,7 @@ def test_a_client_enrols_is_welcomed_and_once_revoked_is_told_so(
 def test_a_client_that_only_looks_is_welcomed_and_not_asked(
     gateway: Gateway, authority: Authority, registry: FreshRegistry
 ) -> None:
-    """Control: the same client without the word may be asked."""
+    """Control: the same client without that flag can be asked."""
     invitation, identity = invited(gateway, authority, registry), Identity.create()
     channel = gateway.channel()
 

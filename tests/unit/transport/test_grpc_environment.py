@@ -1,4 +1,4 @@
-"""What becomes of the children that a process with a busy connection forks."""
+"""Children that a process forks while it has a busy connection survive."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 
-#: Prints how many of the workers that it forks, while messages go to and fro, end in order.
+#: Prints how many workers, forked while messages are in transit, exit cleanly.
 FORKING = """
 import asyncio, multiprocessing, threading, time
 import grpc
@@ -59,7 +59,7 @@ def _without_grpc() -> dict[str, str]:
 
 
 def test_workers_that_are_forked_beside_a_busy_connection_live() -> None:
-    """As a data loader's in a training process; with gRPC's default about a third are killed."""
+    """Such as a training process's data loaders; by gRPC's default about a third are killed."""
     environ = _without_grpc()
     prepare_for_grpc(environ, verbosity="ERROR")
     command = [sys.executable, "-c", FORKING]
@@ -69,7 +69,7 @@ def test_workers_that_are_forked_beside_a_busy_connection_live() -> None:
 
 @pytest.mark.slow
 def test_an_applications_tests_are_prepared_before_they_import_grpc() -> None:
-    """What they fork lives beside their coordinator; how much gRPC writes is their own choice."""
+    """Their forked children survive next to a coordinator; gRPC's verbosity stays their choice."""
     script = (
         "import os, sys; import fedlearn.testing; assert 'grpc' in sys.modules; "
         "print(sorted(name for name in os.environ if name.startswith('GRPC_')))"
@@ -80,7 +80,7 @@ def test_an_applications_tests_are_prepared_before_they_import_grpc() -> None:
 
 
 def test_what_the_environment_says_already_stays() -> None:
-    """Who sets a variable means it."""
+    """Variables that the user has set take precedence."""
     environ = {"GRPC_ENABLE_FORK_SUPPORT": "true", "https_proxy": "http://a", "HTTPS_PROXY": "b"}
     before = dict(environ)
     prepare_for_grpc(environ, verbosity="NONE")
@@ -88,7 +88,7 @@ def test_what_the_environment_says_already_stays() -> None:
 
 
 def test_a_proxy_in_capitals_is_seen() -> None:
-    """An empty one is none."""
+    """An empty variable counts as none."""
     environ = {"HTTPS_PROXY": "http://proxy:3128", "NO_PROXY": ""}
     prepare_for_grpc(environ, verbosity=None)
     assert environ["https_proxy"] == "http://proxy:3128"

@@ -46,7 +46,7 @@ def ask(channel: MemoryChannel, deadline_s: float = 10.0) -> list[Arrival]:
 
 
 def test_replies_come_in_order_of_arrival() -> None:
-    """Each with its virtual time; who never answers is absent."""
+    """Each has its virtual time; a client that never answers is absent."""
     arrivals = ask(channel(), deadline_s=math.inf)
     assert [(a.client_id, a.elapsed_s) for a in arrivals] == [(2, 1.0), (3, 2.0), (1, 3.0)]
 
@@ -55,12 +55,12 @@ def test_replies_come_in_order_of_arrival() -> None:
     ("deadline_s", "in_time"), [(0.5, []), (1.0, [2]), (1.99, [2]), (2.0, [2, 3])]
 )
 def test_the_deadline_itself_is_in_time(deadline_s: float, in_time: list[int]) -> None:
-    """Arriving exactly at the deadline counts, any later does not."""
+    """A reply exactly at the deadline counts, any later one does not."""
     assert [arrival.client_id for arrival in ask(channel(), deadline_s)] == in_time
 
 
 def test_clients_that_arrive_together_come_in_the_order_of_asking() -> None:
-    """So that a run repeats."""
+    """So that runs are reproducible."""
     clients = [ClientId(i) for i in (5, 2, 9, 1)]
     tied = MemoryChannel(
         dict.fromkeys(clients, counting), lambda c, _: np.zeros(len(c)), VirtualClock()
@@ -70,7 +70,7 @@ def test_clients_that_arrive_together_come_in_the_order_of_asking() -> None:
 
 
 def test_the_clock_advances_to_each_arrival() -> None:
-    """A second exchange begins where the first was left."""
+    """A second exchange starts at the time at which the first ended."""
     memory = channel()
     seen = []
     for _ in ask_once(memory, dict.fromkeys(LATENCIES_S, REQUEST), deadline_s=10.0):
@@ -83,14 +83,14 @@ def test_the_clock_advances_to_each_arrival() -> None:
 
 
 def test_who_is_not_waited_for_is_not_asked() -> None:
-    """Closing the round early leaves the others' state alone."""
+    """Closing the round early leaves the state of the others unchanged."""
     memory = channel()
     next(iter(ask_once(memory, dict.fromkeys(LATENCIES_S, REQUEST), deadline_s=10.0)))
     assert memory.states == {ClientId(2): b"x"}
 
 
 def test_state_is_kept_per_client_between_messages() -> None:
-    """What a handler returned second, it gets back the next time."""
+    """The state that a handler returns is passed to its next call."""
     memory = channel()
     ask(memory, deadline_s=1.0)
     replies = {arrival.client_id: arrival.reply for arrival in ask(memory)}
@@ -100,7 +100,7 @@ def test_state_is_kept_per_client_between_messages() -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"garbage", encode(REQUEST), encode(Failure("battery"))])
 def test_what_is_not_a_reply_is_a_failure(answer: bytes) -> None:
-    """Garbage, a request, and a failure of the client's own."""
+    """Garbage, a request, and a failure that the client itself reports."""
     arrivals = ask(channel(dict.fromkeys(LATENCIES_S, lambda _, state: (answer, state))))
     assert len(arrivals) == 3
     assert all(isinstance(arrival.reply, Failure) for arrival in arrivals)
@@ -133,7 +133,7 @@ def test_different_requests_reach_different_clients() -> None:
 
 
 def test_an_exchange_is_asked_again_while_it_is_open() -> None:
-    """From the time that it is: others, and whoever has answered; ties in the order of asking."""
+    """From the time of the request: others, or clients that answered; ties keep their order."""
     memory = channel()
     exchange = memory.open(deadline_s=math.inf)
     exchange.ask(dict.fromkeys([ClientId(1), ClientId(3)], REQUEST))
@@ -148,7 +148,7 @@ def test_an_exchange_is_asked_again_while_it_is_open() -> None:
 
 
 def test_a_client_that_has_not_answered_is_not_asked_again() -> None:
-    """Nor is anyone else in that call; control: once its answer was returned, it is."""
+    """Nor is any other client in that call; control: after its reply was returned, it is."""
     memory = channel()
     exchange = memory.open(deadline_s=math.inf)
     exchange.ask({ClientId(2): REQUEST, ClientId(4): REQUEST})
@@ -163,7 +163,7 @@ def test_a_client_that_has_not_answered_is_not_asked_again() -> None:
 
 
 def test_waiting_for_a_reply_ends_when_it_is_told_to() -> None:
-    """Virtual time passes; what is asked then arrives so much later, or not by the deadline."""
+    """Virtual time advances; a later request arrives that much later, or misses the deadline."""
     memory = channel()
     exchange = memory.open(deadline_s=4.0)
     exchange.ask({ClientId(1): REQUEST})
@@ -177,7 +177,7 @@ def test_waiting_for_a_reply_ends_when_it_is_told_to() -> None:
 
 
 def test_who_has_not_been_read_when_an_exchange_closes_is_late() -> None:
-    """Its state stays as it was, and it may be asked in another exchange."""
+    """Its state does not change, and another exchange may ask it."""
     memory = channel()
     exchange = memory.open(deadline_s=math.inf)
     exchange.ask(dict.fromkeys([ClientId(1), ClientId(2)], REQUEST))
@@ -193,7 +193,7 @@ def test_who_has_not_been_read_when_an_exchange_closes_is_late() -> None:
 
 
 def test_time_that_passes_beside_an_exchange_is_not_taken_back() -> None:
-    """Two exchanges on one clock: it never goes backwards."""
+    """Two exchanges share one clock, which never goes backwards."""
     memory = channel()
     exchange = memory.open(deadline_s=math.inf)
     exchange.ask({ClientId(2): REQUEST})
@@ -203,5 +203,5 @@ def test_time_that_passes_beside_an_exchange_is_not_taken_back() -> None:
 
 
 def test_everybody_is_available() -> None:
-    """A simulated client is always there; that it may not answer is another matter."""
+    """A simulated client is always available, even if it may not answer."""
     assert set(channel().available()) == set(LATENCIES_S)

@@ -1,4 +1,4 @@
-"""Flower's own records as our messages and back: what fits, and what is no answer."""
+"""Convert between Flower's own records and our messages: what fits, and what is refused."""
 
 import math
 import struct
@@ -35,7 +35,7 @@ from fedlearn.transport.flower.stock_records import (
 
 
 class Normed(nn.Module):
-    """With statistics, a count of batches, and a head that shares its weight with the first."""
+    """A model with statistics, a batch counter, and a head that shares the first layer's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,13 +72,13 @@ START = {name: value.clone() for name, value in MODEL.state_dict().items()}
 
 
 def moved(**arrays: NDArray[Any]) -> ArrayRecord:  # Any: wrong dtypes as well
-    """Return the model one further in each number, but for some arrays."""
+    """Return the model with 1 added to each number, except for some arrays."""
     state = {name: (value + 1.0).numpy() for name, value in START.items()} | arrays
     return ArrayRecord({name: Array(value) for name, value in state.items()})
 
 
 def test_a_model_is_sent_as_its_state_dict() -> None:
-    """In its order, shared tensors under each of their names, with counts and statistics."""
+    """In its order, shared tensors under each of their names, with counters and statistics."""
     model = Normed()
     broadcast = replace(request_for(model), settings={"epochs": 2, "extra.lr": 0.5})
     content = records_of(model).content(broadcast)
@@ -89,14 +89,14 @@ def test_a_model_is_sent_as_its_state_dict() -> None:
 
 
 def test_an_evaluation_has_a_config_of_its_own() -> None:
-    """Of the round after which it is: Flower counts from 1, too."""
+    """Its round is the one that it follows: Flower numbers rounds from 1, like its evaluations."""
     request = EvaluateRequest(round_num=4, tensors=REQUEST.tensors)
     config = RECORDS.content(request).config_records["config"]
     assert config == ConfigRecord({"split": "val", "server-round": 4})
 
 
 def test_the_difference_is_the_delta_lane() -> None:
-    """In the order of the request; counts of batches are no part of it."""
+    """In the order of the request; batch counters are not part of it."""
     model = Normed()
     request, records = request_for(model), records_of(model)
     arrays = {name: value.clone() for name, value in model.state_dict().items()}
@@ -112,7 +112,7 @@ def test_the_difference_is_the_delta_lane() -> None:
 
 
 def test_metrics_are_numbers_and_lists_are_left_out() -> None:
-    """`num-examples` is the weight, also as a float, and no metric."""
+    """`num-examples` is the weight, even as a float, and not a metric."""
     broadcast: dict[str, float | list[float]] = {
         "num-examples": 7.0,
         "train_loss": 0.5,
@@ -163,7 +163,7 @@ BIAS = np.ones(1, np.float32)
     ],
 )
 def test_what_is_no_answer_is_refused(content: RecordDict, named: str) -> None:
-    """With what is wrong."""
+    """The error names what is wrong."""
     with pytest.raises(ProtocolError, match=named):
         RECORDS.reply(content, REQUEST)
 
@@ -198,7 +198,7 @@ TRUE = "{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }"
     ],
 )
 def test_bytes_that_are_no_array_take_no_memory_and_run_nothing(data: bytes, named: str) -> None:
-    """What numpy's own reader evaluates, opens, or makes room for."""
+    """Numpy's own reader would evaluate them, open them, or allocate memory for them."""
     arrays = moved()
     arrays["bias"] = Array("float32", (1,), "numpy.ndarray", data)
     with pytest.raises(ProtocolError, match=named):
@@ -210,7 +210,7 @@ def test_bytes_that_are_no_array_take_no_memory_and_run_nothing(data: bytes, nam
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_both_formats_of_numpy_are_read(version: int) -> None:
-    """The control of the above."""
+    """The control of the test above."""
     arrays = moved()
     data = numpy_bytes(TRUE, struct.pack("<f", 3.0), version=version)
     arrays["bias"] = Array("float32", (1,), "numpy.ndarray", data)
@@ -220,7 +220,7 @@ def test_both_formats_of_numpy_are_read(version: int) -> None:
 
 
 def test_tensors_of_no_numbers_and_single_numbers_are_read() -> None:
-    """As a model may have them."""
+    """A model may contain both."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -238,7 +238,7 @@ def test_tensors_of_no_numbers_and_single_numbers_are_read() -> None:
 
 
 def test_arrays_by_columns_are_read_by_rows() -> None:
-    """As numpy writes what was transposed."""
+    """Numpy writes transposed arrays so."""
     model = nn.Linear(2, 3)
     request, records = request_for(model), records_of(model)
     weight = np.asfortranarray(np.arange(6, dtype=np.float32).reshape(3, 2))
@@ -250,7 +250,7 @@ def test_arrays_by_columns_are_read_by_rows() -> None:
 
 
 def test_a_model_that_numpy_cannot_hold_is_refused() -> None:
-    """When the records are made."""
+    """At the time the records are built."""
     with pytest.raises(ConfigError, match=r"'weight' is torch.bfloat16"):
         records_of(nn.Linear(2, 1).bfloat16())
 
@@ -278,7 +278,7 @@ def with_config(config: Settings) -> Settings:
 
 
 def test_a_strategy_of_flowers_asks_to_train() -> None:
-    """The round counts from 0; what is averaged are the floats; the config becomes settings."""
+    """Rounds count from 0, the averaged tensors are the floats, and the config becomes settings."""
     request = parse_train_request(ask(epochs=3), settings_of=with_config, seed=11)
     assert (request.round_num, request.seed, request.settings["epochs"]) == (2, 11, 3)
     assert "server-round" not in request.settings
@@ -288,7 +288,7 @@ def test_a_strategy_of_flowers_asks_to_train() -> None:
 
 
 def test_the_local_model_goes_back_under_the_key_it_came_under() -> None:
-    """With what is not averaged as it was."""
+    """Tensors that are not averaged come back unchanged."""
     content = ask()
     request = parse_train_request(content, settings_of=with_config, seed=11)
     size = sum(request.tensors[name].numel() for name in request.order)
@@ -309,7 +309,7 @@ def test_the_local_model_goes_back_under_the_key_it_came_under() -> None:
 
 
 def test_counts_that_flowers_strategies_have_averaged_are_counts_again() -> None:
-    """FedAvg makes floats of them: a model of ours would have one tensor more to average."""
+    """FedAvg turns them into floats, which our model would otherwise average as one more tensor."""
     content = ask()
     content.array_records["w"]["norm.num_batches_tracked"] = Array(np.asarray(4.0))
     request = parse_train_request(content, settings_of=with_config, seed=11)
@@ -332,7 +332,7 @@ def test_counts_that_flowers_strategies_have_averaged_are_counts_again() -> None
 def test_a_message_of_no_strategy_is_refused(
     change: Callable[[RecordDict], object], named: str
 ) -> None:
-    """With what is wrong."""
+    """The error names what is wrong."""
     content = ask()
     change(content)
     with pytest.raises(ProtocolError, match=named):

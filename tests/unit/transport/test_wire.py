@@ -1,4 +1,4 @@
-"""The short way of chunks past protobuf: the same bytes."""
+"""The fast path for chunks produces the same bytes as protobuf."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ DATA = wire_pb2.UploadPart.DATA_FIELD_NUMBER
 
 @pytest.mark.parametrize("size", [1, 127, 128, 16_383, 16_384, 2**21 - 1, 2**21])
 def test_a_chunk_is_what_protobuf_makes_of_it(size: int) -> None:
-    """In both directions, at every length of the length."""
+    """In both directions, for each size of the length field."""
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     message = wire_pb2.UploadPart(data=data).SerializeToString()
     assert wire.encode_bytes_field(DATA, data) == message
@@ -34,13 +34,13 @@ def test_a_chunk_is_what_protobuf_makes_of_it(size: int) -> None:
     ],
 )
 def test_anything_else_is_left_to_protobuf(message: bytes) -> None:
-    """The short way takes nothing that it would read otherwise."""
+    """The fast path declines whatever protobuf might read differently."""
     assert wire.parse_bytes_field(DATA, message) is None
 
 
 @given(beat_s=st.floats(min_value=4.0 / wire.MISSED_BEATS, max_value=1e6))
 def test_a_chunk_arrives_before_its_coordinator_is_taken_for_dead(beat_s: float) -> None:
-    """On the slowest connection as well; and no chunk is so small that it costs much."""
+    """On the slowest connection too; and no chunk is so small that its overhead matters."""
     num_bytes = wire.download_chunk_bytes(beat_s)
     assert num_bytes / wire.SLOWEST_BYTES_PER_S <= wire.MISSED_BEATS * beat_s
     assert wire.CHUNK_BYTES / 8 <= num_bytes <= wire.CHUNK_BYTES
