@@ -1,4 +1,4 @@
-"""From a configuration to objects: every kind of everything, and what is refused why."""
+"""From a configuration to objects: every kind of component, and what is refused why."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -59,7 +59,7 @@ _DATA = Path(__file__).parents[3] / "shared" / "data"
 _NEEDS_DATA = pytest.mark.skipif(not _DATA.is_dir(), reason=f"there is no {_DATA} with real data")
 _NUM_ROWS = 60
 
-#: What a user might bring, as a file.
+#: Functions that a user might supply, as a file.
 _USER_FILE = """
 from dataclasses import dataclass
 
@@ -172,7 +172,7 @@ def no_strategy(local):
 
 @pytest.fixture
 def user_file(tmp_path: Path) -> Path:
-    """A file with the user's functions."""
+    """The path of a file with the user's functions."""
     file = tmp_path / "mine.py"
     file.write_text(_USER_FILE)
     return file
@@ -230,7 +230,7 @@ def _npz_data(path: Path, **changes: object) -> dict[str, object]:
 
 
 def _kinds(one_of: OneOf[Any]) -> set[str]:
-    """Return what the tag may say of a table of several kinds."""
+    """Return the kinds that the tag of a table accepts."""
     tags = [each.model_fields[one_of.tag].annotation for each in one_of.members]
     return {kind for tag in tags for kind in get_args(tag)}
 
@@ -239,7 +239,7 @@ def _kinds(one_of: OneOf[Any]) -> set[str]:
 
 
 def test_digits_become_clients_by_every_partition_they_have() -> None:
-    """Also the virtual clients that draw with replacement."""
+    """Including the virtual clients that draw with replacement."""
     partitions: dict[str, dict[str, object]] = {
         "iid": {"num_clients": 20},
         "dirichlet": {"num_clients": 20, "alpha": 1.0, "min_examples": 3},
@@ -257,7 +257,7 @@ def test_digits_become_clients_by_every_partition_they_have() -> None:
 
 
 def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
-    """Each by its own road; natural clients where the data know them."""
+    """Each by its own code path; natural clients where the data has them."""
     parquet = str(_parquet(tmp_path))
     rows = {"num_rows": _NUM_ROWS, "with_groups": True}
     sources: dict[str, tuple[dict[str, object], int, tuple[int, ...]]] = {
@@ -275,11 +275,11 @@ def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
         built = _built({"data": {"source": source} | settings})
         assert built.population.num_clients == num_clients, source
         assert require_single_input(built.test.features).shape[1:] == shape
-    assert _kinds(DATA) == {*sources, "none"}  # the last is of a coordinator
+    assert _kinds(DATA) == {*sources, "none"}  # "none" is for a coordinator
 
 
 def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path: Path) -> None:
-    """The name of the file counts as well as its folder."""
+    """Neither the name of the file nor its folder is fixed."""
     path = _mnist(tmp_path)
     found = _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
     elsewhere = path.rename(tmp_path / "written.npz")
@@ -290,7 +290,7 @@ def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path
 
 
 def test_an_npz_may_bring_its_own_test_set(tmp_path: Path) -> None:
-    """All of its rows are then for training, and its classes count."""
+    """All of the other rows are then for training, and the test set's classes count."""
     data = _npz_data(_npz(tmp_path), test_features="tx", test_labels="ty")
     del data["test_fraction"]
     built = _built({"data": data})
@@ -301,7 +301,7 @@ def test_an_npz_may_bring_its_own_test_set(tmp_path: Path) -> None:
 
 
 def test_parquet_streams_the_columns_that_are_named(tmp_path: Path) -> None:
-    """Two by default, one if one is named."""
+    """One column if one is named, else two."""
     path = str(_parquet(tmp_path))
     data: dict[str, object] = {
         "source": "parquet",
@@ -317,7 +317,7 @@ def test_parquet_streams_the_columns_that_are_named(tmp_path: Path) -> None:
 
 
 def test_a_function_may_return_clients_or_examples_to_divide(user_file: Path) -> None:
-    """Clients cannot be divided again, and a number is neither."""
+    """Clients cannot be divided again, and a number is refused."""
     divided: dict[str, object] = {"source": "python", "factory": f"{user_file}:divided"}
     iid = {"kind": "iid", "num_clients": 15}
     assert _built({"data": divided}).population.num_clients == 20
@@ -333,7 +333,7 @@ def test_a_function_may_return_clients_or_examples_to_divide(user_file: Path) ->
 
 
 def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
-    """More clients than examples, or more asked than there are clients."""
+    """More clients than examples, or more clients asked than exist."""
     path = _npz(tmp_path)
     iid = {"kind": "iid", "num_clients": 50}
     with pytest.raises(DataError, match="45 examples are too few for 50 clients"):
@@ -349,7 +349,7 @@ def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
 
 
 def test_more_clients_than_there_are_do_not_evaluate(tmp_path: Path) -> None:
-    """Left out, as many do as train in a round, of the digits 50; what is written is meant."""
+    """By default as many as train in a round, 50 on the digits; an explicit number is kept."""
     data = _npz_data(_npz(tmp_path))
     few = {"kind": "iid", "num_clients": 30}
     assert _built({}).config.evaluation.num_clients == 50
@@ -364,14 +364,14 @@ def test_more_clients_than_there_are_do_not_evaluate(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("hidden", [[10**9], [10**6, 10**6]])
 def test_a_model_that_no_machine_holds_is_refused(tmp_path: Path, hidden: list[int]) -> None:
-    """Before it is allocated: the kernel might kill the process for it."""
+    """Before it is allocated, since the kernel might kill the process."""
     model = {"kind": "mlp", "hidden": hidden}
     with pytest.raises(ConfigError, match=r"model: it would have .* GiB, but this machine has"):
         _built({"data": _npz_data(_npz(tmp_path)), "model": model})
 
 
 def test_a_label_of_a_trillion_is_no_class(tmp_path: Path) -> None:
-    """It asked for 512 TB of outputs. The control: the labels as they were."""
+    """It used to ask for 512 TB of outputs. Control: the original labels."""
     path = _npz(tmp_path)
     arrays = dict(np.load(path))
     _built({"data": _npz_data(path)})
@@ -382,7 +382,7 @@ def test_a_label_of_a_trillion_is_no_class(tmp_path: Path) -> None:
 
 
 def test_data_of_ones_own_bring_no_stragglers(tmp_path: Path) -> None:
-    """What runs is recorded as numbers. The control: the same cohort on the digits has them."""
+    """The record has resolved numbers. Control: the same cohort on the digits has stragglers."""
     mine = _built({"data": _npz_data(_npz(tmp_path))})
     assert mine.policy.num_wanted == mine.policy.num_asked == 10
     assert mine.policy.deadline_s == math.inf
@@ -397,7 +397,7 @@ def test_data_of_ones_own_bring_no_stragglers(tmp_path: Path) -> None:
 
 
 def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
-    """The output of each has a logit a class."""
+    """Each has one output per class."""
     mnist = {"source": "mnist-by-writer", "path": str(_mnist(tmp_path))}
     shape = (1, 28, 28)
     expected: dict[str, tuple[dict[str, object], object]] = {
@@ -419,13 +419,13 @@ def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
 
 
 def test_a_cnn_on_vectors_is_refused_when_it_is_built() -> None:
-    """Digits are vectors of 64; the run has not begun."""
+    """Digits are vectors of 64; the run has not started."""
     with pytest.raises(ConfigError, match=r'"cnn" needs images .* shape \[64\]; use "mlp"'):
         _built({"model": {"kind": "cnn"}})
 
 
 def test_integer_features_suit_every_model(tmp_path: Path, user_file: Path) -> None:
-    """In memory they are integers; to ours a batch of them is floats."""
+    """In memory they stay integers; built-in networks convert each batch to floats."""
     rows = np.arange(_NUM_ROWS)
     path = str(tmp_path / "tokens.parquet")
     pq.write_table(pa.table({"user": rows // 3, "token": rows, "label": rows % 3}), path)
@@ -437,7 +437,7 @@ def test_integer_features_suit_every_model(tmp_path: Path, user_file: Path) -> N
 
 
 def test_several_inputs_need_a_model_that_takes_them(tmp_path: Path, user_file: Path) -> None:
-    """From an archive, from Parquet and from a function; ours take one tensor."""
+    """From an archive, from Parquet and from a function; built-in networks take one tensor."""
     table = pq.read_table(_parquet(tmp_path))
     pq.write_table(table.append_column("c", table["user"]), tmp_path / "data.parquet")
     path = str(tmp_path / "data.parquet")
@@ -475,7 +475,7 @@ def test_several_inputs_need_a_model_that_takes_them(tmp_path: Path, user_file: 
 
 
 def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
-    """And the network as many outputs as the loss reads, which it then can compute."""
+    """The network has as many outputs as the loss reads, and the loss can be computed."""
     binary = _npz_data(_npz(tmp_path, y=np.arange(_NUM_ROWS) % 2))
     losses: dict[str, tuple[dict[str, object], object, int]] = {
         "cross_entropy": ({}, CrossEntropy(), 2),
@@ -496,7 +496,7 @@ def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
 
 
 def test_several_numbers_are_regressed_on_at_once(tmp_path: Path) -> None:
-    """The network has an output for each."""
+    """The network has one output for each."""
     data = _npz_data(_npz(tmp_path, y=np.zeros((_NUM_ROWS, 3))))
     built = _built({"data": data, "loss": {"kind": "mse"}})
     outputs = built.make_model()(require_single_input(built.test.features).float())
@@ -518,7 +518,7 @@ def test_several_numbers_are_regressed_on_at_once(tmp_path: Path) -> None:
 def test_a_loss_that_means_nothing_for_the_labels_is_refused(
     tmp_path: Path, labels: NDArray[Any], kind: str, message: str
 ) -> None:
-    """Before a round fails in the middle of training."""
+    """Otherwise a round would fail in the middle of training."""
     data = _npz_data(_npz(tmp_path, y=labels), test_fraction=0.9, partition={"kind": "natural"})
     cohort = {"num_wanted": 1}
     with pytest.raises(ConfigError, match=message):
@@ -526,7 +526,7 @@ def test_a_loss_that_means_nothing_for_the_labels_is_refused(
 
 
 def test_what_a_function_must_return_is_checked(user_file: Path) -> None:
-    """A model is a torch module, a loss a function."""
+    """A model must be a torch module, a loss a function."""
     no_loss = {"kind": "python", "factory": f"{user_file}:no_loss"}
     with pytest.raises(ConfigError, match=r"loss.factory: .*returned int; it must return a func"):
         _built({"loss": no_loss})
@@ -637,7 +637,7 @@ def test_every_algorithm_has_all_its_numbers(
 
 
 def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
-    """What its clients cannot honour is refused, by the algorithm's name."""
+    """Client settings that it cannot honour are refused, with the algorithm's name."""
     settings = {
         "name": "scaffold",
         "num_clients": 20,
@@ -653,7 +653,7 @@ def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
 
 
 def test_easgd_has_all_its_numbers_and_no_larger_rounds() -> None:
-    """Cohorts that its force is not stable with are refused, however it is wrapped."""
+    """Cohorts for which its elastic force is unstable are refused, however it is wrapped."""
     settings = {"name": "easgd", "elasticity": 0.5, "cohort_size": 9}
     client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.3}
     sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.3)
@@ -667,7 +667,7 @@ def test_easgd_has_all_its_numbers_and_no_larger_rounds() -> None:
 
 
 def test_a_strategy_of_the_users_gets_the_clients_and_its_arguments(user_file: Path) -> None:
-    """By its factory, or with the file as the name itself; what is no strategy is refused."""
+    """By its factory, or by its file; an object that is not a strategy is refused."""
     name = f"{user_file}:Kept"
     for settings in (
         {"name": "python", "factory": name, "args": {"share": 0.5}},
@@ -710,7 +710,7 @@ def test_a_strategy_of_the_users_gets_the_clients_and_its_arguments(user_file: P
 def test_every_local_update_has_all_its_numbers(
     client: dict[str, object], expected: LocalUpdate
 ) -> None:
-    """And what is left out is not wrapped around it."""
+    """An omitted option wraps nothing around it."""
     assert _built({"client": client}).algorithm.local == expected
 
 
@@ -728,7 +728,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
 
 
 def test_fedsgd_is_one_plain_gradient_step() -> None:
-    """What it cannot honour is refused, and the message says how to have it."""
+    """Settings that it cannot honour are refused, and the message names the alternative."""
     settings: dict[str, object] = {
         "algorithm": {"name": "fedsgd", "weight_by_examples": False},
         "client": {"learning_rate": 0.5},
@@ -740,7 +740,7 @@ def test_fedsgd_is_one_plain_gradient_step() -> None:
 
 
 def test_all_examples_at_once_is_a_batch_size() -> None:
-    """It stands for no number."""
+    """No number stands for it."""
     assert _built({"client": {"batch_size": "all"}}).algorithm.local.work.batch_size is None
 
 
@@ -748,7 +748,7 @@ def test_all_examples_at_once_is_a_batch_size() -> None:
 
 
 def test_every_kind_of_sampling_has_its_sampler() -> None:
-    """With its cap."""
+    """Including its cap."""
     assert _built({"cohort": {"sampling": "uniform"}}).sampler == UniformSampler()
     poisson = {"sampling": "poisson", "cap": 1.5}
     assert _built({"cohort": poisson}).sampler == PoissonSampler(cap=1.5)
@@ -757,14 +757,14 @@ def test_every_kind_of_sampling_has_its_sampler() -> None:
 
 
 def test_the_straggler_policy_is_that_of_the_configuration() -> None:
-    """Thirteen are asked for ten, and nobody is waited for longer than a deadline."""
+    """Thirteen are asked for ten reports, and the deadline bounds the wait."""
     built = _built({"stragglers": {"deadline_s": "none", "min_reports": 3}})
     assert built.policy == built.config.straggler_policy()
     assert (built.policy.num_asked, built.policy.deadline_s) == (13, math.inf)
 
 
 def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
-    """Speeds, jitter, drop-outs and both kinds of bandwidth, with all their numbers."""
+    """Speeds, jitter, dropouts and both kinds of bandwidth, with all their numbers."""
     assert _built({"devices": {"kind": "ideal"}}).behaviour == devices.Instant()
     lognormal: dict[str, object] = {
         "kind": "lognormal",
@@ -792,7 +792,7 @@ def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
 
 
 def test_traces_are_looked_for_in_the_data_directory(tmp_path: Path) -> None:
-    """Unless they have a path of their own."""
+    """Unless they have their own path."""
     settings = {"devices": {"bandwidth": {"kind": "traces"}}}
     with pytest.raises(DataError, match=r"no bandwidth_traces\.npz in"):
         _built(settings, data_dir=tmp_path)
@@ -802,11 +802,11 @@ def test_traces_are_looked_for_in_the_data_directory(tmp_path: Path) -> None:
     assert isinstance(built.bandwidth, devices.TraceBandwidth)
 
 
-# ---- The whole ----------------------------------------------------------------------------
+# ---- Whole simulations --------------------------------------------------------------------
 
 
 def test_the_default_configuration_builds_the_main_job() -> None:
-    """Fifty clients with the digits, and the seed of the configuration."""
+    """Fifty clients share the digits, and the seed is the configuration's."""
     built = _built({"seed": 7})
     assert built.seed == Seed(7)
     assert built.population.num_clients == 50
@@ -815,7 +815,7 @@ def test_the_default_configuration_builds_the_main_job() -> None:
 
 
 def test_centralised_training_is_one_client_that_always_reports() -> None:
-    """All examples, ideal devices, a cohort of one."""
+    """It has all examples and ideal devices; the cohort is one."""
     built = _built({"centralized": True})
     assert isinstance(built.population, PooledPopulation)
     assert built.population.num_examples(np.array([0])).tolist() == [1438]
@@ -824,7 +824,7 @@ def test_centralised_training_is_one_client_that_always_reports() -> None:
 
 
 def test_what_is_watched_must_be_measured(user_file: Path, tmp_path: Path) -> None:
-    """Regression has no accuracy; the names that there are stand in the error."""
+    """Regression has no accuracy; the error names the metrics that exist."""
     settings: dict[str, object] = {
         "data": _npz_data(_npz(tmp_path)),
         "loss": {"kind": "mse"},
@@ -848,7 +848,7 @@ def test_what_is_watched_must_be_measured(user_file: Path, tmp_path: Path) -> No
 
 
 def test_what_happens_in_each_round_is_built_from_a_file(user_file: Path) -> None:
-    """The settings of a round, and who is called after it, in the order of the file."""
+    """The settings of each round, and the callbacks after it, in the order of the file."""
     callbacks = {
         "b": {"factory": f"{user_file}:Tracker", "args": {"name": "first"}},
         "a": {"factory": f"{user_file}:Tracker"},
@@ -864,7 +864,7 @@ def test_what_happens_in_each_round_is_built_from_a_file(user_file: Path) -> Non
 
 
 def test_metrics_are_built_from_a_file(user_file: Path) -> None:
-    """A factory with arguments; what it returns is called with outputs and labels."""
+    """A factory with arguments, whose result is called with outputs and labels."""
     section = {"factory": f"{user_file}:share_above", "args": {"limit": 2}, "direction": "max"}
     built = _built({"metrics": {"above": section}})
     outputs = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -891,14 +891,14 @@ def test_metrics_are_built_from_a_file(user_file: Path) -> None:
 def test_what_is_no_metric_is_refused(
     user_file: Path, name: str, section: dict[str, object], message: str
 ) -> None:
-    """Before anything runs, with the key and the remedy."""
+    """Before the run starts, with the key and the remedy."""
     filled = {key: str(value).replace("USER", str(user_file)) for key, value in section.items()}
     with pytest.raises(ConfigError, match=message):
         _built({"metrics": {name: filled | {"direction": "max"}}})
 
 
 class FirstClients:
-    """A sampler that always asks the same clients."""
+    """A sampler that always selects the same clients."""
 
     def sample(
         self,
@@ -913,7 +913,7 @@ class FirstClients:
 
 
 class KnownFirstClients(FirstClients, SeededSampler):
-    """The same, which says that nobody is hidden by it."""
+    """The same sampler, declaring how its cohorts count: they hide no user."""
 
     draws_each_alone = False
 
@@ -922,7 +922,7 @@ class KnownFirstClients(FirstClients, SeededSampler):
 
 
 def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
-    """Before, they were drawn and accounted for as uniform ones.
+    """They used to be replaced by uniform ones.
 
     Controls: uniform cohorts, and a sampler that says how its cohorts count.
     """
@@ -939,7 +939,7 @@ def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
 
 
 def test_a_loss_of_the_whole_batch_is_declared_in_the_file(user_file: Path) -> None:
-    """Or it is refused at the first batch with the key to set."""
+    """Otherwise it is refused at the first batch, with the key to set."""
     declared = {"kind": "python", "factory": f"{user_file}:contrast", "per_example": False}
     outputs, labels = torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64)
     assert float(_built({"loss": declared}).objective.losses(outputs, labels)) == 2.0
@@ -949,13 +949,13 @@ def test_a_loss_of_the_whole_batch_is_declared_in_the_file(user_file: Path) -> N
 
 
 def test_an_objective_that_declares_nothing_is_refused() -> None:
-    """Whether its loss is a mean decides what is right, so it is never guessed."""
+    """Whether its loss is a mean changes results, so it is never guessed."""
 
     class Bare:
         def losses(self, outputs: Tensor, labels: Tensor) -> Tensor:
             return (outputs - labels).square()
 
-    bare: Any = Bare()  # what a user wrote for an earlier version
+    bare: Any = Bare()  # written for an earlier version
     given = _built({})
     experiment = Experiment(
         make_model=given.make_model,
@@ -968,7 +968,7 @@ def test_an_objective_that_declares_nothing_is_refused() -> None:
 
 
 def test_pieces_made_in_python_are_taken_as_they_are() -> None:
-    """The configuration says the rest, and is checked against them."""
+    """The configuration supplies the rest, and is checked against them."""
     given, config = _built({}), from_mapping({"cohort": {"num_wanted": 5}}, source="a test")
 
     def network() -> nn.Module:
@@ -993,7 +993,7 @@ def test_pieces_made_in_python_are_taken_as_they_are() -> None:
         built(crowd)
 
 
-# ---- Functions of the user's own ----------------------------------------------------------
+# ---- User functions -----------------------------------------------------------------------
 
 
 def _user_function(factory: str, **args: object) -> Callable[[], Any]:  # Any: the user's
@@ -1001,14 +1001,14 @@ def _user_function(factory: str, **args: object) -> Callable[[], Any]:  # Any: t
 
 
 def test_functions_are_found_in_modules_and_files(user_file: Path) -> None:
-    """Classes are functions too, and so is what is written in C and hides its arguments."""
+    """Classes count as functions; so do C functions, which hide their arguments."""
     assert isinstance(_user_function("torch.nn:Identity")(), nn.Identity)
     assert _user_function(f"{user_file}:network", outputs=3)()[1].out_features == 3
     assert _user_function("builtins:dict", a=1)() == {"a": 1}
 
 
 def test_a_file_is_imported_once(user_file: Path) -> None:
-    """As any module: what it defines is the same thing every time."""
+    """Like any module: it defines the same objects every time."""
     first, again = (_user_function(f"{user_file}:Widths") for _ in range(2))
     assert type(first()) is type(again())
 
@@ -1026,7 +1026,7 @@ def test_a_file_is_imported_once(user_file: Path) -> None:
 def test_a_function_that_cannot_be_found_is_refused(
     tmp_path: Path, content: str | None, name: str, message: str
 ) -> None:
-    """With the key, the file and what is wrong with it."""
+    """The error has the key, the file and the problem."""
     file = tmp_path / "theirs.py"
     if content is not None:
         file.write_text(content)
@@ -1035,13 +1035,13 @@ def test_a_function_that_cannot_be_found_is_refused(
 
 
 def test_a_module_that_is_not_installed_is_refused() -> None:
-    """A file can be named instead."""
+    """Its file can be named instead."""
     with pytest.raises(ConfigError, match="install the module, or name its file"):
         _user_function("no_such_module_at_all:f")
 
 
 def test_a_file_that_fails_to_import_is_imported_again(tmp_path: Path) -> None:
-    """After its author has mended it, in the same process; the failure is the author's own."""
+    """In the same process, after its author has fixed it; the error is the author's own."""
     file = tmp_path / "theirs.py"
     file.write_text("raise KeyError('mine')")
     with pytest.raises(KeyError, match="mine"):
@@ -1051,7 +1051,7 @@ def test_a_file_that_fails_to_import_is_imported_again(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_told_from_errors_inside_the_function(user_file: Path) -> None:
-    """Both are TypeErrors; only the first is a mistake in the configuration."""
+    """Both are TypeErrors, but only the first is a mistake in the configuration."""
     for args in ({}, {"outputs": 3, "depth": 2}):
         with pytest.raises(ConfigError, match=r"network does not take the arguments \["):
             _user_function(f"{user_file}:network", **args)
@@ -1067,7 +1067,7 @@ def test_wrong_arguments_are_told_from_errors_inside_the_function(user_file: Pat
 @pytest.mark.slow
 @_NEEDS_DATA
 def test_the_real_writers_and_bandwidths_build() -> None:
-    """MNIST by writer on an MLP, over recorded bandwidths."""
+    """MNIST by writer with an MLP, over recorded bandwidths."""
     settings = {
         "data": {"source": "mnist-by-writer"},
         "devices": {"kind": "lognormal", "bandwidth": {"kind": "traces"}},

@@ -29,7 +29,7 @@ def built(values: dict[str, object]) -> Deployment:
 
 @pytest.fixture
 def without_data(tmp_path: Path) -> dict[str, object]:
-    """A configuration whose coordinator has a model and no data."""
+    """A configuration whose coordinator has a model but no data."""
     file = tmp_path / "user.py"
     file.write_text(_USER_FILE)
     model = {"kind": "python", "factory": f"{file}:network"}
@@ -51,7 +51,7 @@ def test_a_deployment_and_its_simulation_have_the_same_pieces() -> None:
 
 
 def test_without_data_the_clients_measure_the_model(without_data: dict[str, object]) -> None:
-    """And their mean decides which model is the best."""
+    """The mean of their results determines the best model."""
     components = built(without_data)
     assert components.test is None
     assert isinstance(components.make_model(), nn.Linear)
@@ -62,7 +62,7 @@ def test_without_data_the_clients_measure_the_model(without_data: dict[str, obje
 def test_a_metric_that_only_clients_measure_needs_no_more_than_its_direction(
     without_data: dict[str, object],
 ) -> None:
-    """The coordinator hears it by name; which way is better stands in its file."""
+    """The coordinator receives it by name; its file says which direction is better."""
     own = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
     stopping = built(without_data | own).early_stopping()
     assert (stopping.metric, stopping.direction) == ("clients/dose_mean", "min")
@@ -76,31 +76,31 @@ def test_a_metric_that_only_clients_measure_needs_no_more_than_its_direction(
 def test_real_clients_have_ten_minutes_unless_it_is_written(
     without_data: dict[str, object],
 ) -> None:
-    """Not the main job's ten seconds; a deadline that is written stays, "none" as well."""
+    """Not the main job's ten seconds; an explicit deadline is kept, even "none"."""
     components = built(without_data)
     assert (components.policy.deadline_s, components.policy.num_asked) == (600.0, 10)
     assert (
         components.config.stragglers.deadline_s == components.policy.deadline_s
-    )  # as it is recorded
+    )  # the recorded form
     written = built(without_data | {"stragglers": {"deadline_s": "none"}})
     assert written.policy.deadline_s == math.inf
 
 
 def test_what_has_no_data_cannot_be_simulated(without_data: dict[str, object]) -> None:
-    """It is said which key to change."""
+    """The error names the key to change."""
     config = from_mapping(without_data, source="test")
     with pytest.raises(ConfigError, match=r'data\.source is "none".*data\.source=digits'):
         build_simulation(config, data_dir=Path("nowhere"))
 
 
 def test_pooled_training_is_not_deployed() -> None:
-    """There is nothing to pool."""
+    """There is no data to pool."""
     with pytest.raises(ConfigError, match=r"centralized is true.*fedlearn simulate"):
         built({"centralized": True})
 
 
 def test_a_loss_that_the_test_set_has_no_meaning_for_is_refused() -> None:
-    """Before a client is asked, as in a simulation."""
+    """Before any client is asked, as in a simulation."""
     with pytest.raises(ConfigError, match=r"loss\.kind.*one label an example"):
         built({"loss": {"kind": "bce_with_logits"}})
 
@@ -114,7 +114,7 @@ def test_the_eligibility_table_becomes_requirements() -> None:
 
 
 def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str, object]) -> None:
-    """Of those that may enrol: their numbers have gaps where others were revoked."""
+    """Those that may enrol count: client numbers have gaps where others were revoked."""
     privacy = {
         "mode": "central",
         "bands": 3,
@@ -152,7 +152,7 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
     "name", ["rounds", "connected", "phase", "clients_loss_mean", "refused_total"]
 )
 def test_a_measure_does_not_pass_for_what_metrics_tell_of_a_coordinator(name: str) -> None:
-    """In /metrics both would be one series. The control: a name that is nobody's."""
+    """In /metrics both would be one series. Control: an unused name."""
     table = {"direction": "max"}
     with pytest.raises(ConfigError, match=f"fedlearn_{name} already has another meaning"):
         built({"metrics": {name: table}})

@@ -1,4 +1,4 @@
-"""What the command line says and exits with, without a run."""
+"""The command line's messages and exit codes, without a run."""
 
 import inspect
 import json
@@ -52,7 +52,7 @@ from tests.records import RUN
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working directory, and no settings from outside."""
+    """Work in an empty directory, without settings from outside."""
     monkeypatch.chdir(tmp_path)
     variables = ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR")
     for name in variables:
@@ -98,12 +98,12 @@ def ended(cause: BaseException) -> RunEnded:
     ],
 )
 def test_each_error_has_its_exit_code(error: BaseException, code: int) -> None:
-    """The same error of the store is bad input before a run and its failure within."""
+    """The same store error is bad input before a run and a failure during it."""
     assert find_exit_code(error) == code
 
 
 def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
-    """Whatever is added to the errors gets a code."""
+    """Every error class has an exit code other than 0."""
     kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
     assert FedlearnError in kinds
     raised = [kind.__new__(kind) for kind in kinds if issubclass(kind, FedlearnError)]
@@ -114,14 +114,14 @@ def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
 
 
 def test_an_error_of_a_run_is_told_with_the_command_that_goes_on() -> None:
-    """One reads what happened first, then what to type."""
+    """First what happened, then the command to type."""
     lines = format_message(ended(StoreError("the disk is full"))).splitlines()
     assert lines[0] == "the disk is full"
     assert lines[1].endswith("fedlearn resume calm-otter-17")
 
 
 def test_the_command_that_goes_on_finds_the_run() -> None:
-    """With the directory that the user gave, quoted for a shell."""
+    """It has the directory that the user gave, quoted for a shell."""
     for folder, command in (
         ("runs", "fedlearn resume calm-otter-17"),
         ("my runs", "fedlearn resume calm-otter-17 --runs-dir 'my runs'"),
@@ -132,7 +132,7 @@ def test_the_command_that_goes_on_finds_the_run() -> None:
 
 
 def test_an_unexpected_error_is_named() -> None:
-    """Its type is part of what happened, and there is a way to see more."""
+    """Its type is named, and so is the option that shows more."""
     text = format_message(ZeroDivisionError("division by zero"))
     assert "ZeroDivisionError: division by zero" in text
     assert "--debug" in text
@@ -146,7 +146,7 @@ def test_an_unexpected_error_is_named() -> None:
     ],
 )
 def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | None) -> None:
-    """A program gets what happened, to which run, without what a person would type."""
+    """A program receives the error and the run, without the command that a person would type."""
     expected = {"event": "error", "kind": kind, "message": "no", "run": run}
     assert json.loads(format_json_line(error)) == expected
 
@@ -166,7 +166,7 @@ def follow_run_ending_in(
 
 @pytest.mark.parametrize("error", [StoreError("full"), ValueError("?"), KeyboardInterrupt()])
 def test_an_error_after_the_start_says_which_run_it_ended(error: BaseException) -> None:
-    """The cause is kept."""
+    """The cause is preserved."""
     with pytest.raises(RunEnded) as caught:
         follow_run_ending_in(error)
     assert caught.value.run == "calm-otter-17"
@@ -174,13 +174,13 @@ def test_an_error_after_the_start_says_which_run_it_ended(error: BaseException) 
 
 
 def test_an_error_before_the_start_ended_no_run() -> None:
-    """A bad configuration has no run to resume."""
+    """After a bad configuration there is no run to resume."""
     with pytest.raises(ConfigError), track_progress(as_json=False):
         raise ConfigError
 
 
 def test_what_is_no_failure_of_the_run_passes() -> None:
-    """A worker of torchrun is done."""
+    """For example a worker of torchrun exits."""
     with pytest.raises(SystemExit):
         follow_run_ending_in(SystemExit(0))
 
@@ -199,7 +199,7 @@ def test_what_fails_before_its_first_commit_is_not_to_be_resumed(
     num_rounds: int,
     goes_on: bool,  # noqa: FBT001 (a parameter)
 ) -> None:
-    """It would fail again in the same place; what is mended is started anew."""
+    """It would fail again in the same place; once the cause is fixed it starts from scratch."""
     summary = replace(summarize(replace(RUN, status=status), []), num_finished=num_rounds)
     with pytest.raises(RunEnded) as caught:
         follow_run_ending_in(ValueError(), told=summary)
@@ -207,26 +207,26 @@ def test_what_fails_before_its_first_commit_is_not_to_be_resumed(
     assert ("fedlearn resume" in format_message(caught.value)) is goes_on
 
 
-# ---- Who reads goes away ------------------------------------------------------------------
+# ---- Closed output ------------------------------------------------------------------------
 
 
 @contextmanager
 def output_closed() -> Iterator[None]:
-    """Standard output is a pipe that nobody reads."""
+    """Make standard output a pipe whose reading end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1) as stream, redirect_stdout(stream):
         try:
             yield
         finally:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # what it still holds goes there
+            os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # absorbs what is still buffered
 
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_run_whose_output_is_closed_ends_and_says_so(
     as_json: bool,  # noqa: FBT001 (a parameter)
 ) -> None:
-    """As by `| head -1`."""
+    """For example by `| head -1`."""
     with (
         output_closed(),
         pytest.raises(RunEnded) as caught,
@@ -239,7 +239,7 @@ def test_a_run_whose_output_is_closed_ends_and_says_so(
 def test_a_command_whose_output_is_closed_exits_with_141(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And says nothing: who went away has read enough."""
+    """It prints nothing: the reader has read enough."""
     with output_closed():
         assert main(["--help"]) == 141
     assert capsys.readouterr().err == ""
@@ -248,7 +248,7 @@ def test_a_command_whose_output_is_closed_exits_with_141(
 def test_a_run_whose_output_is_closed_is_told_on_standard_error_alone(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """To write the last line of --json would fail again, as what the buffer holds would."""
+    """Writing the last line of --json would fail again, as would flushing the buffer."""
     with output_closed():
         code = report_error(ended(OutputClosed()), as_json=True, debug=False, rank=0)
         sys.stdout.write("held back\n")
@@ -256,7 +256,7 @@ def test_a_run_whose_output_is_closed_is_told_on_standard_error_alone(
     assert "fedlearn resume calm-otter-17" in capfd.readouterr().err
 
 
-# ---- The whole ----------------------------------------------------------------------------
+# ---- The whole command line ---------------------------------------------------------------
 
 
 def test_without_arguments_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,7 +274,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_command_is_ready_for_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it is imported: what a trainer forks must live, and strangers write no lines."""
+    """Before gRPC is imported: forked children must survive, and gRPC must stay quiet."""
     monkeypatch.setattr(os, "environ", {"PATH": os.environ["PATH"]})
     assert main(["--version"]) == 0
     assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "false"
@@ -295,7 +295,7 @@ def test_a_command_is_ready_for_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrong_usage_is_one_message(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It exits with 2, and standard output stays empty."""
+    """The exit code is 2, and standard output stays empty."""
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -304,7 +304,7 @@ def test_wrong_usage_is_one_message(
 
 
 def test_wrong_usage_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of an unknown command, that of all commands."""
+    """For an unknown command, it names the help of all commands."""
     assert main(["pins"]) == 2
     assert "See `fedlearn pins --help`" in capsys.readouterr().err
     assert main(["simulat"]) == 2
@@ -313,7 +313,7 @@ def test_wrong_usage_names_the_help_of_its_command(capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize("command", ["coordinator", "invite", "join", "simulate"])
 def test_help_has_no_backslashes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is escaped for markup that is off."""
+    """Markup is off, so nothing is escaped."""
     assert main([command, "--help"]) == 0
     help_text = capsys.readouterr().out
     assert "[" in help_text
@@ -321,7 +321,7 @@ def test_help_has_no_backslashes(command: str, capsys: pytest.CaptureFixture[str
 
 
 def test_help_says_what_an_argument_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """Some versions of click and typer lose it between them."""
+    """Some combinations of click and typer lose it."""
     assert main(["show", "--help"]) == 0
     (line,) = [each for each in capsys.readouterr().out.splitlines() if "[required]" in each]
     assert line.split() != ["RUN", "[required]"]
@@ -330,7 +330,7 @@ def test_help_says_what_an_argument_is(capsys: pytest.CaptureFixture[str]) -> No
 def test_help_names_no_exit_code_that_nothing_exits_with(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each is one that an error has."""
+    """Each listed code belongs to an error."""
     assert main(["--help"]) == 0
     _, _, codes = capsys.readouterr().out.partition("Exit codes:")
     told = {int(each) for each in re.findall(r"\b\d+\b", codes.partition("--debug")[0])}
@@ -340,13 +340,13 @@ def test_help_names_no_exit_code_that_nothing_exits_with(
 
 
 def test_wrong_usage_is_told_to_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its arguments could not be parsed, but --json is among them."""
+    """The arguments could not be parsed, but --json is among them."""
     assert main(["simulate", "--json", "--rounds", "few"]) == 2
     assert json.loads(capsys.readouterr().out)["event"] == "error"
 
 
 def test_who_interrupts_the_start_sees_no_traceback() -> None:
-    """Ctrl-C while the command line is being imported."""
+    """If Ctrl-C arrives while the command line is being imported."""
     script = (
         "import runpy, sys\n"
         "class Impatient:\n"
@@ -368,7 +368,7 @@ def test_who_interrupts_the_start_sees_no_traceback() -> None:
 
 
 def test_a_missing_file_is_told_without_a_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    """One line, with the file and what to do."""
+    """One line names the file and the remedy."""
     assert main(["simulate", "nowhere.toml"]) == 2
     error = capsys.readouterr().err
     assert error == "fedlearn: nowhere.toml: there is no such file; check the path\n"
@@ -378,7 +378,7 @@ def test_a_missing_file_is_told_without_a_traceback(capsys: pytest.CaptureFixtur
 def test_debug_shows_the_traceback(
     way: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anywhere among the arguments, or by the environment."""
+    """The option may stand anywhere among the arguments, or in the environment."""
     monkeypatch.setenv("FEDLEARN_DEBUG", "1" if way == "environment" else "0")
     extra = ["--debug"] if way == "option" else []
     assert main(["simulate", "nowhere.toml", *extra]) == 2
@@ -389,7 +389,7 @@ def test_debug_shows_the_traceback(
 def test_another_worker_of_torchrun_says_nothing(
     option: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 tells of it; the exit code is the same."""
+    """Rank 0 reports the error; the exit code is the same."""
     monkeypatch.setenv("RANK", "1")
     assert main(["simulate", "nowhere.toml", *option]) == 2
     assert main(["--version"]) == 0
@@ -410,14 +410,14 @@ def test_another_worker_of_torchrun_says_nothing(
 def test_where_there_are_no_runs_none_is_found_and_nothing_made(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Looking for a run makes neither a directory nor a database."""
+    """Looking for a run creates neither a directory nor a database."""
     assert main(arguments) == 2
     assert "--runs-dir" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 def test_no_runs_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A newcomer is told how to make one; a program gets no lines."""
+    """A person is told how to create one; a program gets no lines."""
     assert main(["runs"]) == 0
     assert "fedlearn simulate" in capsys.readouterr().out
     assert main(["runs", "--json"]) == 0
@@ -428,7 +428,7 @@ def test_no_runs_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 def test_an_export_does_not_replace_a_file_unless_forced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is refused before the run is looked for."""
+    """It is refused before the run is looked up."""
     file = tmp_path / "model.safetensors"
     file.write_text("precious")
     assert main(["export", "calm-otter-17", "--output", str(file)]) == 2
@@ -442,7 +442,7 @@ def test_an_export_does_not_replace_a_file_unless_forced(
 
 
 def test_logs_are_json_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    """Off a terminal; standard output is for results alone."""
+    """When standard error is no terminal; standard output is for results only."""
     configure_logs(level=logging.INFO, quiet=False)
     log = structlog.get_logger("fedlearn")
     log.debug("too_much")
@@ -454,7 +454,7 @@ def test_logs_are_json_on_standard_error(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_quiet_worker_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not even what is critical: rank 0 says it."""
+    """Not even critical messages: rank 0 logs them."""
     configure_logs(level=logging.DEBUG, quiet=True)
     structlog.get_logger("fedlearn").critical("all_is_lost")
     assert capsys.readouterr() == ("", "")

@@ -1,4 +1,4 @@
-"""The commands about a deployment: what they print and exit with, without a coordinator."""
+"""Commands that inspect a deployment: output and exit codes, without a coordinator."""
 
 import json
 import math
@@ -30,21 +30,21 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """Return what a command prints: its result, or why there is none."""
+    """Run a command; return its output, or its error message if ``code`` is not 0."""
     assert main(arguments) == code
     printed = capsys.readouterr()
     return printed.out if code == 0 else printed.err
 
 
 def test_init_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """And says what to type next."""
+    """And prints the next command."""
     assert "fedlearn coordinator coordinator.toml" in typed(capsys, "init")
     assert Path("coordinator.toml").read_text().startswith("# A deployment")
     assert "exists already" in typed(capsys, "init", code=2)
 
 
 def test_init_writes_a_clients_file_too(capsys: pytest.CaptureFixture[str]) -> None:
-    """It loads to the defaults, and says what to type next."""
+    """It loads to the defaults, and the next command is printed."""
     assert "--config client.toml" in typed(capsys, "init", "--client")
     assert load_client(Path("client.toml")) == ClientConfig()
     assert "exists already" in typed(capsys, "init", "--client", code=2)
@@ -59,7 +59,7 @@ def test_init_writes_a_clients_file_too(capsys: pytest.CaptureFixture[str]) -> N
 def test_without_a_configuration_it_is_said_where_it_was_looked_for(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """No database is made by looking."""
+    """Looking for it creates no database."""
     assert "coordinator.toml: there is no such file" in typed(capsys, *command.split(), code=2)
     assert list(Path().iterdir()) == []
 
@@ -68,7 +68,7 @@ def test_without_a_configuration_it_is_said_where_it_was_looked_for(
 def test_before_the_first_start_there_is_no_run(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """And it is said who makes it."""
+    """The message says which command creates one."""
     typed(capsys, "init")
     told = typed(capsys, command, code=2)
     assert "no run called 'federation' is deployed" in told
@@ -77,7 +77,7 @@ def test_before_the_first_start_there_is_no_run(
 
 @pytest.mark.slow
 def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """The authority and the database are made by then."""
+    """The invitation creates the authority and the database."""
     typed(capsys, "init")
     assert "no clients yet" in typed(capsys, "clients")
     typed(capsys, "invite", "clinic-a", "--tag", "country=ch", "-o", "a.json")
@@ -101,7 +101,7 @@ def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixtur
 def test_an_invitation_that_has_ended_is_listed_as_such(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It says why nobody joins with it."""
+    """That explains why no client joins with it."""
     typed(capsys, "init")
     file = Path("coordinator.toml")
     line = re.compile(r"^.*invitation_valid_h = .*$", re.MULTILINE)
@@ -114,7 +114,7 @@ def test_an_invitation_that_has_ended_is_listed_as_such(
 def test_a_coordinator_without_data_is_checked_and_not_simulated(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """What is printed loads to the same tree; the control is a model that cannot be built."""
+    """The printed tree loads to the same tree; control: a model that cannot be built."""
     file = CLIENTS / name / "coordinator.toml"
     printed = typed(capsys, "check", str(file))
     assert "the clients evaluate" in printed.splitlines()[0]
@@ -127,7 +127,7 @@ def test_a_coordinator_without_data_is_checked_and_not_simulated(
 
 
 def test_a_tag_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    """No client would ever match it."""
+    """No client could match it."""
     typed(capsys, "init")
     told = typed(capsys, "invite", "clinic-a", "--tag", "hospital", code=2)
     assert "hospital" in told
@@ -135,14 +135,14 @@ def test_a_tag_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_joining_takes_a_trainer_and_an_invitation(capsys: pytest.CaptureFixture[str]) -> None:
-    """What is missing is named."""
+    """The error names the missing one."""
     assert "--task is missing" in typed(capsys, "join", "a.invitation", code=2)
     told = typed(capsys, "join", "a.invitation", "--task", "m:T", code=2)
     assert "a.invitation" in told
 
 
 def test_a_client_with_a_wrong_file_joins_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither with defaults instead nor with the rest of it; no keys are made, no consent noted."""
+    """It does not fall back to defaults; no keys are created, no consent is recorded."""
     typed(capsys, "init")
     typed(capsys, "invite", "clinic-a", "-o", "a.invitation")
     Path("client.toml").write_text("[policy]\nmax_epoch = 3\n")
@@ -153,7 +153,7 @@ def test_a_client_with_a_wrong_file_joins_nothing(capsys: pytest.CaptureFixture[
 
 
 def test_plaintext_stays_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    """An address that others reach is refused before anything starts."""
+    """An address that other machines can reach is refused before anything starts."""
     typed(capsys, "init")
     options = ("--insecure", "--set", "coordinator.address=0.0.0.0:9440")
     told = typed(capsys, "coordinator", "coordinator.toml", *options, code=2)
@@ -162,7 +162,7 @@ def test_plaintext_stays_on_this_machine(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
-    """Return the options with which a coordinator finds its run done, on ports that are free."""
+    """Finish a run; return options that let a coordinator find it, on free ports."""
     typed(capsys, "init")
     gateway, http = free_addresses(2)
     config = load(Path("coordinator.toml"), overrides=())
@@ -180,7 +180,7 @@ def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
 
 
 def test_a_coordinator_of_a_run_that_is_done_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard output, with what another run needs."""
+    """On standard output, with the key to change for another run."""
     options = done_run(capsys)
     told = typed(capsys, "coordinator", "--insecure", *options)
     assert "note: this run is done; another run needs another `name`" in told
@@ -189,7 +189,7 @@ def test_a_coordinator_of_a_run_that_is_done_says_so(capsys: pytest.CaptureFixtu
 
 @pytest.mark.slow
 def test_rounds_tell_who_was_late_or_failed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where they are asked to, and by number where nobody has the name any more."""
+    """With ``--clients``, by number if the client's name is no longer known."""
     done_run(capsys)
     places = Places.of(load(Path("coordinator.toml"), overrides=()), environ={})
     ended = [
@@ -227,7 +227,7 @@ def test_rounds_tell_who_was_late_or_failed(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """By a tensor of both; the run is not failed by it, so the file can be put back."""
+    """By a tensor of each; the run does not fail, so the file can be restored."""
     options = done_run(capsys)
     places = Places.of(load(Path("coordinator.toml"), overrides=()), environ={})
     wide = {"params/1.weight": torch.zeros(100, 64), "params/1.bias": torch.zeros(100)}
@@ -246,7 +246,7 @@ def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixtur
 def test_a_run_that_is_done_is_not_steered(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """The next coordinator would find the wish there, too."""
+    """Otherwise the next coordinator would act on the request."""
     done_run(capsys)
     assert typed(capsys, command) == f"federation is done; nothing to {command}\n"
     assert json.loads(typed(capsys, "why", "--json"))["control"] == "run"
@@ -255,7 +255,7 @@ def test_a_run_that_is_done_is_not_steered(
 def test_a_deployed_run_is_shown_without_simulated_devices(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The rest of the configuration is there."""
+    """The rest of the configuration is shown."""
     done_run(capsys)
     told = typed(capsys, "show", "federation")
     assert "num_wanted=4" in told
@@ -264,7 +264,7 @@ def test_a_deployed_run_is_shown_without_simulated_devices(
 
 
 def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
-    """Return the folder of a client that has joined and has pinned another."""
+    """Return the folder of a client that has joined and has pinned another client."""
     typed(capsys, "init")
     typed(capsys, "invite", "clinic-a", "-o", "a.invitation")
     home = Home(Path("home"))
@@ -276,7 +276,7 @@ def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
 
 
 def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own key first, for others to compare; a client that runs is not meddled with."""
+    """Its own key comes first, for others to compare; pins of a running client do not change."""
     home = joined_home(capsys)
     enrolment = home.keys.load_enrolment()
     assert enrolment is not None
@@ -294,7 +294,7 @@ def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[s
 
 
 def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """By its folder, or its name in the usual place."""
+    """Named by its folder, or by its name in the usual place."""
     home = joined_home(capsys)
     enrolment = home.keys.load_enrolment()
     assert enrolment is not None
@@ -305,7 +305,7 @@ def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixt
 
 
 def test_a_roster_needs_clients(capsys: pytest.CaptureFixture[str]) -> None:
-    """An empty one would let nobody in."""
+    """An empty roster would admit no client."""
     typed(capsys, "init")
     assert "no client has joined yet" in typed(capsys, "roster", code=2)
     assert not Path("clients.roster").exists()

@@ -1,4 +1,4 @@
-"""What the documentation shows works, and what it lists is all there is."""
+"""What the documentation shows works, and what it lists is complete."""
 
 import importlib.util
 import re
@@ -75,7 +75,7 @@ COMMANDS = typer.main.get_command(app)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    """Return the fenced blocks of one language, those in lists without their indentation."""
+    """Return the fenced blocks in one language; those in lists lose their indentation."""
     fenced = rf"^(?P<indent> *)```{language}\n(.*?)^(?P=indent)```$"
     return [dedent(found[2]) for found in re.finditer(fenced, page, re.MULTILINE | re.DOTALL)]
 
@@ -83,7 +83,7 @@ def blocks(page: str, language: str) -> list[str]:
 def commands_in(page: str) -> Iterator[str]:
     """Yield every fedlearn command of a page, in shell blocks and within sentences.
 
-    In a block, whatever runs it may stand before it: variables, ``sudo``, ``docker exec``.
+    In a block, a command may follow whatever runs it: variables, ``sudo``, ``docker exec``.
     """
     for block in (each for name in SHELLS for each in blocks(page, name)):
         for line in re.split(r"\n|&&|;(?=\s)", block.replace("\\\n", " ")):
@@ -95,17 +95,17 @@ def commands_in(page: str) -> Iterator[str]:
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Yield page and text of every fedlearn command."""
+    """Yield the page and text of every fedlearn command."""
     for path in PAGES:
         for text in commands_in(path.read_text()):
             yield str(path.relative_to(ROOT)), text
 
 
 def parse(text: str) -> None:
-    """Parse a command as the shell and the command line would; run nothing.
+    """Parse a command as the shell and the command line would, without running it.
 
     Raises:
-        Exception: click's, where the arguments are wrong.
+        Exception: From click, if the arguments are wrong.
     """
     words = shlex.split(text, comments=True)[1:]
     end = next((place for place, word in enumerate(words) if word in (">", "|", "&")), len(words))
@@ -119,7 +119,7 @@ def parse(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def from_code() -> ModuleType:
-    """The Sphinx extension that writes the reference pages."""
+    """The Sphinx extension that generates the reference pages."""
     pytest.importorskip("sphinx")
     path = ROOT / "docs" / "extensions" / "from_code.py"
     spec = importlib.util.spec_from_file_location("from_code", path)
@@ -134,7 +134,7 @@ def from_code() -> ModuleType:
 def test_the_python_example_of_the_readme_is_short_and_runs(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 15 lines; in a process and folder of its own, to the accuracy that is told."""
+    """It has at most 15 lines and, in its own process and folder, reaches the stated accuracy."""
     page = (ROOT / "README.md").read_text()
     found = blocks(page, "python")
     (example,) = [block for block in found if "num_rounds=20" in block]
@@ -147,13 +147,14 @@ def test_the_python_example_of_the_readme_is_short_and_runs(
     printed = re.search(r"'accuracy': (0\.\d+)", done.stdout)
     assert told is not None
     assert printed is not None
-    assert float(printed[1]) == pytest.approx(float(told[1]), abs=0.02)  # other processors round
+    # Other processors round differently.
+    assert float(printed[1]) == pytest.approx(float(told[1]), abs=0.02)
     assert list(tmp_path.glob("runs/*/curves.png"))
     assert list(tmp_path.glob("runs/*/report.html"))
 
 
 def written(page: Path, folder: Path) -> None:
-    """Write the blocks of a page that begin with a comment of a file's name as these files."""
+    """Write a page's blocks that start with a comment of a file name to those files."""
     text = page.read_text()
     for block in [*blocks(text, "python"), *blocks(text, "toml")]:
         name = re.match(r"# (\w+\.\w+)\n", block)
@@ -163,7 +164,7 @@ def written(page: Path, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_example_of_an_application_passes_its_own_test(tmp_path: Path) -> None:
-    """Trainer, agent and tests of the guides, as files: an agent trains for a real server."""
+    """The guides' trainer, agent and tests become files, and the agent trains for a real server."""
     written(GUIDES / "embed-the-client.md", tmp_path)
     written(GUIDES / "test-the-client.md", tmp_path)
     done = subprocess.run(
@@ -180,10 +181,10 @@ def test_the_example_of_an_application_passes_its_own_test(tmp_path: Path) -> No
 
 
 def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
-    """In a session, as a coordinator would ask it."""
+    """In a session, as for a coordinator."""
     page = (GUIDES / "own-trainer.md").read_text()
     (source,) = [block for block in blocks(page, "python") if "class MeanTrainer" in block]
-    names: dict[str, Any] = {}  # Any: what the example defines
+    names: dict[str, Any] = {}  # Any: defined by the example
     exec(source, names)  # noqa: S102 (our own page)
     session = ClientSession(ClientId(0), names["MeanTrainer"]())
     asked = TrainRequest(
@@ -206,7 +207,7 @@ def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
 
 @pytest.mark.slow
 def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_path: Path) -> None:
-    """Configuration, trainer and commands of the guide, two clients, on ports that are free."""
+    """The guide's configuration, trainer and commands, with two clients on free ports."""
     written(GUIDES / "deploy-a-coordinator.md", tmp_path)
     gateway, http = free_addresses(2)
     file = tmp_path / "coordinator.toml"
@@ -215,7 +216,7 @@ def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_
     )
 
     def type_in(name: str, *arguments: str, **variables: str) -> Process:
-        """Start a command in the folder, without what this environment says of places."""
+        """Start a command in the folder, without this environment's variables for paths."""
         environ = {"HOME": str(tmp_path), **variables}
         return stack.enter_context(
             closing(launcher.launch(tmp_path / name, *arguments, environ=environ))
@@ -233,7 +234,7 @@ def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_
 
 
 def cells(page: str) -> list[str]:
-    """Return the cells of a page's tables, links without their targets."""
+    """Return the cells of a page's tables, without the targets of links."""
     rows = [line for line in page.splitlines() if line.startswith("|") and "---" not in line]
     return [
         re.sub(r"\]\([^)]*\)", "]", cell) for row in rows for cell in row.strip("|").split(" | ")
@@ -241,7 +242,7 @@ def cells(page: str) -> list[str]:
 
 
 def test_the_readme_is_short() -> None:
-    """A newcomer reads it to the end: 700 words, and 12 in a table's cell."""
+    """Newcomers read at most 700 words, and 12 in a table's cell."""
     page = (ROOT / "README.md").read_text()
     assert len(page.split()) <= 700
     assert max(len(cell.split()) for cell in cells(page)) <= 12
@@ -257,12 +258,12 @@ def test_a_page_of_explanation_is_read_in_one_sitting(page: Path) -> None:
 
 @pytest.mark.parametrize(("page", "text"), sorted(set(commands())))
 def test_commands_of_the_documentation_parse(page: str, text: str) -> None:
-    """As typed: command, arguments and options exist."""
+    """Command, arguments and options exist."""
     parse(text)
 
 
 def test_commands_are_found_wherever_a_page_has_them() -> None:
-    """The control of the tests below: behind what runs them, in lists, in sentences."""
+    """The control of the tests below: after what runs them, in lists and in sentences."""
     page = """Type `fedlearn show
 RUN`, or just `fedlearn runs`.
 
@@ -286,7 +287,7 @@ RUN`, or just `fedlearn runs`.
 
 
 def test_commands_that_are_only_named_exist() -> None:
-    """Within a sentence, without their arguments."""
+    """Within a sentence they have no arguments."""
     assert isinstance(COMMANDS, typer.core.TyperGroup)
     named = {name for path in PAGES for name in re.findall(r"`fedlearn (\w+)`", path.read_text())}
     assert {"simulate", "coordinator", "join"} <= named
@@ -311,14 +312,14 @@ def test_commands_that_do_not_exist_do_not_parse(text: str) -> None:
 
 @pytest.mark.parametrize(("page", "text"), sorted(set(commands())))
 def test_overrides_of_the_documentation_are_valid(page: str, text: str) -> None:
-    """Each ``--set`` names a key that there is and a value that it takes."""
+    """Each ``--set`` names an existing key and a valid value."""
     words = shlex.split(text, comments=True)
     overrides = [words[place + 1] for place, word in enumerate(words) if word == "--set"]
     load(None, overrides=overrides)
 
 
 def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
-    """Every TOML block is a configuration, as far as it goes: of a client where it says so."""
+    """Every TOML block is part of a configuration, of a client's where the text says so."""
     found = [(path, text) for path in PAGES for text in blocks(path.read_text(), "toml")]
     assert found
     for path, text in found:
@@ -331,14 +332,14 @@ def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
 
 
 def test_python_of_the_documentation_compiles() -> None:
-    """Every Python block is at least Python."""
+    """Every Python block compiles."""
     for path in PAGES:
         for text in blocks(path.read_text(), "python"):
             compile(text, str(path), "exec")
 
 
 def test_links_between_pages_lead_to_files() -> None:
-    """Relative links of all pages, those without a place in the page."""
+    """All relative links of pages, without their anchors."""
     broken = [
         (str(path.relative_to(ROOT)), target)
         for path in PAGES
@@ -349,7 +350,7 @@ def test_links_between_pages_lead_to_files() -> None:
 
 
 def keys_of(schema: dict[str, Any], document: dict[str, Any], path: str = "") -> Iterator[str]:
-    """Yield every dotted key in a JSON schema, in whatever kind of table it is."""
+    """Yield every dotted key in a JSON schema, in tables of all kinds."""
     if "$ref" in schema:
         yield from keys_of(document["$defs"][schema["$ref"].rpartition("/")[2]], document, path)
     for option in [*schema.get("oneOf", ()), *schema.get("anyOf", ())]:
@@ -367,7 +368,7 @@ def keys_of(schema: dict[str, Any], document: dict[str, Any], path: str = "") ->
 def test_the_configuration_reference_has_every_key(
     from_code: ModuleType, tree: type[Section]
 ) -> None:
-    """Found independently in the JSON schema: as a row, as a table, or as the kind of one."""
+    """Keys of the JSON schema appear as a row, as a table, or as a table's kind."""
     listed = set()
     for table in from_code.configuration_tables(tree):
         prefix = f"{table.path}." if table.path else ""
@@ -382,7 +383,7 @@ def test_the_configuration_reference_has_every_key(
 def test_the_configuration_reference_tells_which_defaults_depend_on_the_data(
     from_code: ModuleType,
 ) -> None:
-    """As what a tree has with other data says; no other key depends on them."""
+    """Found by comparing with a tree for other data; no other key depends on the data."""
     tables = list(from_code.configuration_tables(Config))
     found = {
         (f"{table.path}.{key.name}", key.default)
@@ -405,7 +406,7 @@ def test_the_configuration_reference_tells_which_defaults_depend_on_the_data(
 
 
 def test_the_reference_shows_the_help_of_every_command(from_code: ModuleType) -> None:
-    """The command itself and those below it."""
+    """For the program and all its subcommands."""
     assert isinstance(COMMANDS, typer.core.TyperGroup)
     expected = {"fedlearn"} | {f"fedlearn {name}" for name in COMMANDS.commands}
     helps = from_code.command_helps()
@@ -414,7 +415,7 @@ def test_the_reference_shows_the_help_of_every_command(from_code: ModuleType) ->
 
 
 def test_the_wire_reference_has_every_message_and_field() -> None:
-    """A section a message of the definition, with each of its fields and of its values."""
+    """Each message has a section with all its fields and their values."""
     names = ("wire.md", "wire-messages.md")
     page = "".join((ROOT / "docs" / "reference" / name).read_text() for name in names)
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
@@ -429,7 +430,7 @@ def test_the_wire_reference_has_every_message_and_field() -> None:
 
 
 def test_the_protocol_reference_of_secure_aggregation_has_every_field() -> None:
-    """Of each message, the terms and their lanes; and the stages."""
+    """Of each message, of the terms and their lanes; and all stages."""
     page = (ROOT / "docs" / "reference" / "secure-aggregation.md").read_text()
     sections = dict(re.findall(r"^### `(\w+)`\n(.*?)(?=^##)", page, re.MULTILINE | re.DOTALL))
     kinds = [*get_args(Down), *get_args(Up), Terms, Lane]
@@ -442,7 +443,7 @@ def test_the_protocol_reference_of_secure_aggregation_has_every_field() -> None:
 
 
 def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
-    """Its tables are the numbers of the code."""
+    """Its tables agree with the code."""
     page = (GUIDES / "aggregate-securely.md").read_text()
     cell = r"(none|\d+, \d+) \|"
     sparse = re.findall(rf"^\| ([\d,]+) \|[^|]*\| {' '.join([cell] * 4)}$", page, re.MULTILINE)
@@ -464,7 +465,7 @@ def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
 
 
 def test_the_explanation_of_drawn_cohorts_shows_what_they_stand() -> None:
-    """Its table is what is computed, with two drawn for each that is asked."""
+    """Its table agrees with the computation, for two clients drawn per client asked."""
     page = (ROOT / "docs" / "explanation" / "secure-aggregation-proofs.md").read_text()
     row_of_five = r"^" + r"\| ([\d,]+) " * 5 + r"\|$"
     rows = re.findall(row_of_five, page, re.MULTILINE)
@@ -507,7 +508,7 @@ def _derived(
 
 
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
-    """The names of status, gateway and coordinator; the guides name no others."""
+    """Names from status, gateway and coordinator; the guides use no others."""
     measured = dict.fromkeys(MEASURED, 0.5)
     live_status = LiveStatus(metrics=measured, epsilon=1.0, staleness={0: 1}, in_flight_limit=4)
     live_status.record_training(
@@ -551,7 +552,7 @@ def _full(name: str) -> str:
 
 
 def test_yaml_of_the_documentation_parses() -> None:
-    """Rules for alerts: each has an expression."""
+    """Each alert rule has an expression."""
     yaml = pytest.importorskip("yaml")
     (text,) = blocks((GUIDES / "monitor-a-coordinator.md").read_text(), "yaml")
     (group,) = yaml.safe_load(text)["groups"]
@@ -559,7 +560,7 @@ def test_yaml_of_the_documentation_parses() -> None:
 
 
 def test_every_public_name_stands_in_the_python_reference() -> None:
-    """Its module is documented, and the name is not left out of it."""
+    """Its module is documented, and the page does not exclude the name."""
     page = (ROOT / "docs" / "reference" / "python.md").read_text()
     for name in fedlearn.__all__:
         value = getattr(fedlearn, name)
@@ -571,16 +572,16 @@ def test_every_public_name_stands_in_the_python_reference() -> None:
 
 
 def test_the_digits_experiment_spells_out_the_main_job() -> None:
-    """So that ``fedlearn simulate`` and the file are one experiment."""
+    """So ``fedlearn simulate`` and the file are the same experiment."""
     experiment = load(ROOT / "simulations" / "digits" / "experiment.toml", overrides=())
     main_job = Config()
-    # The file may give a number where the default is a rule for it: the policies are compared.
+    # The file may have a number where the default is a rule, so the policies are compared.
     assert experiment.straggler_policy() == main_job.straggler_policy()
     assert experiment.model_copy(update={"stragglers": main_job.stragglers}) == main_job
 
 
 def test_each_experiment_ships_its_figures() -> None:
-    """A README and what a short run is expected to give."""
+    """A README, and the expected results of a short run."""
     for experiment in ROOT.glob("simulations/*/experiment.toml"):
         assert (experiment.parent / "README.md").exists(), experiment
         assert (experiment.parent / "expected.json").exists(), experiment

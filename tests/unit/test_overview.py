@@ -1,4 +1,4 @@
-"""Runs as a person reads them, on a terminal of any width."""
+"""Runs shown to a person, on a terminal of any width."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def stored(tmp_path: Path) -> Iterator[StoredRun]:
 
 
 def test_a_page_is_broken_for_a_narrow_terminal(stored: StoredRun) -> None:
-    """Under its labels, between words, and never a command or a path; off a terminal nowhere."""
+    """Lines break between words, never in a command or a path; without a terminal nowhere."""
     page = run_page(Run(stored), width=None)
     narrow = run_page(Run(stored), width=60)
     assert narrow.split() == page.split()
@@ -41,7 +41,7 @@ def test_a_page_is_broken_for_a_narrow_terminal(stored: StoredRun) -> None:
     ],
 )
 def test_a_page_tells_of_what_is_on_alone(stored: StoredRun, table: str, mode: str) -> None:
-    """How rounds close and what is hidden stands there where it is not as usual."""
+    """It mentions how rounds close and what is hidden only where that is not the default."""
     line = re.compile(f"^ *{table}  .*mode={mode}", re.MULTILINE)
     assert table not in run_page(Run(stored), width=None)
     config = Config().model_dump(mode="json")
@@ -51,7 +51,7 @@ def test_a_page_tells_of_what_is_on_alone(stored: StoredRun, table: str, mode: s
 
 
 def test_a_table_is_cut_for_a_narrow_terminal(stored: StoredRun) -> None:
-    """A name is whole in any case: one types it."""
+    """Names are never cut, because users type them."""
     table = runs_table([(stored.record, [])], width=50)
     assert max(map(len, table.splitlines())) <= 50
     assert "calm-otter-17" in table

@@ -34,7 +34,7 @@ SLOW = ("signs", "coins", "rounding", "trimmed")
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory with the guides' files, no settings from outside."""
+    """Work in a directory with the guides' files, without settings from outside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
@@ -47,7 +47,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
-    """Return what ``fedlearn simulate`` prints: its result, or why there is none."""
+    """Run ``fedlearn simulate``; return its output, or its error message if ``code`` is not 0."""
     assert main(("simulate", *arguments)) == code, capsys.readouterr().err
     printed = capsys.readouterr()
     return printed.out if code == 0 else printed.err
@@ -61,7 +61,7 @@ def rounds(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str
 
 
 def test_a_strategy_takes_thirty_lines() -> None:
-    """With its imports and its arguments."""
+    """Including imports and arguments."""
     source = Path("lion.py").read_text().removeprefix("# lion.py\n")
     assert len([line for line in source.splitlines() if line.strip()]) <= 30
     assert [type(each).__name__ for each in ast.parse(source).body][-1] == "ClassDef"
@@ -73,21 +73,21 @@ def test_a_strategy_takes_thirty_lines() -> None:
 def test_the_guide_learns_alike_by_engine_and_by_sessions(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Real digits, far above chance; the first rounds are those of sessions to the last bit."""
+    """On real digits, far above chance; sessions give the engine's first rounds bit for bit."""
     by_engine = rounds(capsys, f"{name}.toml", *ONE_BY_ONE)
     assert len(by_engine) == 5
     assert by_engine[-1]["accuracy"] > 0.5
     options = (*ALONE, "--rounds", "2", "--set", "engine.transport=memory")
     by_sessions = rounds(capsys, f"{name}.toml", *options)
     for ours, theirs in zip(by_sessions, by_engine[:2], strict=True):
-        # A trainer of one's own measures its client in its own precision.
+        # A user's trainer computes metrics in its own precision.
         spread = {name: value for name, value in theirs.items() if name.startswith("clients/")}
         assert {name: ours.pop(name) for name in spread} == pytest.approx(spread, abs=1e-6)
         assert ours == {name: value for name, value in theirs.items() if name not in spread}
 
 
 def test_metrics_of_a_strategy_are_in_the_record(capsys: pytest.CaptureFixture[str]) -> None:
-    """By its name, in every round."""
+    """In every round, under its name."""
     norms = [each["update_norm"] for each in rounds(capsys, "lion.toml", *ALONE)]
     assert len(norms) == 5
     assert all(norm > 0.0 for norm in norms)
@@ -96,7 +96,7 @@ def test_metrics_of_a_strategy_are_in_the_record(capsys: pytest.CaptureFixture[s
 def test_arguments_that_a_strategy_does_not_take_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Where they stand."""
+    """The error says where they are written."""
     said = typed(capsys, "lion.toml", *ALONE, "--set", "algorithm.args={beta=1}", code=2)
     assert "lion.py:FedLion does not take the arguments" in said
     said = typed(capsys, "--set", "algorithm.name=lion.py:Absent", code=2)
@@ -133,7 +133,7 @@ def test_a_setting_that_the_trainer_does_not_honour_is_named(
 def test_a_trainer_that_honours_them_may_be_asked_for_sgd(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It then knows the learning rate."""
+    """It then receives the learning rate."""
     source = Path("lbfgs.py").read_text()
     honours = 'honours = ("epochs", "batch_size", "learning_rate")'
     Path("lbfgs.py").write_text(source.replace('honours = ("epochs",)', honours))
@@ -144,7 +144,7 @@ def test_a_trainer_that_honours_them_may_be_asked_for_sgd(
 def test_a_result_that_cannot_be_used_ends_the_simulation_with_the_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What the client would tell a coordinator."""
+    """With the reason that a client would send to a coordinator."""
     source = Path("lbfgs.py").read_text()
     Path("lbfgs.py").write_text(source.replace("metrics={", 'metrics={"auc": "high", ', 1))
     said = typed(capsys, "lbfgs.toml", *ALONE, code=3)
@@ -164,7 +164,7 @@ def data() -> fl.FederatedData:
 
 
 def test_a_trainer_is_an_argument_in_python() -> None:
-    """Of the same meaning as in a file."""
+    """It means the same as in a file."""
     run = fl.simulate(
         lbfgs("make_model"),
         data(),
@@ -178,7 +178,7 @@ def test_a_trainer_is_an_argument_in_python() -> None:
 
 
 def test_a_trainer_and_an_algorithm_that_needs_more_of_it_are_refused() -> None:
-    """SCAFFOLD's control variates only fedlearn's own trainer computes."""
+    """Only fedlearn's own trainer computes SCAFFOLD's control variates."""
     sgd = fl.LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
     with pytest.raises(EngineError, match=r"\['control'\].*leave the trainer out"):
         fl.simulate(
@@ -199,7 +199,7 @@ def context_of(settings: Settings) -> TrainContext:
 
 @pytest.mark.slow
 def test_a_trainer_is_joined_with(launcher: Launcher, tmp_path: Path) -> None:
-    """``fedlearn join --task`` in a process of its own: the model is that of its trainer."""
+    """``fedlearn join --task`` runs in its own process; the model is its trainer's."""
     torch.manual_seed(0)
     model, trainer = lbfgs("make_model")(), lbfgs("of_this_device")()
     assert isinstance(trainer.honours, tuple)

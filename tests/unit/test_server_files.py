@@ -1,7 +1,7 @@
-"""What is deployed from server/ and clients/: each by its offline validator, and by the others.
+"""The files in server/ and clients/: each checked by its offline validator and against the others.
 
-A validator accepts a file if it exits with 0. For each there is the control: the same file
-with one thing broken, which it refuses.
+A validator accepts a file if it exits with 0. Each has a control: the same file with one
+defect, which it refuses.
 """
 
 import configparser
@@ -50,10 +50,10 @@ MANIFESTS = SERVER / "kubernetes"
 
 BIN = Path(sys.prefix) / "bin"
 KUBERNETES_VERSIONS = ("1.29", "1.34")
-SECRET_URL = "postgresql+psycopg://fedlearn:PASSWORD@database:5432/fedlearn"  # noqa: S105 (nobody's)
+SECRET_URL = "postgresql+psycopg://fedlearn:PASSWORD@database:5432/fedlearn"  # noqa: S105 (a placeholder)
 WORST_EXPOSURE = 20  # of systemd-analyze security, in tenths: 0 is sealed, 100 is open
 
-pytestmark = pytest.mark.slow  # files, not the product: .ci/run looks at them
+pytestmark = pytest.mark.slow  # these check files, not the product: .ci/run runs them
 
 systemd = pytest.mark.skipif(
     shutil.which("systemd-analyze") is None, reason="no systemd-analyze on this machine"
@@ -61,12 +61,12 @@ systemd = pytest.mark.skipif(
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run a validator; bounded, so that none waits for a network."""
+    """Run a validator, with a time limit in case it waits for a network."""
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def broken(text: str, good: str, bad: str) -> str:
-    """Return ``text`` with ``good`` replaced, which must be there."""
+    """Return ``text`` with ``good``, which must occur, replaced by ``bad``."""
     assert good in text
     return text.replace(good, bad)
 
@@ -84,7 +84,7 @@ def configmap_toml() -> str:
 
 @pytest.fixture(params=["sqlite", "postgresql", "kubernetes"])
 def toml(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """One of the configurations."""
+    """The path of one of the shipped configurations."""
     shipped = {"sqlite": SQLITE, "postgresql": POSTGRESQL}
     if request.param in shipped:
         return shipped[request.param]
@@ -94,7 +94,7 @@ def toml(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_configuration_loads(toml: Path) -> None:
-    """It is one of a deployment: clients reach it, and its folders are where the others say."""
+    """It suits a deployment: clients can reach it, and its folders match the other files."""
     config = load(toml, overrides=())
     section = config.coordinator
     assert config.name == "federation"
@@ -117,7 +117,7 @@ def test_a_configuration_loads(toml: Path) -> None:
 def test_a_broken_configuration_does_not_load(
     toml: Path, tmp_path: Path, good: str, bad: str, complaint: str
 ) -> None:
-    """The control: an unknown key, two services on one port, a value out of range."""
+    """The control: an unknown key, an address without a port, a value out of range."""
     path = tmp_path / "broken.toml"
     path.write_text(broken(toml.read_text(), good, bad))
     with pytest.raises(ConfigError, match=complaint):
@@ -125,7 +125,7 @@ def test_a_broken_configuration_does_not_load(
 
 
 def mismatch(config: Config, trainer: Path, data_dir: Path) -> str:
-    """Return why the coordinator's model is not the trainer's; empty where they are the same."""
+    """Return how the coordinator's model differs from the trainer's; empty if it does not."""
     name = f"{trainer}:make_trainer"
     ours = Params.of(build_deployment(config, data_dir=data_dir).make_model())
     try:
@@ -143,7 +143,7 @@ def mismatch(config: Config, trainer: Path, data_dir: Path) -> str:
 def test_a_configuration_and_the_trainer_that_it_names_build_the_same_model(
     toml: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By names and shapes, and the trainer measures it. The control: a trainer of another model."""
+    """By names and shapes, and the trainer can evaluate it. Control: a trainer of another model."""
     monkeypatch.setenv("PART", "0/5")
     monkeypatch.setenv("FEDLEARN_PART", "0/5")
     config = load(toml, overrides=())
@@ -154,14 +154,14 @@ def test_a_configuration_and_the_trainer_that_it_names_build_the_same_model(
 
 
 def test_a_trainer_without_its_share_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an example."""
+    """The error has an example."""
     monkeypatch.delenv("PART", raising=False)
     with pytest.raises(DataError, match="PART=0/5"):
         make_trainer(f"{SERVER / 'trainer.py'}:make_trainer")
 
 
 def test_kubernetes_runs_the_configuration_of_postgresql(tmp_path: Path) -> None:
-    """Except for the address of the probes, which come from outside the pod."""
+    """Only the address of the probes differs, since these come from outside the pod."""
     path = tmp_path / "coordinator.toml"
     path.write_text(configmap_toml())
     kubernetes = load(path, overrides=())
@@ -170,13 +170,13 @@ def test_kubernetes_runs_the_configuration_of_postgresql(tmp_path: Path) -> None
 
 
 def password_in(config: Config, url: str) -> bool:
-    """Whether ``config`` uses the URL of the environment with its password."""
+    """Whether ``config`` takes the URL, with its password, from the environment."""
     found = resolve_addresses(config, environ={"FEDLEARN_STORE_URL": url}).store_url
     return found == url
 
 
 def test_the_url_with_the_password_is_the_configurations() -> None:
-    """As README, secret and comment give it; the control is the URL of another database."""
+    """It matches the README, the secret and the comment; control: another database's URL."""
     config = load(POSTGRESQL, overrides=())
     assert password_in(config, SECRET_URL)
     assert not password_in(config, SECRET_URL.replace("@database:", "@elsewhere:"))
@@ -192,7 +192,7 @@ def test_the_url_with_the_password_is_the_configurations() -> None:
 
 
 class UnitParser(configparser.RawConfigParser):
-    """A parser of units; a key that stands there twice keeps its last value."""
+    """A parser of unit files; of a repeated key it keeps the last value."""
 
     def __init__(self) -> None:
         super().__init__(strict=False, delimiters=("=",))
@@ -203,7 +203,7 @@ class UnitParser(configparser.RawConfigParser):
 
 
 def unit_problems(text: str, section: CoordinatorSection) -> list[str]:
-    """Return what is wrong with a unit for a coordinator configured by ``section``."""
+    """Return the problems of a unit for a coordinator configured by ``section``."""
     parser = UnitParser()
     parser.read_string(text)
     service = parser["Service"]
@@ -231,7 +231,7 @@ def unit_problems(text: str, section: CoordinatorSection) -> list[str]:
 
 
 def test_the_unit_fits_the_configurations() -> None:
-    """Its bounds are above the coordinator's own, its folder holds the coordinator's."""
+    """Its limits exceed the coordinator's own, and its folder contains the coordinator's."""
     for path in (SQLITE, POSTGRESQL):
         section = load(path, overrides=()).coordinator
         assert unit_problems(UNIT.read_text(), section) == []
@@ -256,7 +256,7 @@ def test_a_unit_that_does_not_fit_is_found(good: str, bad: str, problem: str) ->
 
 
 def test_the_clients_unit_is_as_confined_as_the_coordinators() -> None:
-    """It differs in whom it runs as, in what it runs and how it ends; the words are join's."""
+    """User, command and exit handling differ; the arguments are valid for ``join``."""
     coordinator, client = UnitParser(), UnitParser()
     coordinator.read_string(UNIT.read_text())
     client.read_string(CLIENT_UNIT.read_text())
@@ -284,7 +284,7 @@ def test_the_clients_unit_is_as_confined_as_the_coordinators() -> None:
 
 
 def parse_command(words: list[str]) -> str:
-    """Parse what is typed after ``fedlearn``, run nothing, and return the command's name."""
+    """Parse the words after ``fedlearn`` without running them; return the command's name."""
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     name, *rest = words
@@ -293,7 +293,7 @@ def parse_command(words: list[str]) -> str:
 
 
 def verify(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Let systemd read a unit, with a program that is on this machine."""
+    """Run systemd's check of a unit, with a program that exists on this machine."""
     path = folder / UNIT.name
     path.write_text(broken(text, "/opt/fedlearn/bin/fedlearn", str(BIN / "fedlearn")))
     return run("systemd-analyze", "verify", "--man=no", "--recursive-errors=no", path)
@@ -302,7 +302,7 @@ def verify(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @systemd
 @pytest.mark.parametrize("unit", [UNIT, CLIENT_UNIT])
 def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
-    """Without a warning."""
+    """It prints no warning."""
     done = verify(unit.read_text(), tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -317,13 +317,13 @@ def test_systemd_accepts_the_unit(unit: Path, tmp_path: Path) -> None:
     ],
 )
 def test_systemd_refuses_a_broken_unit(tmp_path: Path, good: str, bad: str) -> None:
-    """The control: an unknown value, key and group of system calls."""
+    """The control: an unknown value, key and system-call group."""
     done = verify(broken(UNIT.read_text(), good, bad), tmp_path)
     assert done.returncode != 0 or done.stderr != ""
 
 
 def exposure(text: str, folder: Path) -> int:
-    """Return the exit code of systemd's judgement on how much a unit may touch."""
+    """Return the exit code of systemd's security rating of a unit."""
     path = folder / UNIT.name
     path.write_text(text)
     options = ("--offline=true", f"--threshold={WORST_EXPOSURE}", "--no-pager")
@@ -333,7 +333,7 @@ def exposure(text: str, folder: Path) -> int:
 @systemd
 @pytest.mark.parametrize("unit", [UNIT, CLIENT_UNIT])
 def test_systemd_finds_the_unit_confined(unit: Path, tmp_path: Path) -> None:
-    """The control leaves its system calls and devices open."""
+    """The control allows all system calls and devices."""
     text = unit.read_text()
     assert exposure(text, tmp_path) == 0
     control = re.sub(r"(?m)^(SystemCall|Private|Protect|Restrict|Capability).*\n", "", text)
@@ -352,7 +352,7 @@ def lint(text: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILE, CLIENT_DOCKERFILE])
 def test_hadolint_accepts_the_dockerfile(dockerfile: Path, tmp_path: Path) -> None:
-    """With no rule ignored."""
+    """No rule is ignored."""
     done = lint(dockerfile.read_text(), tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
     assert "hadolint ignore" not in dockerfile.read_text()
@@ -378,7 +378,7 @@ def test_hadolint_refuses_a_broken_dockerfile(
 
 
 def sent_to_builder(path: str, ignore: list[str]) -> bool:
-    """Whether a file of the context passes the .dockerignore: its last rule that fits decides."""
+    """Whether the .dockerignore admits a file of the context: the last matching rule decides."""
     sent = True
     for rule in ignore:
         pattern = rule.removeprefix("!")
@@ -396,7 +396,7 @@ def sent_to_builder(path: str, ignore: list[str]) -> bool:
     [(DOCKERFILE, [str(WRAPPER.relative_to(ROOT))]), (CLIENT_DOCKERFILE, [])],
 )
 def test_what_the_dockerfile_copies_is_there_and_sent(dockerfile: Path, own: list[str]) -> None:
-    """And nothing else: no data, no caches, no secrets."""
+    """Nothing else is sent: no data, no caches, no secrets."""
     lines = dockerfile.with_suffix(".dockerignore").read_text().splitlines()
     ignore = [line for line in lines if line and not line.startswith("#")]
     copied = re.findall(r"(?m)^COPY (?!--from)(?:--\S+ )*(.+) \S+$", dockerfile.read_text())
@@ -413,7 +413,7 @@ def test_what_the_dockerfile_copies_is_there_and_sent(dockerfile: Path, own: lis
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILE, CLIENT_DOCKERFILE])
 def test_the_image_has_the_torch_of_the_package(dockerfile: Path) -> None:
-    """Or pip would install CUDA's over it; and a Python that the package supports."""
+    """Otherwise pip would replace it by the CUDA build. The package supports its Python."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch,) = (each for each in project["dependencies"] if each.startswith("torch"))
     assert f'"{torch}"' in dockerfile.read_text()
@@ -423,7 +423,7 @@ def test_the_image_has_the_torch_of_the_package(dockerfile: Path) -> None:
 
 
 def health_check() -> list[str]:
-    """Return the arguments of Python that the image's HEALTHCHECK runs."""
+    """Return the Python arguments of the image's HEALTHCHECK."""
     (text,) = re.findall(r"HEALTHCHECK[^\[]*CMD (\[.*\])", DOCKERFILE.read_text())
     command = yaml.safe_load(text)
     assert command[0] == "python"
@@ -431,13 +431,13 @@ def health_check() -> list[str]:
 
 
 def ask(command: list[str], address: str) -> int:
-    """Run a health check of the container against a server here; return its exit code."""
+    """Run one of the container's health checks against a server here; return its exit code."""
     there = [broken(each, "127.0.0.1:9442", address) for each in command[1:]]
     return run(sys.executable, command[0], *there).returncode
 
 
 def test_health_checks_ask_the_coordinator() -> None:
-    """A live one that waits for its turn is healthy to Docker and not ready to Compose."""
+    """A live coordinator on standby is healthy to Docker, and not ready to Compose."""
     ready = services()["coordinator"]["healthcheck"]["test"]
     assert ready[:2] == ["CMD", "python"]
     snapshot = Snapshot(run="clinics", not_ready="another coordinator leads")
@@ -455,7 +455,7 @@ def test_health_checks_ask_the_coordinator() -> None:
 
 
 def wrapped(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run the container's wrapper around a program that prints what it was given."""
+    """Run the container's wrapper around a program that prints its environment and arguments."""
     program = folder / "program"
     program.write_text('#!/bin/sh\necho "$FEDLEARN_STORE_URL" "$@"\n')
     program.chmod(0o700)
@@ -473,7 +473,7 @@ def wrapped(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedPro
 
 
 def test_the_container_reads_the_url_from_a_secret(tmp_path: Path) -> None:
-    """Or takes that of the environment; the control is a secret that is not there."""
+    """Otherwise it takes the environment's; control: a missing secret."""
     assert os.access(WRAPPER, os.X_OK)
     secret = tmp_path / "store_url"
     secret.write_text(f"{SECRET_URL}\n")
@@ -502,7 +502,7 @@ with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as d
 
 
 def readme_commands(title: str) -> list[str]:
-    """Return the blocks of commands under a title of the README."""
+    """Return the command blocks under a title of the README."""
     _, _, rest = (SERVER / "README.md").read_text().partition(f"## {title}\n")
     return re.findall(
         r"^```shell\n(.*?)^```$", rest.partition("\n## ")[0], re.DOTALL | re.MULTILINE
@@ -510,7 +510,7 @@ def readme_commands(title: str) -> list[str]:
 
 
 def runs_after_restoring(folder: Path, restore: str) -> set[str]:
-    """Back up, crash, restore by these commands, and return the runs that the database has."""
+    """Back up, crash, restore with these commands, and return the runs in the database."""
     library = folder / "library"
     runs_dir = library / "fedlearn" / "runs"
     runs_dir.mkdir(parents=True)
@@ -525,7 +525,7 @@ def runs_after_restoring(folder: Path, restore: str) -> set[str]:
 
     killed("before")
     with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir):
-        pass  # a stop that is in order
+        pass  # an orderly stop
     backup, _ = readme_commands("Backup")
     type_there(backup)
     killed("after")
@@ -536,7 +536,7 @@ def runs_after_restoring(folder: Path, restore: str) -> set[str]:
 
 @pytest.mark.parametrize("readme", [SERVER / "README.md", CLIENTS / "README.md"])
 def test_the_commands_of_a_readme_are_for_any_root_shell(readme: Path) -> None:
-    """Of root, who may have no sudo, and of a user who has: both open one first."""
+    """For root, who may have no sudo, and for users with sudo: both open a root shell first."""
     blocks = re.findall(r"^```shell\n(.*?)^```$", readme.read_text(), re.DOTALL | re.MULTILINE)
     assert blocks
     for block in blocks:
@@ -547,7 +547,7 @@ def test_the_commands_of_a_readme_are_for_any_root_shell(readme: Path) -> None:
 
 
 def test_the_commands_of_the_readme_restore_the_backup(tmp_path: Path) -> None:
-    """All of it and nothing else; the control leaves SQLite's journal of after the backup there."""
+    """Exactly the backup; the control leaves the later SQLite journal in place."""
     _, commands = readme_commands("Backup")
     restore, _, start = commands.rstrip().rpartition("\n")
     assert start.endswith("--restored")
@@ -572,7 +572,7 @@ def services() -> dict[str, Any]:
 
 
 def check_compose(text: str, folder: Path) -> int:
-    """Return the exit code of the Compose specification's schema."""
+    """Return the exit code of a check against the Compose specification's schema."""
     path = folder / "compose.yaml"
     path.write_text(text)
     return run(BIN / "check-jsonschema", "--builtin-schema=vendor.compose-spec", path).returncode
@@ -597,7 +597,7 @@ def test_a_broken_compose_file_is_refused(tmp_path: Path, good: str, bad: str) -
 
 
 def test_the_compose_file_holds_together() -> None:
-    """What it names is there, the database is waited for, and nobody outside reaches it."""
+    """All files exist, the coordinator waits for the database, and outsiders cannot reach that."""
     (document,) = documents(COMPOSE)
     coordinator, database = document["services"]["coordinator"], document["services"]["database"]
     assert (COMPOSE.parent / coordinator["build"]["context"]).resolve() == ROOT
@@ -621,7 +621,7 @@ def test_the_compose_file_holds_together() -> None:
 
 
 def test_secrets_of_the_compose_file_are_files_that_git_ignores() -> None:
-    """None is in the repository, and no password stands in the file."""
+    """No password is in the repository or in the file."""
     (document,) = documents(COMPOSE)
     for secret in document["secrets"].values():
         assert Path(secret["file"]).parts[0] == "secrets"
@@ -638,7 +638,7 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def manifests() -> Iterator[dict[str, Any]]:
-    """Yield what ``kubectl apply -f server/kubernetes`` makes."""
+    """Yield the objects that ``kubectl apply -f server/kubernetes`` creates."""
     for path in sorted(MANIFESTS.glob("*.yaml")):
         yield from documents(path)
 
@@ -652,14 +652,14 @@ def the(kind: str, name: str = "fedlearn-coordinator") -> dict[str, Any]:
 
 
 def check_manifests(*paths: Path, version: str) -> int:
-    """Return the exit code of the API's schemas, which here refuse what they do not know."""
+    """Return the exit code of a check against the API's schemas; unknown keys are refused."""
     options = ("--strict", "--kubernetes-version", version)
     return run(BIN / "kubernetes-validate", *options, *paths).returncode
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 def test_the_manifests_follow_the_api(version: str) -> None:
-    """Of an old and of a recent cluster."""
+    """For an old and a recent cluster."""
     paths = sorted(MANIFESTS.rglob("*.yaml"))
     assert len(paths) == 7
     assert check_manifests(*paths, version=version) == 0
@@ -679,14 +679,14 @@ def test_the_manifests_follow_the_api(version: str) -> None:
     ],
 )
 def test_a_broken_manifest_is_refused(tmp_path: Path, name: str, good: str, bad: str) -> None:
-    """The control: of each manifest a variant with an unknown key or a wrong type."""
+    """The control: for each manifest a variant with an unknown key or a wrong type."""
     path = tmp_path / "manifest.yaml"
     path.write_text(broken((MANIFESTS / f"{name}.yaml").read_text(), good, bad))
     assert check_manifests(path, version=KUBERNETES_VERSIONS[-1]) != 0
 
 
 def test_the_manifests_select_the_same_pods() -> None:
-    """A label that differs in one of them would leave a Service without a pod."""
+    """With a different label in one of them, a Service would have no pods."""
     template = the("Deployment")["spec"]["template"]
     labels = template["metadata"]["labels"]
     assert the("Deployment")["spec"]["selector"]["matchLabels"] == labels
@@ -705,7 +705,7 @@ def test_the_manifests_select_the_same_pods() -> None:
 
 
 def test_the_deployment_fits_its_configuration(tmp_path: Path) -> None:
-    """Ports, probes, folders, secret and the time to stop."""
+    """Ports, probes, folders, secret and shutdown time agree."""
     path = tmp_path / "coordinator.toml"
     path.write_text(configmap_toml())
     section = load(path, overrides=()).coordinator
@@ -726,7 +726,7 @@ def test_the_deployment_fits_its_configuration(tmp_path: Path) -> None:
 
 
 def test_two_coordinators_can_take_turns() -> None:
-    """One of two is ready at a time, which a rolling update or a budget of 1 would wait on."""
+    """Only one of two is ever ready, so a rolling update or a budget of 1 would never finish."""
     spec = the("Deployment")["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["type"] == "Recreate"
