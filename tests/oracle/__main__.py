@@ -2,7 +2,7 @@
 
 Each configuration runs through fedlearn and through the reference. A disagreement is printed with
 the smallest configuration found that still has it, and the command that repeats it. A walk is a
-function of its seed: ``--seed S --skip K`` goes on with a walk that was stopped after K.
+function of its seed: ``--seed S --skip K`` continues a walk that was stopped after K.
 """
 
 import argparse

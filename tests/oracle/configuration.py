@@ -1,7 +1,7 @@
 """A configuration: one value for each option of a run. Plain data, read by both sides.
 
-The reference (:mod:`tests.oracle.reference`) says what a configuration means. The product driver
-(:mod:`tests.oracle.product`) runs it through fedlearn. Neither knows the other.
+The reference (:mod:`tests.oracle.reference`) computes what a configuration must lead to. The
+product driver (:mod:`tests.oracle.product`) runs it through fedlearn. Neither knows the other.
 """
 
 import json
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Self
 
-#: Clients in every population, and the rounds of every run.
+#: Clients in every population, and rounds in every run.
 NUM_CLIENTS, NUM_ROUNDS = 6, 3
 
-#: Places where clients are sessions, not parts of one engine; the first one is in memory.
+#: Places where clients are sessions instead of parts of one engine; the first is in memory.
 SESSIONS = ("memory", "flower", "grpc")
-#: Places where clients are reached as deployed ones are.
+#: Places where clients are reached like deployed ones.
 DEPLOYED = ("flower", "grpc")
 
 Value = str | int | float | bool
@@ -22,21 +22,21 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """The options of one run. The defaults are the simplest run: FedAvg, plain SGD, everybody."""
+    """The options of one run. The defaults are the simplest run: FedAvg, plain SGD, all clients."""
 
-    # The model.
+    # Model
     model: str = "mlp"
     norm: str = "none"
     frozen: str = "none"
     tied: str = "none"
     unused: bool = False
     dtype: str = "float32"
-    # The examples.
+    # Examples
     source: str = "arrays"
     augmented: bool = False
     sizes: str = "ragged"
     objective: str = "cross_entropy"
-    # What a client does.
+    # Clients
     epochs: int = 2
     batch_size: int = 4
     drop_last: bool = False
@@ -46,27 +46,27 @@ class Configuration:
     gradient_clip: float = 0.0
     schedule: str = "none"
     update_clip: float = 0.0
-    # What the server does.
+    # Server
     algorithm: str = "fedavg"
     by_examples: bool = True
     own: str = "none"
     bound: str = "none"
-    # Rounds.
+    # Rounds
     rounds: str = "synchronous"
     devices: str = "ideal"
     stragglers: str = "wait"
     sampling: str = "uniform"
-    # Privacy.
+    # Privacy
     privacy: str = "off"
     secure: str = "off"
-    # Where it runs.
+    # Execution
     place: str = "sequential"
     workers: int = 1
     block_size: int = 3
     slab: bool = False
     interrupted: str = "no"
     checkpoints: str = "every_round"
-    # What is measured.
+    # Evaluation
     evaluate_every: int = 1
     evaluated_clients: str = "all"
     metric: bool = False
@@ -89,11 +89,11 @@ class Configuration:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return what :meth:`to_json` wrote; raises TypeError for an unknown option."""
+        """Parse the output of :meth:`to_json`; raises TypeError for an unknown option."""
         return cls(**json.loads(text))
 
 
-#: The values that the generator tries for each option; the first one is the default.
+#: The values that the generator tries for each option; the first is the default.
 OPTIONS: Mapping[str, tuple[Value, ...]] = {
     "model": ("mlp", "linear", "conv", "words", "recurrent", "two_inputs", "sequence"),
     "norm": ("none", "layer", "batch"),

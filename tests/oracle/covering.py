@@ -1,9 +1,9 @@
-"""Configurations that try every pair of values: a covering array of strength 2, by a greedy search.
+"""Configurations that try every pair of values: a greedy covering array of strength 2.
 
-Cohen et al., 1997, `The AETG System <https://doi.org/10.1109/32.605761>`_: take a pair of values
-that no configuration has yet, complete it at random several times, keep the completion that covers
-most new pairs. A refusal would hide every other pair in a configuration, so completions are refused
-by no rule; a pair that is refused whatever stands beside it is a configuration of its own.
+Cohen et al., 1997, `The AETG System <https://doi.org/10.1109/32.605761>`_: take an uncovered pair
+of values, complete it at random several times, and keep the completion that covers most new
+pairs. A refused configuration would hide all of its other pairs, so completions avoid every
+refusal. A pair that is refused together with any other values gets its own configuration.
 """
 
 import itertools
@@ -14,14 +14,14 @@ import numpy as np
 from tests.oracle.configuration import DEPLOYED, OPTIONS, SESSIONS, Configuration, Value
 from tests.oracle.reference.refusals import is_asynchronous, reasons
 
-#: Options that change the shapes of what is compiled.
+#: Options that change the shapes of compiled code.
 SHAPES = (
     *("model", "norm", "frozen", "tied", "unused", "dtype", "objective"),
     *("batch_size", "workers", "block_size"),
 )
-#: Completions of a pair that are tried.
+#: Completions to try for each pair.
 NUM_TRIED = 10
-#: Of so many random configurations one is left as it is drawn: it is refused, as nearly all are.
+#: One in so many random configurations stays as drawn: it is refused, as nearly all are.
 LEFT_AS_DRAWN = 10
 
 Pair = tuple[tuple[str, Value], tuple[str, Value]]
@@ -29,7 +29,7 @@ Options = Mapping[str, Sequence[Value]]
 
 
 def walk(seed: int) -> Iterator[Configuration]:
-    """Yield configurations without end: those that cover all pairs first, then random ones."""
+    """Yield configurations without end: first those that cover all pairs, then random ones."""
     yield from build_covering(seed)
     for number in range(10**9):
         rng = np.random.default_rng([seed, 1, number])
@@ -38,7 +38,7 @@ def walk(seed: int) -> Iterator[Configuration]:
 
 
 def build_covering(seed: int, options: Options = OPTIONS) -> Iterator[Configuration]:
-    """Yield configurations until every pair of values that can be said is in one of them."""
+    """Yield configurations until they contain every pair of values that can have an effect."""
     rng = np.random.default_rng([seed, 0])
     never = [value for value in _values(options) if reasons(settle(_with(value)))]
     yield from (settle(_with(value)) for value in never)
@@ -48,7 +48,7 @@ def build_covering(seed: int, options: Options = OPTIONS) -> Iterator[Configurat
         wanted = next(iter(missing))
         alone = settle(_with(*wanted))
         if not _has(alone, wanted) or reasons(alone):
-            del missing[wanted]  # it says nothing, or is refused whatever stands beside it
+            del missing[wanted]  # it has no effect, or is refused with any other values
             if _has(alone, wanted):
                 yield alone
             continue
@@ -61,10 +61,7 @@ def build_covering(seed: int, options: Options = OPTIONS) -> Iterator[Configurat
 
 
 def walk_simplest() -> Iterator[Configuration]:
-    """Yield the configurations with one value, then with two, that differ from the default.
-
-    Those that a rule refuses are left out.
-    """
+    """Yield the accepted configurations with one value, then two, that differ from the default."""
     values = [value for value in _values(OPTIONS) if value[1] != OPTIONS[value[0]][0]]
     seen = set[Configuration]()
     for wanted in (*zip(values), *itertools.combinations(values, 2)):
@@ -77,10 +74,10 @@ def walk_simplest() -> Iterator[Configuration]:
 def _complete(
     rng: np.random.Generator, wanted: Mapping[str, Value], options: Options
 ) -> Configuration:
-    """Return a random configuration with some values, made simpler until no rule refuses it.
+    """Return a random configuration with the wanted values, simplified until no rule refuses it.
 
-    First an option goes back to its default where fewer rules refuse it then, so that much of what
-    was drawn stays; if that is not enough, any option does.
+    First an option returns to its default only if fewer rules refuse the result, so that much of
+    the draw remains; if that does not suffice, any option does.
     """
     c, simplest = settle(_draw(rng, options).with_values(wanted)), Configuration()
     names = [name for name in rng.permutation(list(options)).tolist() if name not in wanted]
@@ -99,9 +96,9 @@ def _complete(
 
 
 def settle(c: Configuration) -> Configuration:
-    """Return a configuration with every option that would say nothing in it at its default.
+    """Set every option that has no effect in a configuration to its default.
 
-    FedSGD has no other optimizer than its one step, for instance, and a client's session has no
+    For instance, FedSGD has no optimizer besides its one step, and a client's session has no
     block size.
     """
     settled = dict[str, Value]()
@@ -112,7 +109,7 @@ def settle(c: Configuration) -> Configuration:
 
 
 def _settle(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
-    # Compiling takes seconds for each shape; what is compiled is the gradient of a step.
+    # Compiling takes seconds for each shape; the gradient of a step is what is compiled.
     yield c.place == "compiled", {name: getattr(Configuration(), name) for name in SHAPES}
     plain: dict[str, Value] = {"optimizer": "sgd", "weight_decay": 0.0}
     alone: dict[str, Value] = {"gradient_clip": 0.0, "schedule": "none"}
@@ -122,7 +119,7 @@ def _settle(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     is_buffer = c.algorithm in ("fedbuff", "fedasync")
     own = c.own
     if own == "strategy":
-        yield True, {"algorithm": "fedavg", "bound": "none"}  # a number of steps has a norm, too
+        yield True, {"algorithm": "fedavg", "bound": "none"}  # a number of steps also has a norm
     if own in ("aggregation", "weigh") and (has_strategy or c.algorithm == "median"):
         own = "none"
     if own == "transform" and has_strategy:
@@ -134,12 +131,12 @@ def _settle(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield is_fedsgd, {**plain, **alone, **all_at_once}
     yield own in ("update", "strategy"), plain
     yield own == "trainer", {**plain, **usual}
-    # Over sessions it is clients who refuse what their trainer does not honour, in round 1.
+    # Over sessions the clients refuse, in round 1, what their trainer does not honour.
     refuses = own == "trainer" and c.place in SESSIONS
     yield refuses, alone
     yield refuses and c.algorithm == "fedprox", {"algorithm": "fedavg"}
     yield c.batch_size == 0 or is_fedsgd or own == "trainer", {"drop_last": False}
-    # Gradients of examples are another step to compile.
+    # Per-example gradients would be another step to compile.
     yield c.place == "compiled" and c.privacy == "example", {"privacy": "off"}
     yield c.privacy != "off", {"by_examples": False}
     counts_alike = c.algorithm in ("scaffold", "easgd", "median", "fedasync")
@@ -148,28 +145,28 @@ def _settle(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield has_strategy, {"update_clip": 0.0}
     yield c.place in SESSIONS, {"workers": 1, "block_size": 3}
     yield c.place not in SESSIONS, {"slab": False}
-    # Their clients find that out themselves, in round 1.
+    # Deployed clients notice that themselves, in round 1.
     is_deployed = c.place in DEPLOYED
     yield (
         is_deployed and c.model == "sequence" and c.objective == "binary",
         {"objective": "cross_entropy"},
     )
-    # The devices are real ones, and a deployment commits each round before it goes on.
+    # Devices are real there, and a deployment commits each round before the next starts.
     yield is_deployed, {"devices": "ideal", "checkpoints": "every_round"}
-    # A trainer of one's own has its own examples there, and reads them as it likes.
+    # A user's trainer has its own examples there, and reads them as it likes.
     yield is_deployed and own == "trainer", {"augmented": False}
-    # In real time, a deadline of less than a second would be a matter of chance.
+    # In real time the outcome of a deadline below a second would be random.
     yield c.place == "grpc" and c.stragglers != "oversample", {"stragglers": "wait"}
-    yield c.place == "grpc", {"interrupted": "no"}  # its gateway would have to be another process
-    # A simulation keeps no journal of attempts, as a deployment does. It would ask nodes for a sum
-    # of the same attempt again, and a node releases one.
+    yield c.place == "grpc", {"interrupted": "no"}  # its gateway would need another process
+    # Unlike a deployment, a simulation keeps no journal of attempts. It would ask nodes for a sum
+    # of the same attempt a second time, and a node releases only one.
     yield c.place == "flower" and c.secure == "protocol", {"interrupted": "no"}
     yield is_buffer and own != "strategy", {"rounds": "synchronous"}
     is_buffered = c.rounds == "buffered" or (is_buffer and own != "strategy")
     yield is_buffered, {"stragglers": "wait"}
     yield is_buffered or c.rounds == "late", {"checkpoints": "every_round"}
-    # Which model a late client started from, after attempts that were thrown away, its loss tells;
-    # clients that add noise themselves do not tell it.
+    # After discarded attempts only its loss reveals which model a late client started from, and
+    # clients that add noise themselves do not report it.
     hides_losses = c.place in SESSIONS and c.privacy in ("local", "example")
     yield hides_losses and is_asynchronous(c) and c.stragglers != "wait", {"stragglers": "skip"}
     yield c.sizes == "empty" or c.augmented, {"source": "dataset"}

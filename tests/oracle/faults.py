@@ -1,7 +1,7 @@
-"""Deliberate faults in fedlearn, each of which the walk must catch.
+"""Deliberate faults in fedlearn, each of which the walk must detect.
 
-A fault is a patch: an attribute of a module or class, and what takes its place. ``touches`` names
-the configurations of the walk in which it could show, so that the others need not run.
+A fault is a patch: an attribute of a module or class, and its replacement. ``touches`` selects
+the configurations of the walk in which it could have an effect, so that the others need not run.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,20 +52,20 @@ from tests.oracle.configuration import SESSIONS, Configuration
 from tests.oracle.covering import walk_simplest
 from tests.oracle.walk import judge
 
-#: From what fedlearn does to what it does with the fault: a function for a function.
+#: Maps a function of fedlearn to its faulty version.
 Change = Callable[[Any], Any]  # Any: functions, properties and methods of any kind
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that fedlearn does wrong.
+    """A deliberate mistake in fedlearn.
 
     Attributes:
-        name: What is wrong, in a few words.
+        name: The mistake, in a few words.
         place: The module or class.
-        attribute: What is replaced there.
-        change: Returns the replacement of what stands there.
-        touches: Whether it could show in a configuration.
+        attribute: The name of the replaced attribute.
+        change: Returns the replacement, given the original.
+        touches: Whether it could have an effect in a configuration.
     """
 
     name: str
@@ -76,16 +76,16 @@ class Fault:
 
     @contextmanager
     def apply(self) -> Iterator[None]:
-        """Have fedlearn do it wrong within a block."""
+        """Apply the fault within a block."""
         right = vars(self.place)[self.attribute]
         with patch.object(self.place, self.attribute, self.change(right)):
             yield
 
 
 def find_disagreement(fault: Fault) -> Configuration | None:
-    """Return the simplest configuration that the fault makes disagree.
+    """Return the simplest configuration in which the fault causes a disagreement.
 
-    A walk has every pair of values, so what shows in one or two of them is in its way.
+    A walk contains every pair of values, so it finds faults that need only one or two of them.
     """
     touched = (c for c in walk_simplest() if fault.touches(c))
     with fault.apply():

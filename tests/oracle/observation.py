@@ -1,4 +1,4 @@
-"""What can be seen of a run from outside: its records and checkpoints, as plain data."""
+"""What is observable of a run from outside: its records and checkpoints, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Row:
-    """A client in the record of a round."""
+    """A client's row in the record of a round."""
 
     client_id: int
     status: str
@@ -19,15 +19,15 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """A round's record, and what the checkpoints before and after it hold.
+    """A round's record, and the contents of the checkpoints before and after it.
 
     Attributes:
-        is_aggregated: Whether the model moved.
+        is_aggregated: Whether the model changed.
         rows: Clients of the last attempt, in the order of the record.
-        in_flight: By client, the round of the model that it was working on as the round began.
+        in_flight: By client, the round of the model that it was training as the round began.
         tensors: The model after the round.
-        kept: What clients keep after it: by client, then by name.
-        server: What the server's optimizer keeps, or the control of SCAFFOLD's server.
+        kept: The clients' states after it: by client, then by name.
+        server: The server optimizer's state, or SCAFFOLD's server control.
     """
 
     attempt: int
@@ -44,14 +44,14 @@ class Round:
 
 @dataclass(frozen=True)
 class NoiseDraw:
-    """Noise that was drawn.
+    """Noise as it was drawn.
 
     Attributes:
-        values: The numbers of a client that it was added to; empty for noise in a sum.
-        noise: In standard deviations.
-        labels: Of noise in a sum: the lane, the round and the attempt.
-        client_id: Whose numbers they are, where that is seen.
-        round_num: In which round, likewise.
+        values: The client's numbers that it was added to; empty for noise in a sum.
+        noise: The noise in standard deviations.
+        labels: For noise in a sum: the lane, the round and the attempt.
+        client_id: The client that the numbers belong to, if that is known.
+        round_num: The round that they belong to, if that is known.
     """
 
     values: Tensor

@@ -1,4 +1,4 @@
-"""Pieces of one's own, written as the how-to pages show: what users hand to fedlearn."""
+"""User components as the how-to guides show them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,14 @@ from tests.oracle.workloads import IGNORED, Inputs, own_cohort
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWise(fl.LocalWork):
-    """Divides the gradient of each tensor by its own norm: it must see one tensor at a time."""
+    """Divides each tensor's gradient by its own norm, so it must receive tensors one by one."""
 
     learning_rate: float
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
-        """Step each tensor by itself."""
+        """Step each tensor separately."""
         for value, grad in zip(x, grads, strict=True):
             norms = torch.linalg.vector_norm(grad.flatten(1), dim=1)
             shape = (-1, *[1] * (grad.dim() - 1))
@@ -38,11 +38,11 @@ class LayerWise(fl.LocalWork):
 
 @dataclass(frozen=True, kw_only=True)
 class PerStep(LayerWise):
-    """Sends its delta divided by its number of steps, and that number in a lane (FedNova)."""
+    """Sends the delta divided by the number of steps, and that number in a lane (FedNova)."""
 
     @property
     def lanes(self) -> Sequence[fl.LaneSpec]:
-        """The number of steps."""
+        """Declare the lane of the number of steps."""
         return (fl.LaneSpec(name="tau", over=1, weighted=True, bound=None),)
 
     def report(
@@ -57,18 +57,18 @@ class PerStep(LayerWise):
 
 @dataclass(frozen=True)
 class Nova(fl.Strategy):
-    """FedNova: mean steps, times the mean number of steps."""
+    """FedNova: the mean step, times the mean number of steps."""
 
     local: fl.LocalUpdate
     aggregation: fl.WeightedMean
     transforms: Sequence[Any] = ()  # Any: fedlearn's Transform
 
     def init(self, params: Any) -> dict[str, Tensor]:  # Any: fedlearn's Params
-        """Keep nothing."""
+        """Return an empty state."""
         return {}
 
     def step(self, params: Any, aggregate: Aggregate, state: Mapping[str, Tensor]) -> fl.StepResult:
-        """Move parameters by the mean step times the mean number of steps."""
+        """Move the parameters by the mean step, times the mean number of steps."""
         delta, tau = aggregate.lanes["delta"], aggregate.lanes["tau"]
         last = params.layout.num_trainable
         moved = torch.cat([delta[:last] * tau, delta[last:]])
@@ -77,10 +77,10 @@ class Nova(fl.Strategy):
 
 @dataclass(frozen=True)
 class TrimmedMean:
-    """The mean of each number without its smallest and largest values."""
+    """The mean of each coordinate without its smallest and largest values."""
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
-        """Return ones."""
+        """Give all clients equal weights."""
         return torch.ones_like(num_examples_B)
 
     def combine(self, updates: Updates) -> dict[str, Tensor]:
@@ -96,10 +96,10 @@ class TrimmedMean:
 
 @dataclass(frozen=True)
 class RootWeighted(fl.WeightedMean):
-    """A mean in which a client counts by the root of its examples."""
+    """A mean that weighs clients by the square root of their number of examples."""
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
-        """Return the roots."""
+        """Return the square roots."""
         return num_examples_B.sqrt()
 
 
@@ -108,19 +108,19 @@ class Halved:
     """A transform that halves each delta."""
 
     def __call__(self, updates: Updates) -> Updates:
-        """Return the updates with half of the delta."""
+        """Return the updates with halved deltas."""
         delta = torch.stack([row / 2 for row in updates.lanes["delta"]])
         return replace(updates, lanes={**updates.lanes, "delta": delta})
 
 
 @dataclass(frozen=True)
 class InTurn:
-    """A sampler that asks clients in turn."""
+    """A sampler that asks clients in rotation."""
 
     def sample(
         self, available: Sequence[int], *, num_asked: int, round_num: int, attempt: int, seed: Seed
     ) -> tuple[int, ...]:
-        """Return the next clients."""
+        """Return the next clients in rotation."""
         return tuple(own_cohort(available, num_asked, round_num, attempt))
 
 
@@ -134,7 +134,7 @@ class OneStep:
         self.features, self.labels = features, labels
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Return the model after the step, in the dtypes that were sent."""
+        """Return the model after the step, in the dtypes of the request."""
         x = {name: value.double().clone() for name, value in tensors.items()}
         loss, g = self.model.gradients(x, self.features, self.labels)
         for name, gradient in g.items():
@@ -145,7 +145,7 @@ class OneStep:
         )
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
-        """Return the loss and the accuracy, where there is one."""
+        """Return the loss and, where the objective has one, the accuracy."""
         if bool((self.labels == IGNORED).all()):
             return LocalEvaluation(num_examples=len(self.labels), metrics={"loss": math.nan})
         x = {name: value.double() for name, value in tensors.items()}

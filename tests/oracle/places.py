@@ -1,8 +1,8 @@
-"""Clients that are reached over a transport, in the place of sessions in memory.
+"""Clients behind a transport, in place of in-memory sessions.
 
-The run is a simulation whose sessions are those of deployed clients: Flower's nodes with
-fedlearn's ClientApp, or clients of a gRPC gateway on the loopback, each on a thread of its own. A
-coordinator that is stopped leaves them running, with what they keep.
+The run is a simulation whose sessions belong to deployed clients: Flower's nodes with
+fedlearn's ClientApp, or clients of a gRPC gateway on the loopback, each on its own thread. A
+coordinator that stops leaves them running, with their state.
 """
 
 import asyncio
@@ -54,18 +54,18 @@ LONG_S = 60.0
 #: Flower's number of the first client's node.
 FIRST_NODE = 1000
 
-#: A simulation has its clients measure in the clear, a coordinator in a sum.
+#: In a simulation clients report metrics in the clear, under a coordinator in a secure sum.
 POLICY = Policy(
     secure_aggregation=SecureAggregationPolicy(min_cohort=LEAST_SUMMED, stays_required=False)
 )
 
-#: Makes the trainer of a client, as its owner would.
+#: Builds the trainer of a client, as its owner would.
 MakeTrainer = Callable[[int], LocalTrainer]
 
 
 @contextmanager
 def reach_clients(c: Configuration, make_trainer: MakeTrainer, folder: Path) -> Iterator[None]:
-    """Have simulations over sessions reach the clients of a deployment within a block."""
+    """Make simulations over sessions use deployed clients within a block."""
     with ExitStack() as stack:
         clients: Nodes | Members = (
             Nodes(make_trainer)
@@ -118,7 +118,7 @@ class Nodes:
 
 @dataclass
 class Members:
-    """Clients of a gRPC gateway, each a runtime on a thread of its own."""
+    """Clients of a gRPC gateway, each a runtime on its own thread."""
 
     local: LocalGateway
     homes: Sequence[Home]
@@ -144,7 +144,7 @@ class Members:
 
 @contextmanager
 def members(make_trainer: MakeTrainer, folder: Path) -> Iterator[Members]:
-    """Open a gateway and let all clients join it in order, so that their ids are their numbers."""
+    """Open a gateway and let all clients join it in order, so that ids equal numbers."""
     with LocalGateway(folder) as local, ExitStack() as stack:
         homes = [Home(folder / f"home-{number}") for number in range(NUM_CLIENTS)]
         for number, home in enumerate(homes):
@@ -184,9 +184,9 @@ def _runs(home: Home, invitation: Path, trainer: LocalTrainer) -> Iterator[None]
 
 
 class InTurns:
-    """A trainer of a client whose process is also that of others.
+    """Wraps a client's trainer where several clients share a process.
 
-    torch's generator belongs to the process, so they train in turns.
+    torch's generator belongs to the process, so clients take turns to train.
     """
 
     _turn = threading.Lock()
@@ -196,19 +196,19 @@ class InTurns:
         self.own_transforms = getattr(trainer, "own_transforms", ())
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
-        """Train when no other client does."""
+        """Train while no other client does."""
         with self._turn:
             return self._trainer.train(tensors, context=context)
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
-        """Evaluate when no other client does."""
+        """Evaluate while no other client does."""
         with self._turn:
             return self._trainer.evaluate(tensors, control=control)
 
 
 @dataclass
 class States(MutableMapping[ClientId, bytes]):
-    """What clients keep: bytes, of those that keep something."""
+    """The encoded states of the clients that have one."""
 
     read: Callable[[ClientId], bytes]
     write: Callable[[ClientId, bytes], None]
@@ -233,13 +233,13 @@ class States(MutableMapping[ClientId, bytes]):
 
 @dataclass
 class KeepingChannel:
-    """A channel to clients, with what they keep."""
+    """A channel to clients, together with their states."""
 
     inner: Channel
     states: States
 
     def available(self) -> Sequence[ClientId]:
-        """Return who is there."""
+        """Return the available clients."""
         return self.inner.available()
 
     def open(self, *, deadline_s: float) -> Exchange:
@@ -250,8 +250,8 @@ class KeepingChannel:
 def _sessions(
     simulation: Any, channel: Channel, states: States, identities: Identities
 ) -> tuple[Channel, Collector]:
-    """Return the channel, and what collects over it."""
+    """Return the channel, and the collector that uses it."""
     keeping = KeepingChannel(channel, states)
-    kept = SessionsKept(cast("MemoryChannel", keeping))  # of which it reads the states alone
+    kept = SessionsKept(cast("MemoryChannel", keeping))  # which only reads the states
     inner = build_collector(simulation, ClientLink(channel=channel, identities=identities))
     return keeping, SessionCollector(inner=inner, sessions=kept, bounded=None)

@@ -1,4 +1,4 @@
-"""Runs a configuration through fedlearn, and returns what can be seen of it from outside."""
+"""Run a configuration through fedlearn, and return what is observable from outside."""
 
 import math
 import os
@@ -64,12 +64,12 @@ STALENESS: Mapping[str, Any] = {
     "staleness_exponent": server.STALENESS_EXPONENT,
     "staleness_hinge": 0,
 }
-#: Errors by which fedlearn, or Python, refuses arguments.
+#: Errors with which fedlearn, or Python, refuses arguments.
 REFUSALS = (FedlearnError, ValueError, TypeError)
 
 
 class Interruption(Exception):
-    """The process that runs the simulation is stopped."""
+    """Raised to stop the simulation, as if its process had been stopped."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Silent:
         """Show nothing."""
 
     def round(self, *_: object) -> None:
-        """Count."""
+        """Count the rounds."""
         self.num_rounds += 1
 
     def end(self, *_: object) -> None:
@@ -91,13 +91,13 @@ class Silent:
 
 @dataclass
 class DistillationObserver:
-    """Sees the model after each round; stops the process at some of them."""
+    """A callback that stores the model after each round, and stops the process after some."""
 
     stops_at: list[int] = field(default_factory=list)
     models: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
     def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
-        """Keep the weights."""
+        """Store the weights, or stop."""
         if self.stops_at and self.stops_at[0] == record.round_num:
             self.stops_at.pop(0)
             raise Interruption
@@ -106,16 +106,16 @@ class DistillationObserver:
 
 @dataclass(frozen=True)
 class Devices:
-    """Devices as :mod:`tests.oracle.workloads` describes them."""
+    """Devices that behave as :mod:`tests.oracle.workloads` defines."""
 
     configuration: Configuration
 
     def durations_s(self, asked: DeviceRound) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Return how long each takes."""
+        """Return the seconds that each client takes."""
         return np.asarray([self._of(duration_s, each, asked) for each in asked.client_ids])
 
     def failures(self, asked: DeviceRound) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return which fail."""
+        """Return which clients fail."""
         return np.asarray([self._of(fails, each, asked) for each in asked.client_ids], np.bool_)
 
     def _of(self, function: Any, client_id: int, asked: DeviceRound) -> Any:
@@ -126,7 +126,7 @@ def run(c: Configuration) -> Run | Refusal:
     """Run a configuration in the working directory.
 
     Raises:
-        Exception: Whatever a run raises that had begun its first round.
+        Exception: Any error that is raised after the first round began.
     """
     name = f"run-{os.urandom(6).hex()}"
     silent, watch, recording = Silent(), DistillationObserver(), Recording(Path(f"noise-of-{name}"))
@@ -137,7 +137,7 @@ def run(c: Configuration) -> Run | Refusal:
         simulate = partial(_simulation(c), progress=silent, callbacks=[watch])
         with recording.watch(), _clients(c, Path(f"clients-of-{name}")):
             finished = _finish(simulate, watch, name=name)
-    except NoUpdates:  # after its last round
+    except NoUpdates:  # raised after its last round
         finished = _load_record(name)
     except REFUSALS as error:
         began = str(error).startswith("round ") and "no client can be trained" not in str(error)
@@ -148,7 +148,7 @@ def run(c: Configuration) -> Run | Refusal:
 
 
 def streams(c: Configuration) -> Streams:
-    """Return the random numbers of a run, from its seed, as fedlearn draws them."""
+    """Return the random numbers of a run, derived from its seed as fedlearn does."""
     seed = Seed(c.seed)
 
     def order(round_num: int, client_id: int, epoch: int, num_examples: int) -> Sequence[int]:
@@ -209,7 +209,7 @@ def _simulation(c: Configuration) -> Any:
         settings["stragglers"] = {
             "over_selection": policy.num_asked / policy.num_wanted,
             "deadline_s": "none" if math.isinf(policy.deadline_s) else policy.deadline_s,
-            # Secure aggregation has a minimum of its own, by which "half" goes.
+            # Secure aggregation has its own minimum, which decides what "half" means.
             "min_reports": "half" if is_usual and c.secure != "off" else policy.min_reports,
             "below_minimum": policy.below_minimum,
             "max_retries": policy.max_retries,
@@ -231,7 +231,7 @@ def _simulation(c: Configuration) -> Any:
 
 
 def _add_privacy(c: Configuration) -> dict[str, Any]:
-    """Return the tables on secure sums, privacy and bounds."""
+    """Return the tables for secure aggregation, privacy and bounds."""
     settings: dict[str, Any] = {}
     if c.secure != "off":
         settings["secure_aggregation"] = {
@@ -239,7 +239,7 @@ def _add_privacy(c: Configuration) -> dict[str, Any]:
             "statistics_norm": client.STATISTICS_NORM,
             "simulate_as": c.secure,
         }
-        if c.privacy != "distributed":  # which has a clip norm of its own
+        if c.privacy != "distributed":  # "distributed" has its own clip norm
             settings["secure_aggregation"]["clip_norm"] = client.SECURE_NORM
     if c.privacy != "off":
         settings["privacy"] = {
@@ -261,7 +261,7 @@ def _add_privacy(c: Configuration) -> dict[str, Any]:
 
 
 def _own_components(c: Configuration) -> dict[str, Any]:
-    """Return the arguments that are pieces of one's own."""
+    """Return the arguments that are user components."""
     extra: dict[str, Any] = {}
     if c.own == "trainer":
         extra["trainer"] = partial(OneStep, make_model(c), c.objective)
@@ -283,7 +283,7 @@ def _engine(c: Configuration) -> dict[str, Any]:
 
 
 def _clients(c: Configuration, folder: Path) -> AbstractContextManager[None]:
-    """Return a block in which the clients of deployments run, if there are any."""
+    """Return a context in which the deployed clients run, if there are any."""
     if c.place not in DEPLOYED:
         return nullcontext()
     from tests.oracle.places import reach_clients  # noqa: PLC0415 (Flower takes seconds)
@@ -292,7 +292,7 @@ def _clients(c: Configuration, folder: Path) -> AbstractContextManager[None]:
 
 
 def _trainer(c: Configuration, client_id: int) -> Any:
-    """Return the trainer of a deployed client, as its owner makes it."""
+    """Return the trainer of a deployed client, as its owner would build it."""
     features, labels = make_examples(c).of(client_id)
     if c.own == "trainer":
         return OneStep(make_model(c), c.objective, features, labels)
@@ -388,12 +388,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class ByOwner:
-    """A partition by a list of owners."""
+    """A partition given by a list of owners."""
 
     owners: tuple[int, ...]
 
     def split(self, labels: Any, *, seed: Seed) -> Any:
-        """Return each client's rows, which follow each other."""
+        """Return each client's rows, which are contiguous."""
         from fedlearn.simulation.partition import Partition  # noqa: PLC0415
 
         sizes = np.bincount(self.owners, minlength=NUM_CLIENTS)
@@ -446,7 +446,7 @@ def _local(c: Configuration) -> fl.LocalUpdate:
 
 
 def _local_of(c: Configuration, client_id: int) -> fl.LocalUpdate:
-    """Have even clients train for one epoch."""
+    """Let clients with even numbers train for one epoch."""
     algorithm = _algorithm(replace(c, own="none"))
     strategy = getattr(algorithm, "strategy", algorithm)
     if client_id % 2:
@@ -528,7 +528,7 @@ def _observe(finished: fl.Run, watch: DistillationObserver) -> Run:
                     for each in record.participations
                 ],
                 train_loss=record.train_loss,
-                # What an accountant says is another matter.
+                # The accountant's figures are not compared.
                 metrics={k: v for k, v in record.metrics.items() if k != "epsilon"},
                 staleness=dict(record.staleness),
                 in_flight={int(each): int(based_on) for each, based_on in clients},

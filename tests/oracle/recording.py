@@ -1,9 +1,9 @@
-"""Noise as it was drawn in a run, so that the reference can follow it.
+"""Record the noise that a run draws, so that the reference can follow it.
 
-What is secret in a run nobody can repeat. So the places in fedlearn that add noise are watched, in
-all processes and threads: each sample is written to a file, in standard deviations of what it was
-asked for, next to what it was added to. So noise shows in the model if too little is asked for, and
-in its own size if too little is drawn.
+Secret randomness cannot be reproduced. So the functions in fedlearn that add noise are wrapped,
+in all processes and threads: each sample is written to a file, in units of the requested
+standard deviation, next to the numbers it was added to. If too little noise is requested, the
+model shows it; if too little is drawn, the samples' own size does.
 """
 
 import os
@@ -34,7 +34,7 @@ from fedlearn.secagg.fixed_point import Lane, read_levels
 from fedlearn.session.session import ClientSession
 from tests.oracle.observation import NoiseDraw
 
-#: Less noise, in bounds, is that of a trial: it is next to none.
+#: Less noise, in bounds, belongs to a trial without noise.
 LEAST = 1e-6
 
 Method = Callable[..., Any]  # Any: a method of any kind
@@ -42,10 +42,10 @@ Method = Callable[..., Any]  # Any: a method of any kind
 
 @dataclass
 class Recording:
-    """Draws of a run.
+    """The recorded noise of a run.
 
     Attributes:
-        folder: Has a file for each process.
+        folder: Contains one file per process.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class Recording:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record what is drawn within a block."""
+        """Record all draws within a block."""
         self.folder.mkdir()
         watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
             (ClientSession, "handle", self._session),
@@ -91,7 +91,7 @@ class Recording:
         labels: tuple[str | int, ...] = (),
         whose: tuple[int, int] | None = None,
     ) -> None:
-        """Write a draw, of a client in a round if it is known whose it is."""
+        """Write a draw; ``whose`` are its client and round, if known."""
         whose = whose or getattr(self._local, "session", None)
         drawn = torch.as_tensor(noise, dtype=torch.float64)
         draw = NoiseDraw(values.double(), drawn, labels, *(whose or (None, None)))
@@ -99,7 +99,7 @@ class Recording:
             pickle.dump((SystemClock().now_s(), draw), file)
 
     def _take(self) -> list[NDArray[np.float64]]:
-        """Return this thread's samples since the last call."""
+        """Return this thread's samples since the last call, and forget them."""
         samples: list[NDArray[np.float64]] = getattr(self._local, "samples", [])
         self._local.samples = []
         return samples
@@ -107,7 +107,7 @@ class Recording:
     def _keep(self, samples: NDArray[np.float64]) -> None:
         self._local.samples = [*getattr(self._local, "samples", []), samples]
 
-    # What takes the place of a function of fedlearn's.
+    # Wrappers of fedlearn's functions.
 
     def _session(self, right: Method) -> Method:
         def handle(own: ClientSession, data: bytes, *given: Any, **named: Any) -> Any:
@@ -200,5 +200,5 @@ class Recording:
 
 
 def _rows(tensors: Any) -> Tensor:
-    """Return stacked tensors [K, ...] as one matrix of float64, a row for each client."""
+    """Return stacked tensors [K, ...] as one float64 matrix, one row per client."""
     return torch.cat([each.detach().double().reshape(len(each), -1) for each in tensors], dim=1)

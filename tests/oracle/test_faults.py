@@ -1,4 +1,4 @@
-"""The walk notices what fedlearn does wrong: the control of ``test_walk.py``."""
+"""The walk detects deliberate faults: the control of ``test_walk.py``."""
 
 import pytest
 import torch
@@ -11,6 +11,6 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_walk_catches_a_fault(fault: Fault) -> None:
-    """``python -m tests.oracle --faults`` prints which configuration does."""
+    """``python -m tests.oracle --faults`` prints the configurations that detect faults."""
     torch.set_num_threads(1)
     assert find_disagreement(fault) is not None

@@ -1,4 +1,4 @@
-"""fedlearn does what the reference says, or refuses for a true reason, on pairs of options."""
+"""For pairs of options, fedlearn agrees with the reference, or refuses for a valid reason."""
 
 import itertools
 from collections import Counter
@@ -12,7 +12,7 @@ from tests.oracle.walk import judge, shrink
 
 #: The short walk: the first configurations, which cover most pairs of values.
 NUM_CONFIGURATIONS = 24
-#: It is divided among so many tests; a default run has one of them.
+#: It is split into this many tests; a default run has one of them.
 NUM_PARTS = 6
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 
 @pytest.fixture(scope="session")
 def configurations() -> list[Configuration]:
-    """The configurations of the short walk."""
+    """Return the configurations of the short walk."""
     return list(itertools.islice(build_covering(0, QUICK_OPTIONS), NUM_CONFIGURATIONS))
 
 
@@ -30,7 +30,7 @@ def configurations() -> list[Configuration]:
 def test_pairs_of_options_equal_the_reference(
     part: int, configurations: list[Configuration]
 ) -> None:
-    """``python -m tests.oracle`` walks further."""
+    """``python -m tests.oracle`` runs the longer walk."""
     torch.set_num_threads(1)
     counts = Counter[str]()
     for c in configurations[part::NUM_PARTS]:
@@ -43,7 +43,7 @@ def test_pairs_of_options_equal_the_reference(
 
 
 def test_a_configuration_is_read_back_from_its_text() -> None:
-    """So that a command repeats it."""
+    """So that a command can repeat it."""
     c = settle(Configuration(algorithm="scaffold", weight_decay=0.1, seed=1))
     assert Configuration.from_json(c.to_json()) == c
     assert Configuration.from_json("{}") == Configuration()

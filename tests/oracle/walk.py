@@ -1,4 +1,4 @@
-"""Compares fedlearn with the reference on configurations, one after another."""
+"""Compare fedlearn with the reference on one configuration after another."""
 
 import itertools
 import math
@@ -18,23 +18,23 @@ from tests.oracle.reference.run import Expected, Replay
 from tests.oracle.reference.server import sum_of
 from tests.oracle.workloads import make_examples, make_model
 
-#: Largest difference of two numbers, as a part of the larger one or of 1.
+#: Largest difference of two numbers, relative to the larger one or to 1.
 TOLERANCE = {"float32": 2e-5, "float64": 1e-9}
-#: What secure aggregation and privacy may lose, which round to a grid.
+#: Tolerance for secure aggregation and privacy, which round to a grid.
 FIXED_POINT = 5e-5
-#: What clips and noise may lose that have a margin for rounding: up to one part in 2**13.
+#: Tolerance for clips and noise with a margin for rounding, of up to one part in 2**13.
 MARGIN = 3e-4
-#: A larger difference in float32 is no rounding; a smaller one may be, and is tried in float64.
+#: In float32 a larger difference is not rounding; a smaller one may be, and is retried in float64.
 ROUNDING = 1e-3
 MAX_PROBLEMS = 5
-#: Of the measured size of noise, in its own standard deviations; some draws are recorded twice.
+#: Tolerance for the noise's measured size, in its standard deviations; some draws occur twice.
 DEVIATIONS = 6.0
 OTHER_CLIENTS = "the clients that are evaluated differ from round to round"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a configuration: it agrees, is refused with a true reason, or disagrees."""
+    """The result for a configuration: it agrees, is refused for a valid reason, or disagrees."""
 
     kind: str
     problems: tuple[str, ...] = ()
@@ -43,8 +43,8 @@ class Verdict:
 def judge(c: Configuration, *, may_repeat: bool = True) -> Verdict:
     """Run a configuration on both sides.
 
-    Where noise is drawn, rounding to a grid may choose the other class of two that are almost
-    equally likely. So if metrics alone differ, a second run decides, with other noise.
+    With noise, rounding to a grid may swap two classes that are almost equally likely. So if only
+    metrics differ, a second run with other noise decides.
     """
     expected_reasons = reasons(c)
     try:
@@ -62,7 +62,7 @@ def judge(c: Configuration, *, may_repeat: bool = True) -> Verdict:
     if may_repeat and c.privacy != "off" and problems and all(map(_is_of_metrics, problems)):
         return judge(c, may_repeat=False)
     if problems and c.dtype == "float32" and not tuple(compare(c, found, tolerance=ROUNDING)):
-        exact = judge(replace(c, dtype="float64"))  # is it rounding?
+        exact = judge(replace(c, dtype="float64"))  # distinguishes rounding from a mistake
         return exact if exact.kind == "agrees" else Verdict("disagrees", problems)
     return Verdict("disagrees" if problems else "agrees", problems)
 
@@ -72,7 +72,7 @@ def _is_of_metrics(problem: str) -> bool:
 
 
 def shrink(c: Configuration) -> Configuration:
-    """Return a smaller configuration that disagrees: options at their defaults, one by one."""
+    """Return a smaller configuration that disagrees, by resetting options one at a time."""
     simplest = Configuration()
     for option in c.changed():
         tried = settle(c.with_values({option: getattr(simplest, option)}))
@@ -82,7 +82,7 @@ def shrink(c: Configuration) -> Configuration:
 
 
 def compare(c: Configuration, found: Run, *, tolerance: float | None = None) -> Iterator[str]:
-    """Yield where a run differs from what the reference says it must come to."""
+    """Yield the differences between a run and the reference."""
     allowed = TOLERANCE[c.dtype] if tolerance is None else tolerance
     if c.secure != "off" or c.privacy != "off":
         allowed = max(allowed, MARGIN if c.privacy in (*CENTRAL, "example") else FIXED_POINT)
@@ -117,7 +117,7 @@ def _compare_round(
         if not close(seen.tensors[name], value, allowed):
             off = float((seen.tensors[name].double() - value).abs().max())
             yield f"tensor {name} is off by {off:.2e} of {float(value.abs().max()):.2e}"
-    is_seen = c.secure == "off"  # in a secure sum the loss of one client is nobody's to know
+    is_seen = c.secure == "off"  # a secure sum hides single losses
     reported = [row for row in seen.rows if row.status == "reported" and is_seen]
     losses = {row.client_id: row.loss for row in reported}
     pairs = {"of the round": (seen.train_loss, expected.train_loss)}
@@ -135,7 +135,7 @@ def _compare_round(
 
 
 def _find_broken_invariants(seen: Round, allowed: float) -> Iterator[str]:
-    """Yield what holds after any round, whatever the reference says, and does not hold here."""
+    """Yield violations of properties that hold after any round, whatever the reference says."""
     numbers = {**seen.tensors, **{name: torch.tensor(v) for name, v in seen.metrics.items()}}
     for name, value in numbers.items():
         if not value.isfinite().all():
@@ -148,7 +148,7 @@ def _find_broken_invariants(seen: Round, allowed: float) -> Iterator[str]:
 
 
 def _check_noise(found: Run) -> Iterator[str]:
-    """Yield whether noise is larger or smaller than what was asked for: it is in deviations."""
+    """Yield a problem if noise, in standard deviations, is larger or smaller than requested."""
     if found.noise:
         numbers = torch.cat([each.noise.flatten() for each in found.noise])
         deviation = float(numbers.square().mean().sqrt())
@@ -185,7 +185,7 @@ def _client_sets(c: Configuration) -> Iterator[tuple[int, ...]]:
 def _measured_sets(
     c: Configuration, expected: Expected, seen: Round, allowed: float
 ) -> set[tuple[int, ...]] | None:
-    """Return which clients the metrics may be of; ``None`` where none are due, and none are."""
+    """Return the sets of clients that explain the metrics; ``None`` if none are due or recorded."""
     own = expected.of_round
     if expected.metrics is None:
         return None if _same_metrics(seen.metrics, own, allowed) else set()
@@ -205,7 +205,7 @@ def _same_metrics(
 
 
 def close(found: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Return whether tensors differ by at most a part of the larger number, or of 1."""
+    """Return whether tensors differ by at most ``allowed``, relative to the larger one or to 1."""
     if found.shape != expected.shape:
         return False
     off = (found.double() - expected).abs()
@@ -213,7 +213,7 @@ def close(found: Tensor, expected: Tensor, allowed: float) -> bool:
 
 
 def number_close(found: float, expected: float, allowed: float) -> bool:
-    """Return the same of numbers; NaN equals NaN."""
+    """Return the same for numbers; NaN equals NaN."""
     if math.isnan(found) or math.isnan(expected):
         return math.isnan(found) and math.isnan(expected)
     return abs(found - expected) <= allowed * max(1.0, abs(expected))

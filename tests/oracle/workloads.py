@@ -1,6 +1,6 @@
 """The models and examples of the configurations: plain torch and numpy, for both sides.
 
-Every model is an encoder, hidden layers and a head; every option about layers applies to each.
+Every model is an encoder, hidden layers and a head; options about layers apply to all of them.
 Activations are smooth, so that rounding does not choose a branch.
 """
 
@@ -19,16 +19,16 @@ from tests.oracle.configuration import NUM_CLIENTS, Configuration
 
 WIDTH, NUM_CLASSES, LENGTH, NUM_WORDS, NUM_INPUTS, NUM_TEST = 4, 3, 5, 7, 6, 17
 
-#: The features of some examples: one tensor, or several by the name of the model's argument.
+#: The features of some examples: one tensor, or several by the model's argument names.
 Inputs: TypeAlias = Tensor | dict[str, Tensor]
 
-#: The label of what counts nowhere: torch's.
+#: The label of positions that count nowhere: torch's default.
 IGNORED = -100
-#: What each class weighs in the objective "weighted", which smooths labels, too; "label_smoothing"
-#: does that alone.
+#: Class weights of the objective "weighted", which also smooths labels; "label_smoothing"
+#: only smooths.
 CLASS_WEIGHTS, SMOOTHING = (1.0, 3.0, 0.5), 0.1
 
-#: Examples of each client.
+#: Number of examples of each client.
 SIZES = {
     "ragged": (5, 11, 7, 4, 9, 6),
     "even": (8, 8, 8, 8, 8, 8),
@@ -38,7 +38,7 @@ SIZES = {
 
 
 class Encoder(nn.Module):
-    """From the inputs of an example to WIDTH numbers, or to WIDTH numbers for each position."""
+    """Maps an example's inputs to WIDTH numbers, or to WIDTH numbers for each position."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
             self.first, self.second = nn.Linear(NUM_INPUTS, WIDTH), nn.Linear(2, WIDTH)
 
     def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Return [n, WIDTH]; of a sequence [n, LENGTH, WIDTH]."""
+        """Return [n, WIDTH]; for a sequence [n, LENGTH, WIDTH]."""
         if extra is not None:
             both: Tensor = self.first(x) + self.second(extra)
             return both
@@ -65,7 +65,7 @@ class Encoder(nn.Module):
 
 
 class Several(nn.Module):
-    """A chain whose first layer may take several inputs, perhaps with a layer that nobody calls."""
+    """A chain whose first layer may take several inputs, possibly with an unused layer."""
 
     def __init__(self, layers: nn.Sequential, *, unused: bool, has_positions: bool) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Several(nn.Module):
             self.spare = nn.Linear(WIDTH, 2)
 
     def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
-        """Return the outputs [n, classes]; of a sequence [n, classes, LENGTH], as torch does."""
+        """Return the outputs [n, classes]; for a sequence [n, classes, LENGTH], as torch does."""
         first, *rest = self.layers
         hidden: Tensor = first(x) if extra is None else first(x, extra)
         for layer in rest:
@@ -83,7 +83,7 @@ class Several(nn.Module):
 
 
 def make_model(configuration: Configuration) -> nn.Module:
-    """Return the model of a configuration, with weights drawn from torch's generator."""
+    """Return a configuration's model, with weights drawn from torch's generator."""
     c = configuration
     encoder: list[nn.Module] = [Encoder(c.model)]
     if c.model in ("mlp", "linear"):
@@ -118,7 +118,7 @@ def make_model(configuration: Configuration) -> nn.Module:
 
 
 def _tied(c: Configuration, layer: nn.Module) -> list[nn.Module]:
-    """Return a layer that stands twice, or two that share a weight; nothing without such ties."""
+    """Return a layer used twice, or two layers with a shared weight; nothing without ties."""
     if c.tied == "none":
         return []
     other = layer
@@ -129,13 +129,13 @@ def _tied(c: Configuration, layer: nn.Module) -> list[nn.Module]:
 
 
 def num_outputs(configuration: Configuration) -> int:
-    """Return how many numbers the model has for an example."""
+    """Return the number of outputs per example."""
     return 1 if configuration.objective in ("squared_error", "binary") else NUM_CLASSES
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of all clients, those of one client after another, and a test set."""
+    """The examples of all clients, client by client, and a test set."""
 
     features: Inputs
     labels: Tensor
@@ -150,7 +150,7 @@ class Examples:
 
 
 def make_examples(configuration: Configuration) -> Examples:
-    """Return the examples of a configuration, in the dtype of its model."""
+    """Return a configuration's examples, in the dtype of its model."""
     sizes = SIZES[configuration.sizes]
     assert len(sizes) == NUM_CLIENTS
     generator = torch.Generator().manual_seed(17)
@@ -165,7 +165,7 @@ def _drawn(c: Configuration, num: int, generator: torch.Generator) -> tuple[Inpu
 
     def numbers(*shape: int) -> Tensor:
         drawn = torch.randn(num, *shape, generator=generator, dtype=torch.float64)
-        return drawn.float().to(dtype)  # the same numbers in both
+        return drawn.float().to(dtype)  # equal numbers in both dtypes
 
     features: Inputs
     if c.model in ("words", "recurrent", "sequence"):
@@ -180,19 +180,19 @@ def _drawn(c: Configuration, num: int, generator: torch.Generator) -> tuple[Inpu
     most = 2 if c.objective == "binary" else NUM_CLASSES
     labels = torch.randint(most, shape, generator=generator)
     if c.objective in ("weighted", "ignored"):
-        labels.view(-1)[2::4] = IGNORED  # all that client 3 has where it has one row
+        labels.view(-1)[2::4] = IGNORED  # client 3 has no other label where it has one row
     return features, labels
 
 
 def take(features: Inputs, rows: Tensor | int) -> Inputs:
-    """Return one row or several of all inputs."""
+    """Return one row, or several, of all inputs."""
     if isinstance(features, dict):
         return {name: value[rows] for name, value in features.items()}
     return features[rows]
 
 
 def augment(features: Inputs) -> Inputs:
-    """Return one example, changed by what torch's global generator draws."""
+    """Change one example at random, with torch's global generator."""
     if isinstance(features, dict):
         return {name: _augmented(value) for name, value in features.items()}
     return _augmented(features)
@@ -205,7 +205,7 @@ def _augmented(value: Tensor) -> Tensor:
 
 
 def read(configuration: Configuration, features: Inputs, key: int) -> Inputs:
-    """Return examples as they are read one after another, from torch's generator at a key."""
+    """Read and augment examples one after another, with torch's generator seeded by a key."""
     if not configuration.augmented:
         return features
     inputs = features if isinstance(features, dict) else {"": features}
@@ -221,24 +221,24 @@ def read(configuration: Configuration, features: Inputs, key: int) -> Inputs:
 
 
 def smoothed(outputs: Tensor, labels: Tensor) -> Tensor:
-    """A loss of one's own: one number for each example."""
+    """A user's loss: one number for each example."""
     losses = F.cross_entropy(outputs, labels, reduction="none", label_smoothing=0.2)
     return losses.view(len(labels), -1).mean(1)
 
 
 def coupled(outputs: Tensor, labels: Tensor) -> Tensor:
-    """A loss of one's own that compares the examples of a batch: one number for all of them."""
+    """A user's loss that compares the examples of a batch: one number for all of them."""
     centered = outputs - outputs.mean(0)
     return smoothed(outputs, labels).mean() + 0.1 * centered.square().mean()
 
 
 def largest_error(outputs: Tensor, labels: Tensor) -> float:
-    """A measure of a whole set that is no mean over its examples."""
+    """A metric of a whole set that is not a mean over its examples."""
     return float((outputs.reshape(len(labels), -1).double().sum(1)).max())
 
 
 def duration_s(configuration: Configuration, client_id: int, round_num: int, attempt: int) -> float:
-    """Return how long a client's device takes: no two take equally long."""
+    """Return the seconds that a client's device takes; no two take equally long."""
     if configuration.devices == "ideal":
         return 0.0
     tenths = (client_id * 7 + round_num * 4 + attempt * 3) % 13
@@ -251,6 +251,6 @@ def fails(configuration: Configuration, client_id: int, round_num: int, attempt:
 
 
 def own_cohort(available: Sequence[int], num: int, round_num: int, attempt: int) -> list[int]:
-    """Return whom the sampler of one's own asks: those who are there, in turn."""
+    """Return the cohort of the user's sampler: available clients, in rotation."""
     turn = [(2 * round_num + attempt + each) % NUM_CLIENTS for each in range(NUM_CLIENTS)]
     return [each for each in turn if each in set(available)][:num]

@@ -1,9 +1,9 @@
-r"""What one client does in a round.
+r"""One client's part in a round.
 
 ======================= ======================================================================
 symbol                  here
 ======================= ======================================================================
-:math:`x_0, x`          the global model that the client was sent, and its own: ``x_0``, ``x``
+:math:`x_0, x`          the global model that the client received, and its own: ``x_0``, ``x``
 :math:`g`               gradient of the mean loss of a batch, by parameter: ``g``
 :math:`\eta`            ``ETA``, times the factor of the schedule
 :math:`\mu`             FedProx: ``MU``
@@ -12,9 +12,9 @@ symbol                  here
 :math:`m, v, t`         Adam: ``first_moment``, ``second_moment``, ``num_steps``
 ======================= ======================================================================
 
-A step does the following, in this order: proximal term, control variates, gradient clipping, weight
+A step consists of, in this order: proximal term, control variates, gradient clipping, weight
 decay (or decoupled decay, of AdamW), momentum or moments, and the step at the scheduled rate. A
-parameter that has no gradient in a step is left out of it altogether.
+parameter without a gradient in a step is left out of all of these.
 """
 
 import math
@@ -40,29 +40,29 @@ from tests.oracle.workloads import Inputs
 ETA, BETA, MU, RHO = 0.2, 0.8, 0.7, 0.4
 ADAM_ETA, BETA_1, BETA_2, EPSILON = 0.05, 0.8, 0.95, 0.01
 DECAY, COSINE_ROUNDS, WARMUP_STEPS = 0.5, 4, 3
-#: To what secure aggregation clips an update, and the statistics in it.
+#: Norms to which secure aggregation clips an update, and the statistics in it.
 SECURE_NORM, STATISTICS_NORM = 0.3, 10.0
-#: The update of one's own divides the gradient of each tensor by its norm plus this.
+#: The user's local update divides each tensor's gradient by its norm plus this.
 OWN_FLOOR = 0.3
 
-#: What a client or the server remembers: by name, then by parameter.
+#: State of a client or the server: by name, then by parameter.
 Memory: TypeAlias = dict[str, Tensors]
 Batch: TypeAlias = tuple[Inputs, Tensor]
 
-#: What each optimizer remembers; one whose name ends in "_kept" keeps it from round to round.
+#: State of each optimizer; one whose name ends in "_kept" keeps it from round to round.
 MOMENTS = ("first_moment", "second_moment", "num_steps")
 REMEMBERED = {"sgd": (), "momentum": ("velocity",), "adam": MOMENTS, "adamw": MOMENTS}
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a client is sent, and what it has.
+    """A client's request and its stored state.
 
     Attributes:
         x_0: The global model of the round ``round_num``.
-        broadcast: What the algorithm sends along with it.
-        kept: What the client kept from its last round.
-        noise: Of the run.
+        broadcast: What the algorithm sends along with the model.
+        kept: The client's state after its previous round.
+        noise: The noise of the run.
     """
 
     c: Configuration
@@ -78,11 +78,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a client sends, and what it keeps for its next round.
+    """A client's reply and its new state.
 
     Attributes:
         delta: Local minus global: trained parameters and statistics.
-        lanes: Whatever else the algorithm has clients send.
+        lanes: Everything else that the algorithm has clients send.
         loss: Mean training loss over the examples of all steps.
         is_scaled_down: Whether secure aggregation, or without it the clip, scales the update down.
         trained_norm: Norm of the delta without the statistics, before secure aggregation.
@@ -99,10 +99,10 @@ class Contribution:
 
 
 def train(task: Task, batches: Iterable[Batch]) -> Contribution:
-    """Train for a round; what the task holds stays as it is.
+    """Train for a round, without changing the task.
 
     Raises:
-        ValueError: torch cannot train on a batch: BatchNorm has no variance of one example.
+        ValueError: torch cannot train on a batch, as BatchNorm on a single example.
     """
     x = {name: value.clone() for name, value in task.x_0.items()}
     memory = begin(task, x)
@@ -121,7 +121,7 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
         descend(task.c, x, g, memory, factor=schedule(task.c, task.round_num, step))
         if task.c.algorithm == "easgd" and step == 0:
             for name, force in memory["force"].items():
-                x[name] -= force  # of the distance before the step
+                x[name] -= force  # by the distance before the step
     sent, lanes = report(task, x, memory, num_steps=len(losses))
     delta = delta_of(task, sent)
     is_secure = task.c.secure != "off"
@@ -140,7 +140,7 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
 
 
 def begin(task: Task, x: Tensors) -> Memory:
-    """Return the memory before the first step: what was kept, zero otherwise."""
+    """Return the memory before the first step: the stored state, or zeros."""
     c, trained = task.c, task.model.trained
 
     def zeros() -> Tensors:
@@ -150,7 +150,7 @@ def begin(task: Task, x: Tensors) -> Memory:
     if c.algorithm == "scaffold":
         memory["control"] = zeros()
         memory["num_gradients"] = {name: torch.zeros((), dtype=torch.float64) for name in trained}
-    if c.algorithm == "easgd":  # a client's own model is the global one of its first round
+    if c.algorithm == "easgd":  # in a client's first round its own model is the global one
         memory["own_model"] = {name: x[name] for name in trained}
     memory = {each: _copied(values) for each, values in (memory | task.kept).items()}
     if c.algorithm == "easgd":
@@ -161,7 +161,7 @@ def begin(task: Task, x: Tensors) -> Memory:
 
 
 def direction(task: Task, x: Tensors, g: Tensors, memory: Memory) -> Tensors:
-    """Return the gradients as the optimizer sees them."""
+    """Return the gradients that the optimizer receives."""
     c = task.c
     if c.algorithm == "fedprox":
         g = {name: value + MU * (x[name] - task.x_0[name]) for name, value in g.items()}
@@ -174,7 +174,7 @@ def direction(task: Task, x: Tensors, g: Tensors, memory: Memory) -> Tensors:
 
 
 def schedule(c: Configuration, round_num: int, step: int) -> float:
-    """Return the factor on the learning rate."""
+    """Return the factor of the learning rate."""
     if c.schedule == "decay":
         return DECAY**round_num
     if c.schedule == "cosine":
@@ -211,12 +211,12 @@ def descend(c: Configuration, x: Tensors, g: Tensors, memory: Memory, *, factor:
 
 
 def report(task: Task, x: Tensors, memory: Memory, *, num_steps: int) -> tuple[Tensors, Memory]:
-    """Return the model that is sent, and what is sent beside it; memory is brought up to date."""
+    """Return the model and the lanes to send; update the memory."""
     c, x_0, trained = task.c, task.x_0, task.model.trained
     sent, lanes = dict(x), Memory()
     if c.algorithm == "scaffold":
-        # Option II: c_i+ = c_i - c + (x_0 - x) / (K eta). A parameter that had no gradient in some
-        # of the K steps had a gradient of zero there.
+        # Option II: c_i+ = c_i - c + (x_0 - x) / (K eta). A parameter without a gradient in some of
+        # the K steps counts as having a zero gradient there.
         c_i, c_server = memory["control"], task.broadcast["control"]
         for name in trained:
             moved = (x_0[name] - x[name]) / (num_steps * ETA)
@@ -227,7 +227,7 @@ def report(task: Task, x: Tensors, memory: Memory, *, num_steps: int) -> tuple[T
     if c.algorithm == "easgd":
         memory["own_model"] = {name: x[name] for name in trained}
         sent |= {name: x_0[name] + memory["force"][name] for name in trained}
-    if c.own == "strategy":  # FedNova: the mean step, and how many there were
+    if c.own == "strategy":  # FedNova: the mean step, and the number of steps
         sent |= {name: x_0[name] + (x[name] - x_0[name]) / num_steps for name in trained}
         lanes["tau"] = {"": torch.tensor(float(num_steps), dtype=torch.float64)}
     return sent, lanes
@@ -248,13 +248,13 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
 
 
 def is_clipped(task: Task, sent: Tensors) -> bool:
-    """Return whether the clip of updates scales down what a client would send."""
+    """Return whether the update clip scales down the client's update."""
     change = {name: sent[name] - task.x_0[name] for name in task.model.trained}
     return 0 < task.c.update_clip < norm(change)
 
 
 def bounded(task: Task, delta: Tensors) -> Tensors:
-    """Return what a secure sum takes of a delta: parameters and statistics have a bound each."""
+    """Clip a delta for a secure sum: parameters and statistics have separate bounds."""
     trained = trained_of(task, delta)
     statistics = {name: delta[name] for name in task.model.statistics}
     bound = PRIVATE_NORM if task.c.privacy == "distributed" else SECURE_NORM
@@ -262,7 +262,7 @@ def bounded(task: Task, delta: Tensors) -> Tensors:
 
 
 def summand(task: Task, delta: Tensors) -> Tensors:
-    """Return what a client adds to a secure sum: with its share of the noise, if it has one."""
+    """Return a client's summand in a secure sum, including its share of the noise, if any."""
     within = bounded(task, delta)
     if task.c.privacy == "distributed":
         noise = task.noise.of_client(task.client_id, task.round_num, flat(within))
@@ -271,7 +271,7 @@ def summand(task: Task, delta: Tensors) -> Tensors:
 
 
 def names_kept(c: Configuration) -> list[str]:
-    """Return what a client keeps from one of its rounds to the next."""
+    """Return the names of the state that a client keeps between rounds."""
     kept = {"scaffold": ["control"], "easgd": ["own_model"]}.get(c.algorithm, [])
     if c.optimizer.endswith("_kept"):
         kept = [*kept, *REMEMBERED[c.optimizer.removesuffix("_kept")]]
@@ -279,7 +279,7 @@ def names_kept(c: Configuration) -> list[str]:
 
 
 def trained_of(task: Task, delta: Tensors) -> Tensors:
-    """Return the part of a delta that trains, without the statistics: what norms are of."""
+    """Return the trained part of a delta, without the statistics; norms refer to it."""
     return {name: delta[name] for name in task.model.trained}
 
 

@@ -1,4 +1,4 @@
-"""What a model is measured by: on the test set, and client by client."""
+"""Metrics of a model: on the test set, and client by client."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,23 +11,23 @@ from tests.oracle.configuration import SESSIONS, Configuration
 from tests.oracle.reference.model import Model, Tensors
 from tests.oracle.workloads import IGNORED, Examples, Inputs, largest_error, read
 
-#: Which way each metric is better.
+#: Whether larger values of each metric are better.
 IS_BETTER_HIGH = {"loss": False, "accuracy": True, "largest": True}
-#: What augmentation draws in an evaluation is the same every time.
+#: Key of the augmentation in evaluations, so that it is the same every time.
 EVALUATION_KEY = 0
 
 
 def measure(
     c: Configuration, model: Model, x: Tensors, features: Inputs, labels: Tensor
 ) -> dict[str, float]:
-    """Return the metrics of one set of examples: means over them, or a measure of all of them."""
+    """Return the metrics of one set: means over its examples, or one metric of all of them."""
     outputs = model.predict(x, features)
     found = {"loss": model.loss(outputs, labels).item()}
     accuracy = model.accuracy(outputs, labels)
     if accuracy is not None:
         found["accuracy"] = accuracy
     if bool((labels == IGNORED).all()):
-        found = {}  # there is nothing to take a mean of
+        found = {}  # there are no examples to average
     if c.metric:
         found["largest"] = largest_error(outputs, labels)
     return found
@@ -36,13 +36,13 @@ def measure(
 def evaluate(
     c: Configuration, model: Model, x: Tensors, examples: Examples, clients: Sequence[int]
 ) -> dict[str, float]:
-    """Return all that a round's record has of the model after it."""
+    """Return all metrics in a round's record that concern the model after it."""
 
     def measure_read(of: Configuration, features: Inputs, labels: Tensor) -> dict[str, float]:
         return measure(of, model, x, read(c, features, EVALUATION_KEY), labels)
 
     found = measure_read(c, examples.test_features, examples.test_labels)
-    # Over sessions, clients measure what their own trainers do: one of one's own has no "largest".
+    # Over sessions clients report their own trainer's metrics; a user's trainer has no "largest".
     is_own = c.own == "trainer" and c.place in SESSIONS
     of_clients = replace(c, metric=False) if is_own else c
     each = [measure_read(of_clients, *examples.of(client)) for client in clients]
@@ -56,12 +56,12 @@ def evaluate(
 
 
 def worst(ascending: NDArray[np.float64], name: str) -> NDArray[np.float64]:
-    """Return the worst tenth of the values of a metric, at least one."""
+    """Return the worst tenth of a metric's values, at least one."""
     tenth = max(1, len(ascending) // 10)
     return ascending[:tenth] if IS_BETTER_HIGH[name] else ascending[-tenth:]
 
 
 def is_due(c: Configuration, num_finished: int, num_rounds: int) -> bool:
-    """Return whether the model is measured after so many rounds: at the end always."""
+    """Return whether the model is evaluated after so many rounds; after the last it always is."""
     every = c.evaluate_every
     return num_finished == num_rounds or (every > 0 and num_finished % every == 0)

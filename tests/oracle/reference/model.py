@@ -46,7 +46,7 @@ class Model:
         ]
 
     def gradients(self, x: Tensors, features: Inputs, labels: Tensor) -> tuple[float, Tensors]:
-        """Return the loss of a batch and its gradients; statistics in ``x`` move on.
+        """Return the loss of a batch and its gradients; update the statistics in ``x``.
 
         A parameter that the loss does not depend on has no gradient, and no entry.
         """
@@ -87,7 +87,7 @@ class Model:
             return self._outputs(features)
 
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return the loss of some examples together: the mean over all positions that count."""
+        """Return the mean loss over all positions that count."""
         if self._objective == "coupled":
             return coupled(outputs, labels)
         if self._objective == "smoothed":
@@ -106,7 +106,7 @@ class Model:
         return F.cross_entropy(outputs, labels, label_smoothing=smoothing)
 
     def accuracy(self, outputs: Tensor, labels: Tensor) -> float | None:
-        """Return the share of positions that are right; ``None`` for a loss without one."""
+        """Return the share of correct positions; ``None`` for a loss without accuracy."""
         if self._objective == "binary":
             hits = (outputs.flatten() > 0) == (labels.flatten() > 0)
         elif self._objective in ("cross_entropy", "weighted", "label_smoothing", "ignored"):

@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 from tests.oracle.configuration import Configuration
 
-#: Fewest clients in a secure sum of four, of whom a tenth may collude and three tenths drop out.
+#: Fewest clients in a secure sum of four, where 1/10 may collude and 3/10 may drop out.
 LEAST_SUMMED = 3
-#: Clients in each of the groups that take turns.
+#: Clients in each group of the rotation.
 GROUP = 3
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How many clients a round asks, how long it waits, and what becomes of too few reports."""
+    """How many clients a round asks, how long it waits, and whether too few reports end it."""
 
     num_wanted: int
     num_asked: int
@@ -33,5 +33,5 @@ POLICIES = {
 
 
 def num_wanted(c: Configuration) -> int:
-    """Return how many reports a round is to have."""
+    """Return how many reports a round waits for."""
     return GROUP if c.privacy == "banded" else POLICIES[c.stragglers].num_wanted

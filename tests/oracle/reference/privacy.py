@@ -1,16 +1,16 @@
-r"""Differential privacy: what is clipped, how much noise it has, what is released of a sum.
+r"""Differential privacy: clips, noise, and the release of a sum.
 
 =========================== ================================================================
 symbol                      here
 =========================== ================================================================
 :math:`C, z`                ``PRIVATE_NORM``, ``NOISE_MULTIPLIER``
-:math:`\xi`                 noise with a standard deviation of 1, as it was drawn in the run
-:math:`A`                   ``NUM_CORRUPTED``: clients whose share of the noise may be known
-:math:`\gamma, \eta_C, b`   ``QUANTILE``, ``CLIP_RATE``, and who was ``below`` the clip norm
-:math:`c_1`                 ``second_diagonal``: of what one round's noise the next takes back
+:math:`\xi`                 noise with a standard deviation of 1, as the run drew it
+:math:`A`                   ``NUM_CORRUPTED``: clients whose noise share an attacker may know
+:math:`\gamma, \eta_C, b`   ``QUANTILE``, ``CLIP_RATE``, and which clients were ``below``
+:math:`c_1`                 ``second_diagonal``: the next round subtracts this much noise
 =========================== ================================================================
 
-Who adds noise depends on the mode. "central", "adaptive" and "banded": the server, to the sum of
+The mode decides who adds noise. "central", "adaptive" and "banded": the server, to the sum of
 clipped updates. "distributed": each client a share, or a simulated sum all shares at once.
 "local": each client, to its update. "example": each client, to each of its gradients.
 """
@@ -27,14 +27,14 @@ from tests.oracle.observation import NoiseDraw
 from tests.oracle.reference.model import Tensors, clip, norm
 from tests.oracle.reference.policies import LEAST_SUMMED, num_wanted
 
-#: To what privacy clips an update, or the gradient of an example; an adaptive norm begins here.
+#: Clip norm of an update, or of an example's gradient; an adaptive norm starts here.
 PRIVATE_NORM = 0.25
 #: Standard deviation of the noise, in clip norms.
 NOISE_MULTIPLIER = 0.6
 QUANTILE, CLIP_RATE = 0.7, 0.2
 #: A tenth of four clients, rounded up.
 NUM_CORRUPTED = 1
-#: Numbers of a client that differ by less are the same, for finding the noise they were given.
+#: Differences up to this size are ignored when looking up a client's noise by its numbers.
 ALIKE = 1e-5
 #: Modes in which the server sums clipped updates and adds the noise.
 CENTRAL = ("central", "adaptive", "banded")
@@ -43,10 +43,10 @@ CENTRAL = ("central", "adaptive", "banded")
 class RecordedNoise:
     """The noise of a run, as it was drawn.
 
-    That of a client is found by the numbers that it was added to, and by client and round where
-    those were seen: EASGD's clients all send zeros at first, and one whose examples weigh nothing
-    always does. The last draw counts: others for the same numbers were of attempts that were thrown
-    away.
+    A client's noise is found by the numbers that it was added to, and by client and round if these
+    are known: EASGD's clients all send zeros at first, and a client whose examples have no weight
+    always does. The last draw counts, since earlier ones for the same numbers belong to discarded
+    attempts.
     """
 
     def __init__(self, draws: Sequence[NoiseDraw]) -> None:
@@ -57,7 +57,7 @@ class RecordedNoise:
         self._turns = {labels: turn for turn, labels in enumerate(deltas)}
 
     def of_client(self, client_id: int, round_num: int, values: Tensor) -> Tensor:
-        """Return the noise that these numbers of a client were given in a round."""
+        """Return the noise that was added to these numbers of a client in a round."""
         draws = [
             each
             for each in self._of_clients
@@ -70,19 +70,19 @@ class RecordedNoise:
         for draw, distance in zip(reversed(draws), reversed(distances), strict=True):
             if distance <= nearest + ALIKE:
                 return draw.noise
-        return torch.zeros(())  # they were given none
+        return torch.zeros(())  # no noise was added to them
 
     def in_sum(self, lane: str, round_num: int, attempt: int) -> Tensor:
         """Return the noise in the sum of a round."""
         return self._in_sums.get((lane, round_num, attempt), torch.zeros(()))
 
     def turn(self, round_num: int, attempt: int) -> int:
-        """Return how many sums had been released before, those that were lost among them."""
+        """Return how many sums had been released before, including lost ones."""
         return self._turns.get(("delta", round_num, attempt), -1)
 
 
 def noised(values: Tensors, noise: Tensor, sigma: float) -> Tensors:
-    """Return tensors with noise, which is one vector for all of them."""
+    """Add noise, one vector for all tensors, scaled by ``sigma``."""
     sizes = [value.numel() for value in values.values()]
     parts = (sigma * noise).expand(sum(sizes)).split(sizes)
     return {
@@ -92,21 +92,21 @@ def noised(values: Tensors, noise: Tensor, sigma: float) -> Tensors:
 
 
 def flat(tensors: Tensors) -> Tensor:
-    """Return tensors as one vector."""
+    """Concatenate tensors into one vector."""
     return torch.cat([value.flatten() for value in tensors.values()])
 
 
 def share() -> float:
-    """Return the noise that a client adds to its part of a secure sum.
+    """Return the standard deviation of the noise that a client adds in a secure sum.
 
-    The fewest clients in a sum have the noise of the whole between them, even without those whose
-    noise may be known.
+    The fewest clients in a sum add all of the noise together, even if the noise of
+    ``NUM_CORRUPTED`` of them is known.
     """
     return NOISE_MULTIPLIER * PRIVATE_NORM / math.sqrt(LEAST_SUMMED - NUM_CORRUPTED)
 
 
 def begin(c: Configuration, trained: Tensors) -> dict[str, Tensors]:
-    """Return what the server remembers for the noise, before the first round."""
+    """Return the server's initial state for the noise."""
     if c.privacy == "adaptive":
         return {"clip_norm": {"": torch.tensor(PRIVATE_NORM, dtype=torch.float64)}}
     if c.privacy == "banded":
@@ -124,17 +124,17 @@ def release(
     noise: RecordedNoise,
     at: tuple[int, int],
 ) -> tuple[Tensors, dict[str, Tensors]]:
-    """Return the mean with noise, and what the server remembers.
+    """Return the noisy mean and the server's new state.
 
-    How many clients reported is not public, so the sum is divided by the number that was wanted
+    The number of reports is not public, so the sum is divided by the wanted number
     (McMahan et al., 2018, algorithm 1).
 
     Args:
         c: The configuration.
-        trained: The parameters that train.
-        deltas: Of those; in a secure sum they are clipped already.
+        trained: The trained parameters.
+        deltas: Their deltas; in a secure sum these are already clipped.
         state: As :func:`begin` returns it.
-        noise: Of the run.
+        noise: The noise of the run.
         at: Round and attempt.
     """
     bound = float(state["clip_norm"][""]) if c.privacy == "adaptive" else PRIVATE_NORM
@@ -147,7 +147,7 @@ def release(
     }
     drawn, sigma = noise.in_sum("delta", *at), NOISE_MULTIPLIER * PRIVATE_NORM
     if c.privacy == "distributed":
-        drawn = noise.in_sum("parameters", *at)  # zero where clients have added their shares
+        drawn = noise.in_sum("parameters", *at)  # zero if clients have added their shares
         released = noised(x, drawn, share() * math.sqrt(len(deltas)))
     elif c.privacy == "banded":
         estimate = noised(x, drawn, sigma * math.hypot(1, second_diagonal()))
@@ -165,7 +165,7 @@ def release(
 
 
 def divided(num_expected: int) -> tuple[float, float]:
-    r"""Return the noise multipliers of updates and of the count of those below the clip norm.
+    r"""Return the noise multipliers of updates, and of the count of updates below the clip norm.
 
     Together they cost as much as z alone would: :math:`z^{-2} = z_\Delta^{-2} + (2 \sigma_b)^{-2}`
     (Andrew et al., 2021, theorem 1). :math:`\sigma_b` is a twentieth of the clients, or so much
@@ -178,10 +178,10 @@ def divided(num_expected: int) -> tuple[float, float]:
 def with_noise_taken_back(
     x: Tensors, estimate: Tensors, state: dict[str, Tensors], turn: int
 ) -> tuple[Tensors, dict[str, Tensors]]:
-    r"""Return the estimate of a sum without a part of the noise of the turn before.
+    r"""Return the estimate of a sum, without the known part of the previous turn's noise.
 
     With :math:`c = (1, c_1)`, a turn releases :math:`y_t = x_t + c_1 x_{t-1} + z C \|c\| \xi`, and
-    :math:`\hat x_t = y_t - c_1 \hat x_{t-1}` is made of it. A turn that was lost had nobody in it.
+    the estimate is :math:`\hat x_t = y_t - c_1 \hat x_{t-1}`. A lost turn counts as empty.
     """
     if turn == int(state["turn"][""]) + 1:
         last, last_estimate, c_1 = state["last_sum"], state["last_estimate"], second_diagonal()
@@ -195,7 +195,7 @@ def with_noise_taken_back(
 
 @cache
 def second_diagonal() -> float:
-    """Return the c_1, in 1024ths, for the least noise in sums of rounds from the first on.
+    """Return the c_1, in 1024ths, with the least noise in prefix sums of rounds.
 
     It minimizes ‖c‖² ‖A C⁻¹‖²_F, where C has c on its diagonals, and A sums.
     """

@@ -1,6 +1,6 @@
-"""What must not start, and why: from the documentation, never from what the product says.
+"""Which configurations must be refused, and why: by the documentation, never by the product.
 
-A rule is a condition on a configuration, and words that a true reason contains.
+A rule is a condition on a configuration, and words that every valid reason contains.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from tests.oracle.configuration import SESSIONS, Configuration
 from tests.oracle.reference.privacy import CENTRAL
 
-#: Pages that say so.
+#: Pages that the rules come from.
 PRIVACY = "explanation/privacy-limits.md"
 EXAMPLES = "explanation/example-privacy.md"
 SECURE = "explanation/secure-aggregation.md"
@@ -25,8 +25,8 @@ class Rule(NamedTuple):
 
     Attributes:
         says: Words that the reason must contain.
-        source: The page that says so.
-        holds: Whether a configuration is one of them.
+        source: The page that states the rule.
+        holds: Whether the rule refuses a configuration.
     """
 
     says: str
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
 
 
 def is_plain_chain(c: Configuration) -> bool:
-    """Return whether the model is what the fused executor takes: linear layers and convolutions."""
+    """Return whether the fused executor accepts the model: linear layers and convolutions only."""
     is_chain = c.model in ("mlp", "linear", "conv") and not c.unused
     return is_chain and c.norm == "none" and c.tied == "none" and c.frozen == "none"
 
@@ -46,24 +46,24 @@ def is_asynchronous(c: Configuration) -> bool:
 
 
 def is_plain_sgd(c: Configuration) -> bool:
-    """Return whether a client steps by the learning rate times the gradient, and nothing else."""
+    """Return whether a client's step is the learning rate times the gradient, and nothing else."""
     return c.optimizer == "sgd" and not c.weight_decay and is_sgd_at_constant_rate(c)
 
 
 def is_sgd_at_constant_rate(c: Configuration) -> bool:
-    """Return whether a client takes steps of SGD, with momentum and decay or not."""
+    """Return whether a client uses SGD at a constant rate, with or without momentum and decay."""
     is_sgd = c.optimizer in ("sgd", "momentum", "momentum_kept")
     is_ours = c.own not in ("update", "strategy", "trainer")
     return is_sgd and is_ours and not c.gradient_clip and c.schedule == "none"
 
 
 def is_summed(c: Configuration) -> bool:
-    """Return whether a sum with noise takes the place of the aggregation."""
+    """Return whether a noisy sum replaces the aggregation."""
     return c.privacy in (*CENTRAL, "distributed")
 
 
 def sends_more(c: Configuration) -> bool:
-    """Return whether clients send more than a delta, of unknown size."""
+    """Return whether clients also send lanes, of unknown size."""
     return c.own == "strategy" or c.algorithm == "scaffold"
 
 
@@ -121,7 +121,7 @@ RULES: tuple[Rule, ...] = (
             and (c.algorithm == "fedprox" or c.gradient_clip > 0 or c.schedule != "none")
         ),
     ),
-    # What secure aggregation does not go with: how-to/aggregate-securely.md and
+    # Incompatible with secure aggregation: how-to/aggregate-securely.md and
     # explanation/secure-aggregation.md.
     Rule(
         "engine.transport",
@@ -166,7 +166,7 @@ RULES: tuple[Rule, ...] = (
         f"{ASYNCHRONOUS}: what goes with it",
         lambda c: c.secure != "off" and is_asynchronous(c),
     ),
-    # What privacy does not go with: how-to/differential-privacy.md and
+    # Incompatible with privacy: how-to/differential-privacy.md and
     # explanation/privacy-limits.md.
     Rule(
         "under secure aggregation clients add the noise",
@@ -254,5 +254,5 @@ RULES: tuple[Rule, ...] = (
 
 
 def reasons(c: Configuration) -> list[str]:
-    """Return what the refusal of a configuration may say; nothing if it must run."""
+    """Return the valid reasons to refuse a configuration; none if it must run."""
     return [rule.says for rule in RULES if rule.holds(c)]

@@ -1,11 +1,11 @@
-"""Rounds, one after another, given who was asked.
+"""Replay consecutive rounds, given the clients that were asked.
 
-Which clients were drawn, and in which order an asynchronous run heard from them, are random and
-come from the record. Everything else follows: who reports, which model each client started from,
-what it sends, how much that counts, what it keeps.
+Cohorts are random, and so is the order in which an asynchronous run receives updates; both come
+from the record. Everything else follows: which clients report, which model each started from,
+its update, its weight and its new state.
 
-What a client keeps changes only when its update counts in a round that moves the model. An update
-that is late, refused, failed, or part of an attempt that was thrown away leaves no trace.
+A client's state changes only when its update counts in a round that moves the model. An update
+that is late, refused, failed, or part of a discarded attempt has no effect.
 """
 
 import functools
@@ -35,7 +35,7 @@ from tests.oracle.workloads import (
     take,
 )
 
-#: What a client contributes; ``None`` if it cannot train.
+#: A client's contribution; ``None`` if it cannot train.
 Contribute = Callable[[int], Contribution | None]
 
 MAX_EXAMPLES = 8
@@ -44,11 +44,11 @@ REPORTED, LATE, FAILED = "reported", "late", "failed"
 
 @dataclass(frozen=True)
 class Streams:
-    """Random numbers of a run, as they were recorded.
+    """The recorded random numbers of a run.
 
     Attributes:
-        order: From (round of the model, client, epoch, examples) to the order of a client's visits.
-        key: From (round of the model, client, step) to what augmentation draws in a batch from.
+        order: Maps (round of the model, client, epoch, examples) to the order of the examples.
+        key: Maps (round of the model, client, step) to the key of a batch's augmentation.
     """
 
     order: Callable[[int, int, int, int], Sequence[int]]
@@ -57,13 +57,13 @@ class Streams:
 
 @dataclass(frozen=True)
 class Expected:
-    """What a round must come to.
+    """The expected result of a round.
 
     Attributes:
-        statuses: By client; ``None`` where the record alone knows who arrived when.
+        statuses: By client; ``None`` where only the record knows the order of arrivals.
         losses: Training loss of each client that reported.
-        metrics: From the clients that are evaluated to what is recorded; ``None``: nothing is due.
-        of_round: What the round itself says, whether the model is measured after it or not.
+        metrics: Maps the evaluated clients to the recorded metrics; ``None``: none are due.
+        of_round: The round's own metrics, which do not depend on an evaluation.
     """
 
     statuses: dict[int, str] | None
@@ -77,14 +77,14 @@ class Expected:
 
 
 class Replay:
-    """A run that is replayed from its record.
+    """Replays a run from its record.
 
     Args:
         c: The configuration.
         module: Its model; the weights do not matter.
-        examples: Of all clients.
-        run: Its record says who was asked, and gives the initial model and the noise.
-        streams: What was random in it.
+        examples: The examples of all clients.
+        run: Its record has the cohorts, the initial model and the noise.
+        streams: Its random numbers.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class Replay:
         self.model, self.noise = Model(module, c.objective), RecordedNoise(run.noise)
         floats = {name: value for name, value in run.initial.items() if value.is_floating_point()}
         x = {name: value.double() for name, value in floats.items()}
-        #: Before each round: the model, and the server's state, which clients may be told.
+        #: Before each round: the model, and the server's state, which may be broadcast.
         self.history = [(x, server.begin(c, self.model, x))]
         self.kept = dict[int, Memory]()
 
     def rounds(self) -> Iterator[Expected]:
-        """Yield what each round must come to."""
+        """Yield the expected result of each round."""
         for round_num, seen in enumerate(self._run.rounds):
             x, state = self.history[-1]
             broadcast = state
@@ -148,10 +148,10 @@ class Replay:
 
     @staticmethod
     def _bases(seen: Round, client_id: int, round_num: int) -> list[int]:
-        """Return the rounds of whose models a client's update may be.
+        """Return the rounds whose models a client's update may be based on.
 
-        A client that was in flight as the round began may have failed in an attempt of it and have
-        been asked again, on the newest model: the record does not say. The loss tells.
+        A client that was in flight as the round began may have failed in one of its attempts and
+        been asked again with the newest model. The record does not tell, but the loss does.
         """
         if client_id not in seen.in_flight:
             return [round_num]
@@ -159,7 +159,7 @@ class Replay:
         return [in_flight, round_num] if seen.attempt else [in_flight]
 
     def contribute(self, client_id: int, based_on: int) -> Contribution | None:
-        """Return what a client sends that was sent the model of round ``based_on``."""
+        """Return the contribution of a client that trained on the model of round ``based_on``."""
         x_0, broadcast = self.history[based_on]
         task = Task(
             c=self.c,
@@ -174,11 +174,11 @@ class Replay:
         )
         try:
             return client.train(task, self._batches(client_id, based_on))
-        except ValueError:  # BatchNorm has no variance of one example
+        except ValueError:  # BatchNorm cannot normalise a single example
             return None
 
     def _batches(self, client_id: int, round_num: int) -> Iterator[Batch]:
-        """Yield the batches of a client's round; the last one of an epoch may be smaller."""
+        """Yield a client's batches in a round; the last one of an epoch may be smaller."""
         c, (features, labels) = self.c, self.examples.of(client_id)
         num = len(labels)
         epochs, size, shuffle = c.epochs, c.batch_size or num, c.shuffle
@@ -208,7 +208,7 @@ class Replay:
     def _of_round(
         self, sent: list[Contribution], *, is_aggregated: bool, broadcast: Memory
     ) -> dict[str, float]:
-        """Return an adaptive clip norm, and how many updates a secure sum or a clip scaled down."""
+        """Return the adaptive clip norm, and how many updates a secure sum or clip scaled down."""
         if not is_aggregated:
             return {}
         found = {name: float(value[""]) for name, value in broadcast.items() if name == "clip_norm"}
@@ -229,13 +229,13 @@ class Replay:
 def close(
     c: Configuration, asked: Sequence[int], round_num: int, attempt: int, contribute: Contribute
 ) -> dict[int, str]:
-    """Return what becomes of each client that a synchronous round asked.
+    """Return the status of each client that a synchronous round asked.
 
     The round closes with the last report that it wants, or at the deadline. A client that has not
     answered by then is late, even if it would have failed.
     """
     policy, statuses, num_reports = POLICIES[c.stragglers], dict[int, str](), 0
-    # Under central privacy a round waits for all that it asked: who is fast displaces nobody.
+    # Under central privacy a round waits for all clients, so that fast ones displace no others.
     num_wanted = math.inf if c.privacy in CENTRAL else policy.num_wanted
     for each in sorted(asked, key=lambda one: duration_s(c, one, round_num, attempt)):
         is_closed = num_reports == num_wanted
@@ -246,19 +246,19 @@ def close(
         else:
             statuses[each], num_reports = REPORTED, num_reports + 1
     if c.secure != "off" and num_reports < max(policy.min_reports, LEAST_SUMMED):
-        # No sum is opened, so nobody learns what these clients sent.
+        # No sum is opened, so these clients' updates stay unknown.
         statuses = {each: FAILED if own == REPORTED else own for each, own in statuses.items()}
     return statuses
 
 
 def num_used(c: Configuration, num_examples: int) -> int:
-    """Return on how many examples a client trains in an epoch: it counts with so many."""
+    """Return on how many examples a client trains in an epoch, which is also its weight."""
     full = num_examples // c.batch_size * c.batch_size if c.drop_last else 0
     return full or num_examples
 
 
 def is_refused(c: Configuration, sent: Contribution | None) -> bool:
-    """Return whether a client could not train, or its update is beyond the bounds."""
+    """Return whether a client could not train, or its update exceeds a bound."""
     if sent is None:
         return True
     if c.bound == "norm":
@@ -267,13 +267,13 @@ def is_refused(c: Configuration, sent: Contribution | None) -> bool:
 
 
 def longest(sent: Contribution) -> float:
-    """Return the largest norm in an update: each vector of it is held to the bound by itself."""
+    """Return the largest norm in an update; the bound applies to each vector separately."""
     return max(sent.trained_norm, *(norm(each) for each in sent.lanes.values()), 0.0)
 
 
 @functools.cache
 def max_norm(c: Configuration) -> float:
-    """Return a bound near the longest update of a first round: only some updates exceed it."""
+    """Return a bound near the longest update of the first round, so that some updates exceed it."""
     plain = replace(c, bound="none", privacy="off", secure="off")
     in_order = Streams(order=lambda _round, _client, _epoch, num: range(num), key=lambda *_: 0)
     with torch.random.fork_rng(devices=[]):
@@ -286,18 +286,18 @@ def max_norm(c: Configuration) -> float:
     some = [each for each in range(NUM_CLIENTS) if len(examples.of(each)[1])]
     made = (replay.contribute(each, 0) for each in some)
     second, longest_of_all = sorted(longest(each) for each in made if each is not None)[-2:]
-    # EASGD's clients send zeros at first.
+    # EASGD's clients first send zeros.
     return math.sqrt(second * longest_of_all) * 1.15 or 0.1
 
 
 def hides_losses(c: Configuration) -> bool:
-    """Return whether clients keep their training losses to themselves: these have no noise."""
+    """Return whether clients do not report their training losses, to which no noise is added."""
     is_secret = c.privacy in ("local", "example") and c.place in SESSIONS
     return is_secret or c.privacy == "distributed"
 
 
 def mean_loss(c: Configuration, sent: Sequence[Contribution]) -> float:
-    """Return the training loss of a round: by examples, or by clients in a secure sum of equals."""
+    """Return a round's training loss: averaged over examples, or clients in an unweighted sum."""
     if not sent or hides_losses(c):
         return math.nan
     n = [each.num_examples for each in sent]
@@ -306,5 +306,5 @@ def mean_loss(c: Configuration, sent: Sequence[Contribution]) -> float:
 
 
 def histogram(staleness: Sequence[int]) -> dict[int, int]:
-    """Return how many updates have which staleness."""
+    """Return the number of updates for each staleness."""
     return {each: staleness.count(each) for each in sorted(set(staleness))}

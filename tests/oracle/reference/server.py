@@ -1,16 +1,16 @@
-r"""From what clients send to the next global model.
+r"""Compute the next global model from the clients' updates.
 
 ============================ ==========================================================
 symbol                       here
 ============================ ==========================================================
 :math:`\Delta_i, w_i`        a client's ``delta`` and weight
-:math:`s(\tau_i)`            what staleness multiplies its weight by: ``discount``
+:math:`s(\tau_i)`            the factor of its weight for staleness: ``discount``
 :math:`\Delta`               the aggregated delta; it is local minus global, so it is *added*
 :math:`\eta_g, \beta, \tau`  ``SERVER_ETA``, ``SERVER_BETA``, ``TAU``
 :math:`c, N, S`              SCAFFOLD: ``state["control"]``, all clients, those that reported
 ============================ ==========================================================
 
-Only trained parameters go through the server's optimizer. Statistics are averaged as they are.
+Only trained parameters go through the server's optimizer. Statistics are only averaged.
 """
 
 import math
@@ -37,7 +37,7 @@ class Counted:
     """A contribution that counts in a round.
 
     Attributes:
-        x_0: The model that its client was sent.
+        x_0: The model that its client received.
     """
 
     contribution: Contribution
@@ -73,16 +73,16 @@ def step(
 
     Args:
         c: The configuration.
-        model: Of the run.
+        model: The model's module and roles.
         x: The global model.
-        state: What the server remembers.
-        counted: What counts in the round.
-        noise: Of the run.
+        state: The server's state.
+        counted: The contributions that count in the round.
+        noise: The noise of the run.
         at: Round and attempt.
     """
     num_reports = len(counted)
     if c.privacy in (*privacy.CENTRAL, "distributed"):
-        num_reports = num_wanted(c)  # how many reported is not public
+        num_reports = num_wanted(c)  # the number of reports is not public
         trained, deltas = (
             {name: x[name] for name in model.trained},
             [each.contribution.delta for each in counted],
@@ -109,18 +109,18 @@ def step(
 
 
 def relative_to(x: Tensors, model: Model, counted: Counted) -> Tensors:
-    """Return a delta whose statistics are changes of the newest model.
+    """Return a delta whose statistics are changes relative to the newest model.
 
-    So statistics are averaged as values, whichever models the clients started from: changes of
-    several models would add up to anything, such as a negative variance.
+    Statistics are thus averaged as values, whichever models the clients started from: a sum of
+    changes to different models could be anything, such as a negative variance.
     """
     delta, x_0 = counted.contribution.delta, counted.x_0
     return delta | {name: x_0[name] + delta[name] - x[name] for name in model.statistics}
 
 
 def weight(c: Configuration, num_examples: int) -> float:
-    """Return how much a client counts."""
-    if c.own == "weigh":  # clients that add noise themselves say that they have one example
+    """Return a client's weight."""
+    if c.own == "weigh":  # clients that add noise themselves report one example
         return 1.0 if c.privacy in ("local", "example") else math.sqrt(num_examples)
     unweighted = ("scaffold", "easgd", "median", "fedasync")
     is_private = c.privacy != "off"
@@ -130,15 +130,15 @@ def weight(c: Configuration, num_examples: int) -> float:
 
 
 def discount(staleness: int) -> float:
-    """Return what an update counts that is based on an older model: (1 + tau)^-a."""
+    """Return the weight of an update that is ``staleness`` rounds old: (1 + tau)^-a."""
     return float((1 + staleness) ** -STALENESS_EXPONENT)
 
 
 def aggregate(c: Configuration, vectors: Sequence[Tensors], counted: Sequence[Counted]) -> Tensors:
-    """Return what the vectors of the clients come to, one of each.
+    """Aggregate one vector from each client.
 
-    Means and medians are of whole weights; the result is then multiplied by the weighted mean of
-    the discounts, so that a buffer of stale updates is a smaller step.
+    Means and medians use undiscounted weights; the result is then scaled by the weighted mean of
+    the discounts, so that a buffer of stale updates makes a smaller step.
     """
     w = [weight(c, each.contribution.num_examples) for each in counted]
     s = [discount(each.staleness) for each in counted]
@@ -156,7 +156,7 @@ def aggregate(c: Configuration, vectors: Sequence[Tensors], counted: Sequence[Co
 def optimize(
     c: Configuration, delta: Tensors, state: Memory, num_reports: int
 ) -> tuple[Tensors, Memory]:
-    """Return how trained parameters move, and the optimizer's next state."""
+    """Return the change of the trained parameters, and the optimizer's next state."""
     if c.algorithm == "fedavgm":  # Hsu, Qi and Brown, 2019
         v = {name: SERVER_BETA * state["velocity"][name] + d for name, d in delta.items()}
         moved = {name: SERVER_ETA * value for name, value in v.items()}
@@ -186,12 +186,12 @@ def second_moment(algorithm: str, v: Tensor, square: Tensor) -> Tensor:
 
 
 def median(values: Sequence[Tensor]) -> Tensor:
-    """Return the median of each number; of an even count the mean of the two in the middle."""
+    """Return the median of each coordinate; of an even count the mean of the middle two."""
     return torch.quantile(torch.stack(list(values)), 0.5, dim=0)
 
 
 def trimmed_mean(values: Sequence[Tensor]) -> Tensor:
-    """Return the mean without the smallest and largest values of each number: one's own rule."""
+    """Return the mean of each coordinate without its extreme values: the user's rule."""
     cut = min(TRIMMED, (len(values) - 1) // 2)
     ordered = torch.stack(list(values)).sort(dim=0).values
     return ordered[cut : len(values) - cut].mean(dim=0)
