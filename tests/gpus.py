@@ -1,12 +1,12 @@
-"""What a test needs that runs on GPUs."""
+"""Which GPUs a test needs."""
 
 
 def lack_of_gpus(*, found: int, needed: int) -> str | None:
-    """Return why such a test cannot run; ``None``: it can.
+    """Return why a test cannot run; ``None`` if it can.
 
     Args:
-        found: GPUs that torch sees.
-        needed: By the test, >= 1.
+        found: Number of GPUs that torch sees.
+        needed: Number of GPUs that the test needs, >= 1.
     """
     if not found:
         return "no GPU: torch sees no CUDA device"

@@ -15,19 +15,19 @@ RUN = 7
 
 @dataclass
 class LocalGrid:
-    """Nodes whose app answers at once; this process is that of the ServerApp.
+    """Nodes whose app answers at once, in the process of the ServerApp.
 
-    Whoever wants them slow, dead or lying overrides :meth:`answered`.
+    Override :meth:`answered` to make nodes slow, dead or dishonest.
 
     Attributes:
-        clock: By which replies are there.
-        app: What answers.
+        clock: Decides when replies are available.
+        app: Answers the messages.
         nodes: Partition by node id.
-        node_config: Of every node, beside its partition.
-        run_config: Of the run.
-        contexts: What Flower keeps of each node.
-        pushed: Every message to a node that there is.
-        replies: Those that were not fetched, by message id, and when they are there.
+        node_config: Configuration of every node, in addition to its partition.
+        run_config: Configuration of the run.
+        contexts: The context that Flower stores for each node.
+        pushed: Every message sent to an existing node.
+        replies: Unfetched replies by message id, with the time when they are available.
     """
 
     clock: VirtualClock
@@ -54,7 +54,7 @@ class LocalGrid:
         return [self.replies.pop(each)[1] for each in ready]
 
     def context(self, node_id: int) -> Context:
-        """Return what Flower hands to the app with a message to a node."""
+        """Return the context that Flower passes to the app with a message to a node."""
         config = self.config_of(self.nodes[node_id])
         fresh = Context(RUN, node_id, config, RecordDict(), self.run_config)
         return self.contexts.setdefault(node_id, fresh)
@@ -64,11 +64,11 @@ class LocalGrid:
         return {"partition-id": client, **self.node_config}
 
     def answered(self, client: int, message: Message) -> tuple[float, Message]:
-        """Return after how many seconds a client answers, and what; Flower's error if it raises."""
+        """Return a client's delay in seconds and its answer; Flower's error if the app raises."""
         try:
             return 0.0, self.app(message, self.context(message.metadata.dst_node_id))
         except Exception as error:  # noqa: BLE001 - whatever a foreign app raises
-            reason = f"{type(error)}:<'{error}'>"  # as Flower has it
+            reason = f"{type(error)}:<'{error}'>"  # Flower's format
             return 0.0, Message(Error(2, reason), reply_to=message)
 
     def _push(self, message: Message) -> str:
@@ -84,7 +84,7 @@ class LocalGrid:
 
 
 class StockGrid(LocalGrid):
-    """A grid on which a strategy of Flower's runs as it does on Flower's own."""
+    """A grid that runs Flower's own strategies, as Flower's grid does."""
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -93,7 +93,7 @@ class StockGrid(LocalGrid):
 
 
 def joined(channel: FlowerChannel, num_clients: int, *, within_s: float = 30.0) -> FlowerChannel:
-    """Return the channel once so many clients have introduced themselves, or after some time."""
+    """Wait until so many clients have introduced themselves, or ``within_s`` has passed."""
     ends_s = channel.clock.now_s() + within_s
     while len(channel.available()) < num_clients and channel.clock.now_s() < ends_s:
         channel.clock.sleep(0.5)

@@ -1,11 +1,11 @@
-"""Starts processes of fedlearn and scripts, each a fork of this one: the imports are paid once.
+"""Start fedlearn processes and scripts as forks of one process, so that imports are paid once.
 
 ``python -m tests.launcher SOCKET OWNER`` returns when the launcher listens on the Unix socket. A
-connection carries one request, JSON; the answer is the new process's number and a descriptor of
-it. The launcher ends with the process OWNER, and what it has started ends with the launcher.
+connection carries one JSON request; the answer is the new process's pid and a descriptor of
+it. The launcher exits with the process OWNER, and the processes it started exit with the launcher.
 
-A process may be told to kill itself before or after the n-th call of a function, or to have a
-function replaced; the product itself knows nothing of either. Functions are named by
+A request may have the process kill itself before or after the n-th call of a function, or replace
+a function; the product itself knows nothing of either. Functions are named by
 ``module:qualified name``. :mod:`tests.processes` is the other side.
 """
 
@@ -34,9 +34,9 @@ from fedlearn.processes.starting import start_module
 from fedlearn.transport.grpc_environment import prepare_for_grpc
 from tests.processes import end_with_parent, name_of
 
-#: What the commands import when they run, which takes seconds.
+#: Modules that the commands import when they run, which takes seconds.
 _HEAVY = (
-    "alembic.command",  # and what migrations import: .2 s of each process that opens a new store
+    "alembic.command",  # migrations import it: 0.2 s for each process that opens a new store
     "alembic.op",
     "fedlearn.cli.overview",
     "fedlearn.cli.environment",
@@ -54,32 +54,32 @@ _BACKLOG = 128
 
 
 def start(path: str, owner: int) -> None:
-    """Serve at ``path`` in a process of its own; return when it does."""
+    """Serve at ``path`` in another process; return when it is ready."""
     reading, writing = os.pipe()
     if os.fork() == 0:
         os.close(reading)
         serve(path, owner=owner, ready=writing)
-        os._exit(0)  # what follows the call is the parent's
+        os._exit(0)  # only the parent continues after the call
     os.close(writing)
     if not os.read(reading, 1):
         sys.exit("the launcher has not started")
 
 
 def serve(path: str, *, owner: int, ready: int) -> None:
-    """Answer requests until the owner ends.
+    """Answer requests until the owner exits.
 
     Args:
-        path: Of the socket.
-        owner: A process.
-        ready: Of a pipe; written to and closed once clients may connect.
+        path: Path of the socket.
+        owner: Id of the owning process.
+        ready: Descriptor of a pipe; written to and closed once clients may connect.
     """
     owned_by = os.pidfd_open(owner)
     prepare_for_grpc(os.environ, verbosity="ERROR")  # as the command does before it imports gRPC
     for name in _HEAVY:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a child that collects would copy what it only looks at
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody is left behind as a zombie
+    gc.freeze()  # a garbage collection in a child would copy shared pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap children, so that none stays a zombie
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(_BACKLOG)
@@ -102,7 +102,7 @@ def serve(path: str, *, owner: int, ready: int) -> None:
 
 
 def run(request: dict[str, Any]) -> None:
-    """Become the process that is asked for; never returns."""
+    """Become the requested process; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     end_with_parent()
     streams = (("/dev/null", os.O_RDONLY), *((request[each], None) for each in ("out", "err")))
@@ -111,11 +111,11 @@ def run(request: dict[str, Any]) -> None:
         opened = os.open(path, append if flags is None else flags, 0o600)
         os.dup2(opened, number)
         os.close(opened)
-    faulthandler.enable()  # a test that waits in vain asks where the threads stand
+    faulthandler.enable()  # a test that times out asks for the threads' stacks
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
-    if "LD_PRELOAD" in os.environ:  # it takes effect in a program that is loaded
+    if "LD_PRELOAD" in os.environ:  # only a program start applies it
         again = [sys.executable, "-m", "fedlearn", *request["arguments"]]
         os.execv(sys.executable, again)  # noqa: S606 (ourselves)
     replace(name_of(start_module), forking)
@@ -124,7 +124,7 @@ def run(request: dict[str, Any]) -> None:
     if request["crash"] is not None:
         crash_at(**request["crash"])
     sys.argv = [request["script"] or "fedlearn", *request["arguments"]]
-    code = 1  # Python's, where an exception ends it
+    code = 1  # Python's exit code after an exception
     try:
         code = main(request["arguments"]) if request["script"] is None else play(request["script"])
     finally:
@@ -133,7 +133,7 @@ def run(request: dict[str, Any]) -> None:
 
 
 def end_by(number: int) -> None:
-    """Send this process a signal and, if it only trains for its parent, that process first."""
+    """Send a signal to this process; if it only trains for its parent, to that process first."""
     if MARK in os.environ:
         os.kill(os.getppid(), number)
     os.kill(os.getpid(), number)
@@ -142,7 +142,7 @@ def end_by(number: int) -> None:
 
 
 def forking(start: Any) -> Any:
-    """Have a training process be a fork, too, which has the same changes and crashes."""
+    """Make a training process a fork too, with the same changes and crashes."""
 
     @wraps(start)
     def begin(
@@ -167,7 +167,7 @@ def forking(start: Any) -> Any:
             os.environ.update(environ)
             sys.argv = [module, str(link.fileno())]
             child.main()
-        with suppress(OSError):  # it has done so, and perhaps ended
+        with suppress(OSError):  # it may have connected, or even exited, already
             os.setpgid(pid, pid)
         os.close(reading)
         return Forked(pid, open(writing, "wb", buffering=0))  # noqa: PTH123 (a descriptor)
@@ -177,7 +177,7 @@ def forking(start: Any) -> Any:
 
 @dataclass
 class Forked:
-    """What a training process is to the one that has started it: see :class:`subprocess.Popen`."""
+    """A training process as its parent sees it; see :class:`subprocess.Popen`."""
 
     pid: int
     stdin: FileIO
@@ -193,7 +193,7 @@ class Forked:
 
 
 def play(script: str) -> int:
-    """Run a Python file as the program; return the exit code that it asks for."""
+    """Run a Python file as the main program; return its exit code."""
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -204,16 +204,16 @@ def play(script: str) -> int:
 def crash_at(
     function: str, when: str, nth: int, mark: str, by: int, *, armed_by: str | None
 ) -> None:
-    """Have this process kill itself, or stand still, around the ``nth`` call of ``function``.
+    """Have this process kill or freeze itself around the ``nth`` call of ``function``.
 
     Args:
-        function: Which.
+        function: Name of the function.
         when: ``before`` or ``after`` the call.
-        nth: Counted from 1.
-        mark: A file that tells that it happened.
-        by: The signal that it sends itself; stopped by it, it goes on where it was.
-        armed_by: The function after whose first end calls count, so that what this process
-            recovered first is behind it; ``None``: from the start.
+        nth: Number of the call, counted from 1.
+        mark: A file that is created when it happens.
+        by: The signal that it sends itself; after SIGSTOP it continues where it was.
+        armed_by: The function after whose first return calls count, so that the process
+            has finished its recovery; ``None``: from the start.
     """
     calls, armed = 0, armed_by in (None, function)
 
@@ -253,13 +253,13 @@ def crash_at(
 
 
 def named(name: str) -> Any:
-    """Return what is named; it is imported if need be."""
+    """Import and return the object with a name."""
     module, _, path = name.partition(":")
     return reduce(getattr, path.split("."), importlib.import_module(module))
 
 
 def replace(name: str, change: Callable[[Any], Any]) -> None:
-    """Put ``change`` of a function in its place, and wherever else a module has imported it."""
+    """Replace a function by ``change`` of it, wherever a module has imported it."""
     module, _, path = name.partition(":")
     holder, _, attribute = path.rpartition(".")
     before = named(name)

@@ -1,4 +1,4 @@
-"""Processes that a test starts, watches, freezes and kills; each is a fork of a warm one."""
+"""Processes that a test starts, watches, freezes and kills, forked from a warm launcher."""
 
 import ctypes
 import fcntl
@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from fedlearn.core.clock import SystemClock
 
-#: Long enough for anything that happens at all, on a busy machine.
+#: Enough for anything that happens at all, even on a busy machine.
 LONG_S = 300.0
 
 _PR_SET_PDEATHSIG = 1
@@ -26,22 +26,22 @@ _PR_SET_PDEATHSIG = 1
 _ROOT = Path(__file__).parents[1]
 _PID_BYTES = 20
 _LOOK_S = 0.02
-#: By how long a look took: to open a database takes as long as the shortest pause.
+#: Relative to the duration of a check: opening a database takes as long as the shortest pause.
 _PAUSE = 5.0
 
-#: A function or method, of the product or of a test. Any: whatever it takes and returns.
+#: A function or method, of the product or of a test. Any: all parameters and results.
 Function = Callable[..., Any]
 
 
 def until(
     holds: Callable[[], bool], *, within_s: float = LONG_S, told: Callable[[], str] = str
 ) -> float:
-    """Wait until ``holds``; return the seconds that took.
+    """Wait until ``holds``; return how many seconds that took.
 
     Args:
-        holds: What is waited for.
-        within_s: How long at most.
-        told: What is told if it never does.
+        holds: The condition to wait for.
+        within_s: The longest time to wait.
+        told: Returns the error message if the time runs out.
     """
     clock = SystemClock()
     began_s = looked_s = clock.now_s()
@@ -59,28 +59,28 @@ def name_of(function: Function) -> str:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the processes that a process has started, the oldest first."""
+    """Return a process's children, oldest first."""
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return sorted(int(child) for each in tasks for child in each.read_text().split())
 
 
 def _is_guard(pid: int) -> bool:
-    """Return whether a process ends a training process whose parent has gone."""
+    """Return whether a process is the guard that ends an orphaned training process."""
     return b"-S" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+    """Have the kernel kill this process when the thread that started it exits."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Change:
-    """A function that a process is to have in a changed form.
+    """A function that a process replaces by a changed one.
 
     Attributes:
-        function: Which; wherever a module has imported it, it is changed, too.
-        by: Given the function, returns what takes its place.
+        function: The function; every module that imported it sees the change.
+        by: Returns the replacement, given the function.
     """
 
     function: Function
@@ -89,15 +89,15 @@ class Change:
 
 @dataclass(frozen=True)
 class Crash:
-    """Where a process kills itself, or stands still.
+    """The point where a process kills or freezes itself.
 
     Attributes:
-        phase: In words.
-        function: Around whose call.
-        when: ``before`` or ``after`` that.
-        nth: Which call, counted from 1.
+        phase: Description of the point.
+        function: The function around whose call it happens.
+        when: ``before`` or ``after`` the call.
+        nth: Number of the call, counted from 1.
         by: The signal that it sends itself.
-        armed_by: Calls count from the first end of this one's; ``None``: from the start.
+        armed_by: Calls count from the first return of this function; ``None``: from the start.
     """
 
     phase: str
@@ -110,14 +110,14 @@ class Crash:
 
 @dataclass(frozen=True)
 class Process:
-    """A process that the launcher has started; named by a descriptor that is never reused.
+    """A process that the launcher has started, identified by a descriptor that is never reused.
 
     Attributes:
-        pid: Its number.
-        stem: Of its files: ``.out``, ``.err``, ``.exit``, ``.crash``.
-        is_client: Whether it is ``fedlearn join``, which trains in a second process. What kills or
-            freezes one of the two does so to both.
-        descriptor: Of the process, in which signals are for it alone.
+        pid: Its process id.
+        stem: Path of its files without suffix: ``.out``, ``.err``, ``.exit``, ``.crash``.
+        is_client: Whether it is ``fedlearn join``, which trains in a second process. Signals that
+            kill or freeze one of the two reach both.
+        descriptor: Descriptor of the process, so that signals cannot reach another one.
     """
 
     pid: int
@@ -131,12 +131,12 @@ class Process:
 
     @property
     def training(self) -> int:
-        """The number of the process that trains for a client."""
+        """The id of the process that trains for a client."""
         (found,) = (each for each in children_of(self.pid) if not _is_guard(each))
         return found
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal; one that freezes, or ends that, also reaches a client's training."""
+        """Send a signal; freezing, continuing and killing also reach a client's training."""
         signal.pidfd_send_signal(self.descriptor, number)
         if number in (signal.SIGSTOP, signal.SIGCONT):
             self._send_training(number)
@@ -147,22 +147,22 @@ class Process:
                 os.killpg(each, number)
 
     def kill(self) -> None:
-        """Kill it, and return when it is gone."""
+        """Kill the process, and return when it has exited."""
         with suppress(ProcessLookupError):
-            self.send(signal.SIGSTOP)  # it must not see how its training process ends
+            self.send(signal.SIGSTOP)  # it must not see its training process exit
             self._send_training(signal.SIGKILL)
             self.send(signal.SIGKILL)
         self.wait()
 
     def wait(self, *, within_s: float = LONG_S) -> int | None:
-        """Return its exit code once it has ended; ``None``: it was killed."""
+        """Return its exit code once it has exited; ``None`` if it was killed."""
         ended = select.select([self.descriptor], [], [], within_s)[0]
         exit_file = self.stem.with_suffix(".exit")
         assert ended, f"{self.stem.name} runs on, {exit_file.exists()=}\n{self._stacks()}"
         return int(exit_file.read_text()) if exit_file.exists() else None
 
     def _stacks(self) -> str:
-        """Kill it, and return what it printed: at the end, where each of its threads stood."""
+        """Kill the process, and return its output, which ends with the stacks of its threads."""
         with suppress(ProcessLookupError):
             self.send(signal.SIGCONT)
             self.send(signal.SIGABRT)
@@ -177,15 +177,15 @@ class Process:
         return self.stem.with_suffix(".crash").exists()
 
     def out(self) -> str:
-        """Return what it printed on standard output."""
+        """Return its standard output."""
         return self.stem.with_suffix(".out").read_text()
 
     def err(self) -> str:
-        """Return what it printed on standard error, where its log goes."""
+        """Return its standard error, which holds its log."""
         return self.stem.with_suffix(".err").read_text()
 
     def log(self) -> list[dict[str, Any]]:
-        """Return what it logged."""
+        """Return its log records."""
         return json_lines(self.err())
 
     def said(self, event: str) -> int:
@@ -197,12 +197,12 @@ class Process:
         until(lambda: self.out().count("\n") >= num, told=self.tail)
 
     def tail(self) -> str:
-        """Return the ends of what it printed and logged."""
+        """Return the last part of its output and log."""
         return f"{self.out()[-3000:]}\n{self.err()[-3000:]}"
 
 
 def json_lines(text: str) -> list[dict[str, Any]]:
-    """Return the objects among lines of text; the last line may be on its way."""
+    """Return the JSON objects in lines of text; the last line may be incomplete."""
     return [json.loads(line) for line in text.split("\n")[:-1] if line.startswith("{")]
 
 
@@ -211,7 +211,7 @@ class Launcher:
     """Starts processes; see :mod:`tests.launcher`.
 
     Attributes:
-        path: Of the socket at which the launcher answers.
+        path: Path of the launcher's socket.
     """
 
     path: Path
@@ -221,8 +221,8 @@ class Launcher:
         """Return the launcher of a test run; the first caller starts it, which takes seconds.
 
         Args:
-            folder: Of the test run, whose processes share the launcher.
-            owner: The process with which the launcher ends, and with it what it has started.
+            folder: Folder of the test run, whose processes share the launcher.
+            owner: The process with which the launcher and all that it started exit.
         """
         path = folder / "launcher"
         with path.with_suffix(".lock").open("w") as lock:
@@ -250,12 +250,12 @@ class Launcher:
         """Start ``fedlearn``, or a script, with ``arguments``.
 
         Args:
-            stem: With which the names of its files begin.
-            arguments: Of the command or the script.
+            stem: Path of its files, without suffix.
+            arguments: Arguments of the command or the script.
             environ: Its environment.
-            cwd: Its working directory; ``None``: that of its files.
+            cwd: Its working directory; ``None``: the folder of its files.
             script: A Python file to run; ``None``: the command ``fedlearn``.
-            crash: Where it is to kill itself.
+            crash: The point where it kills or freezes itself.
             changes: How it differs from the product.
         """
         request = _request(stem, arguments, environ, cwd=cwd or stem.parent, script=script) | {
@@ -267,11 +267,11 @@ class Launcher:
     def run(
         self, script: Path | str, *arguments: str, environ: Mapping[str, str] | None = None
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a Python script to its end; within a limit, so that one that hangs fails its test.
+        """Run a Python script to its end, with a time limit, so that a hanging one fails its test.
 
         Args:
             script: Its path, or its text.
-            arguments: Of the script.
+            arguments: Arguments of the script.
             environ: Its environment; ``None``: this process's.
         """
         with TemporaryDirectory() as folder:
@@ -309,7 +309,7 @@ def _request(
     cwd: Path,
     script: Path | None = None,
 ) -> dict[str, object]:
-    """Return what the launcher is asked for: a script, or else the command itself."""
+    """Build a launcher's request for a script, or else for the command."""
     return {
         "script": None if script is None else str(script),
         "arguments": arguments,
@@ -324,7 +324,7 @@ def _request(
 
 
 def _told(crash: Crash, stem: Path) -> dict[str, object]:
-    """Return a crash as the launcher is told of it."""
+    """Return a crash in the form of a launcher's request."""
     return {
         "function": name_of(crash.function),
         "when": crash.when,

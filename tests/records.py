@@ -1,4 +1,4 @@
-"""What tests of several folders record."""
+"""Records shared by tests of several folders."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.runs import Database, Guard, allow_writes, sqlite_url
 
-#: A run that was begun and has no round yet.
+#: A run that has started and has no round yet.
 RUN = RunRecord(
     name="calm-otter-17",
     status=RunStatus.RUNNING,
@@ -27,7 +27,7 @@ RUN = RunRecord(
 def journals_in(
     folder: Path, *, guard: Guard = allow_writes
 ) -> Iterator[Callable[[], StoredJournal]]:
-    """Yield what makes an empty journal, each of a run of its own."""
+    """Yield a function that makes empty journals, each in its own run."""
     with Database.open(sqlite_url(folder / "journals.db"), runs_dir=folder / "runs") as database:
         numbers = count()
 

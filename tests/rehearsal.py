@@ -1,7 +1,7 @@
-"""The protocol of secure aggregation with all its parties in one process.
+"""The secure-aggregation protocol with all parties in one process.
 
 Every message is encoded, carried by a ``Post`` and decoded, exactly as between machines. A
-post that returns None loses the message, which is how clients drop out at any stage.
+post that returns None loses the message; that is how clients drop out at any stage.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -23,30 +23,30 @@ MessageT = TypeVar("MessageT")
 
 
 class Way(StrEnum):
-    """Where a message goes."""
+    """The direction of a message."""
 
     DOWN = "down"
     UP = "up"
 
 
 class Post(Protocol):
-    """Carries one message."""
+    """Carries one message at a time."""
 
     def __call__(self, stage: Stage, way: Way, client_id: ClientId, data: bytes, /) -> bytes | None:
-        """Return what arrives, or None if nothing does."""
+        """Return the bytes that arrive, or None to lose the message."""
 
 
 def deliver(_stage: Stage, _way: Way, _client_id: ClientId, data: bytes) -> bytes:
-    """Carry every message as it is."""
+    """Carry every message unchanged."""
     return data
 
 
 @dataclass(frozen=True, eq=False)
 class Cast:
-    """A coordinator and clients that have enrolled with it.
+    """A coordinator and the clients enrolled with it.
 
     Attributes:
-        clients: By id.
+        clients: The clients by id.
         signer: The coordinator's identity.
     """
 
@@ -55,7 +55,7 @@ class Cast:
 
     @classmethod
     def of(cls, client_ids: Iterable[ClientId], *, policy: TermsPolicy, num_threads: int) -> "Cast":
-        """Return clients with fresh identities, each in the directory of all."""
+        """Create clients with fresh identities, and a directory of all for each."""
         signer, coordinator_key = keys.create_signer()
         identities = {client_id: keys.create_signer() for client_id in client_ids}
         directory = {client_id: public for client_id, (_, public) in identities.items()}
@@ -75,11 +75,11 @@ class Cast:
 
 @dataclass(frozen=True, eq=False)
 class Rehearsal:
-    """What came of a session.
+    """The result of a session.
 
     Attributes:
-        outcome: As the coordinator has it.
-        refusals: Why clients refused to go on, and why the coordinator could not use a reply.
+        outcome: The coordinator's outcome.
+        refusals: Reasons why clients stopped, or why the coordinator could not use a reply.
         states: Every client's state afterwards.
     """
 
@@ -100,15 +100,15 @@ def rehearse(
     """Run one session.
 
     Args:
-        terms: Of the session.
+        terms: Terms of the session.
         cast: The coordinator and the cohort.
-        contributions: What each client adds.
-        states: The clients' states before.
+        contributions: Each client's summand.
+        states: The clients' states before the session.
         post: Carries the messages.
-        num_threads: The coordinator's threads to expand masks on.
+        num_threads: Number of threads on which the coordinator expands masks.
 
     Raises:
-        AggregationAborted: Too few clients went through with it.
+        AggregationAborted: Too few clients completed it.
     """
     cohort = _Cohort(cast.clients, contributions, dict(states), post)
     directory = next(iter(cast.clients.values())).directory
@@ -153,7 +153,7 @@ class _Cohort:
         kind: type[MessageT],
         receive: Callable[[ClientId, MessageT], None],
     ) -> None:
-        """Send each client its message and hand the replies on."""
+        """Send each client its message, and pass the replies to ``receive``."""
         for client_id, message in down.items():
             try:
                 reply = self._exchange(stage, client_id, messages.encode(message))

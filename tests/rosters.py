@@ -1,6 +1,6 @@
-"""What a coordinator tells of any roster, survivors and signatures that it likes.
+"""Rosters, survivor lists and signatures that a dishonest coordinator may forge.
 
-The trees under it are real, so that a lie gets as far as the check that is meant for it.
+The trees under them are real, so that a lie reaches the check that is meant to catch it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ NO_PROOF = Proof(hashes=b"", splits=b"")
 def whole(
     terms: Terms, adverts: Sequence[Advert], *, directory: Mapping[ClientId, bytes]
 ) -> tuple[Session, MerkleTree]:
-    """Return the session of a roster; strangers in it get a key of zeros."""
+    """Build the session and tree of a roster; clients outside the directory get a key of zeros."""
     known = {each.client_id: directory.get(each.client_id, bytes(32)) for each in adverts}
     return Session.of(terms, adverts, directory=known)
 
@@ -30,7 +30,7 @@ def roster_for(
     *,
     directory: Mapping[ClientId, bytes],
 ) -> Roster:
-    """Return what a client is told; one that is not in the roster is told what its first is."""
+    """Build a client's roster message; a client outside the roster gets its first member's."""
     every = tuple(adverts)
     session, tree = whole(terms, every, directory=directory)
     told = client_id if client_id in session.points else every[0].client_id
@@ -38,13 +38,13 @@ def roster_for(
 
 
 def survivors_of(ids: Iterable[ClientId], roster: Sequence[ClientId]) -> Survivors:
-    """Return the survivors of a roster of these clients, which ascend."""
+    """Return the survivor message for these clients, in ascending order."""
     places = {client_id: at for at, client_id in enumerate(roster)}
     return Survivors(ranks=pack_bitmap([places[each] for each in ids], size=len(roster)))
 
 
 def signatures_of(signatures: Mapping[ClientId, bytes], roster: Sequence[ClientId]) -> Signatures:
-    """Return signatures as they are told in the complete graph."""
+    """Return the signature message of the complete graph."""
     rows = tuple(signatures[each] for each in sorted(signatures))
     tree = MerkleTree.of([hash_leaf(each) for each in rows], keys=None) if rows else None
     return Signatures(
@@ -58,6 +58,6 @@ def signatures_of(signatures: Mapping[ClientId, bytes], roster: Sequence[ClientI
 
 
 def signatures_in(message: Signatures, roster: Sequence[ClientId]) -> dict[ClientId, bytes]:
-    """Return by signer what was told in the complete graph."""
+    """Return the signatures of a message by signer, in the complete graph."""
     signed = [each for at, each in enumerate(roster) if message.signed[at // 8] >> at % 8 & 1]
     return dict(zip(signed, message.signatures, strict=True))

@@ -1,4 +1,4 @@
-"""Tables whose examples tell their number."""
+"""Tables whose examples contain their own row number."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ def table(rows: range) -> pa.Table:
 
 
 def write(path: Path, content: pa.Table, *, row_group_size: int) -> Path:
-    """Write a Parquet or an Arrow file, as its name says."""
+    """Write a Parquet or an Arrow file, depending on the suffix."""
     if path.suffix == ".parquet":
         pq.write_table(content, path, row_group_size=row_group_size, write_page_checksum=True)
     else:

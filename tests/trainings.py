@@ -1,4 +1,4 @@
-"""A small training that tests spread over processes."""
+"""A small training that tests run on several processes."""
 
 import atexit
 import os
@@ -25,10 +25,10 @@ from fedlearn.parallel.plan import Spread, TrainingPlan
 from fedlearn.parallel.task import Progress, Task, TrainingState
 
 NUM_STEPS, BATCH_SIZE, NUM_EXAMPLES, NUM_CLASSES = 6, 16, 50, 4
-#: Of the gradient's norm: some steps exceed it and some do not, so that a gradient that is wrong by
-#: a factor is not made right by clipping it.
+#: Clip norm of the gradient. Some steps exceed it and some do not, so that clipping cannot hide a
+#: gradient that is wrong by a factor.
 MAX_NORM = 1.2
-#: Tokens of an example, numbers of each, numbers within the model, attention heads.
+#: Tokens of an example, features of a token, model width, attention heads.
 LENGTH, INPUTS, WIDTH, HEADS = 3, 8, 16, 4
 
 OPTIMIZERS: Mapping[str, MakesOptimizer] = {
@@ -39,19 +39,19 @@ OPTIMIZERS: Mapping[str, MakesOptimizer] = {
 
 
 class Block(nn.Module):
-    """A transformer's block, whose matrices are cut by heads and by columns."""
+    """A transformer block, whose matrices are split by heads and by columns."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
         self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        # A bias of the keys changes nothing, and Adam would make steps of its gradient's roundings.
+        # Attention ignores a bias of the keys, and Adam would follow its gradient's rounding.
         self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
         self.out = nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From [batch, length, width] to the same; a process may have some of the heads."""
+        """Map [batch, length, width] to the same shape; a process may hold only some heads."""
         x = self.before(tokens)
         q, k, v = (
             each(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
@@ -63,7 +63,7 @@ class Block(nn.Module):
         return tokens + added
 
     def tensor_cuts(self) -> Mapping[str, Cut]:
-        """Heads stay whole."""
+        """Heads are never split."""
         heads = Cut(along="columns", unit=WIDTH // HEADS)
         attention = {
             "query": heads,
@@ -78,7 +78,7 @@ class Pool(nn.Module):
     """The mean over tokens."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """From [batch, length, width] to [batch, width]."""
+        """Map [batch, length, width] to [batch, width]."""
         return tokens.mean(1)
 
 
@@ -92,14 +92,14 @@ def transformer(*, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> 
 
 @dataclass(frozen=True)
 class InOrder:
-    """All examples one after the other, again and again."""
+    """All examples in order, over and over."""
 
     features: Tensor
     labels: Tensor
 
     @classmethod
     def small(cls, dtype: torch.dtype = torch.float64) -> "InOrder":
-        """Random examples."""
+        """Return a small set of random examples."""
         generator = torch.Generator().manual_seed(1)
         shape = (NUM_EXAMPLES, LENGTH, INPUTS)
         features = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -142,12 +142,12 @@ def task_of(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a training.
+    """The result of a training.
 
     Attributes:
-        losses: Of each step.
-        model: By name.
-        optimizer: By parameter and name.
+        losses: The loss of each step.
+        model: The weights by name.
+        optimizer: The optimizer state by parameter and name.
     """
 
     losses: Sequence[float]
@@ -155,20 +155,20 @@ class Outcome:
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
 
     def apart(self, other: "Outcome") -> float:
-        """Return the largest difference of a loss, a weight or what the optimiser keeps."""
+        """Return the largest difference of a loss, a weight or an optimizer state."""
         own, others = self.to_tensors(), other.to_tensors()
         assert own.keys() == others.keys()
         return max(float((own[name] - others[name]).abs().max()) for name in own)
 
     def to_tensors(self) -> dict[str, Tensor]:
-        """Return all of it as tensors, by name."""
+        """Return everything as tensors, by name."""
         tensors = {f"loss/{at}": torch.tensor(loss) for at, loss in enumerate(self.losses)}
         tensors |= {f"model/{name}": value.double() for name, value in self.model.items()}
         return tensors | {f"optimizer/{n}": value.double() for n, value in self.optimizer.items()}
 
 
 def trained(engine: RankTrainer, *, until: int = NUM_STEPS) -> list[Progress]:
-    """Train, and return what was told after each step: in rank 0, in the others nothing."""
+    """Train, and return the progress after each step: in rank 0; other ranks return nothing."""
     told = list[Progress]()
     run(
         engine,
@@ -189,27 +189,27 @@ def alone(task: Task, *, until: int = NUM_STEPS) -> Outcome:
 
 
 def outcome(losses: Sequence[float], state: TrainingState) -> Outcome:
-    """Return what became of a training of ours."""
+    """Build the result of a training by our own code."""
     return Outcome(losses, state.model, state.optimizer)
 
 
-# ---- a training in processes of its own --------------------------------------------------------
+# ---- a training in other processes --------------------------------------------------------------
 
 
 def named_task(*, mesh: Mapping[str, int], spread: Mapping[str, Any]) -> Task:  # Any: what JSON has
-    """Return a training that other processes make, of what JSON has."""
+    """Return a training that other processes can build, from JSON values."""
     return task_of(Mesh(**mesh), **spread)
 
 
 @dataclass(frozen=True)
 class Fragile:
-    """Examples at which a process comes to harm, once each time.
+    """Examples that make a process fail, once for each fault.
 
     Attributes:
-        examples: What there is without.
-        faults: What happens in rank 1, by the step: "stall", "kill", "kill torchrun", "refuse",
+        examples: The underlying examples.
+        faults: The fault of rank 1, by the step: "stall", "kill", "kill torchrun", "refuse",
             "bug", "shapes" or "nan".
-        marks: A folder that tells which have happened.
+        marks: A folder that records which faults have happened.
     """
 
     examples: InOrder
@@ -245,11 +245,11 @@ class Fragile:
 
 
 def fragile_task(*, faults: Mapping[str, str], marks: str) -> Task:
-    """Return a training of two processes; it notes in the folder who has made it, and prints."""
+    """Return a training of two processes, which records in the folder who built it, and prints."""
     Path(marks, f"made-{os.getpid()}").touch()
     if (start := os.environ.get("TORCHELASTIC_RESTART_COUNT")) is not None:
         atexit.register(Path(marks, f"ended-{start}-{os.getpid()}").touch)
-    sys.stdout.write("{")  # the beginning of a line, of what is not to be understood
+    sys.stdout.write("{")  # the start of a line that a reader must not take for a message
     sys.stdout.flush()
     task = task_of(Mesh(replicate=2))
     by_step = {int(step): fault for step, fault in faults.items()}

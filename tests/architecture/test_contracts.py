@@ -1,4 +1,4 @@
-"""The rules about imports hold, and each would be noticed if it did not."""
+"""The import rules hold, and a violation of each would be noticed."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 
-#: Per contract: a module, and what it must not import.
+#: Per contract: a module, and an import that violates it.
 VIOLATIONS = [
     ("Floors", "core/params.py", "import fedlearn.session.session"),
     ("Floors", "errors.py", "import fedlearn.core.clock"),
@@ -49,7 +49,7 @@ VIOLATIONS = [
     ("A simulation needs torch and little else", "core/params.py", "import flwr"),
 ]
 
-#: A module, and what it must not import: each is used in one place.
+#: A module, and an import that only one other place may use.
 BANNED = [
     ("simulation/behaviour.py", "import time"),
     ("rounds/run.py", "from time import perf_counter"),
@@ -104,7 +104,7 @@ def test_the_contracts_hold() -> None:
 
 
 def test_a_forbidden_import_breaks_its_contract(copy: Path) -> None:
-    """The negative controls: each contract names the imports that were made to break it."""
+    """The negative controls: each contract names the imports that were added to break it."""
     for _, module, line in VIOLATIONS:
         violate(copy, module, line)
     found = lint_imports(copy)
@@ -115,26 +115,26 @@ def test_a_forbidden_import_breaks_its_contract(copy: Path) -> None:
     reports = dict(zip(names, parts[2::2], strict=True))
     for contract, module, line in VIOLATIONS:
         importer, imported = name_of(module), line.removeprefix("import ")
-        if contract == "No cycles anywhere":  # which names modules within their package
+        if contract == "No cycles anywhere":  # its message names modules within their package
             importer, imported = (f".{each.rpartition('.')[2]}" for each in (importer, imported))
         edge = f"{importer} -> {imported}" if line else f"- {importer}"
         assert edge in reports[contract], (contract, edge, found.stdout)
 
 
 def test_every_contract_has_a_negative_control() -> None:
-    """A contract that nobody has seen broken may be one that cannot break."""
+    """Without one, a contract may be impossible to break."""
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     assert {contract["name"] for contract in rules["contracts"]} == {v[0] for v in VIOLATIONS}
 
 
 def test_time_randomness_and_processes_have_one_place_each() -> None:
-    """No module but theirs imports time, random, secrets or torch.distributed."""
+    """Only their own modules import time, random, secrets or torch.distributed."""
     found = ruff(ROOT)
     assert found.returncode == 0, found.stdout
 
 
 def test_a_banned_import_is_noticed(copy: Path) -> None:
-    """The negative controls of the gateways."""
+    """The negative controls of these rules."""
     for module, line in BANNED:
         violate(copy, module, line)
     found = ruff(copy, "--output-format=concise")
@@ -144,7 +144,7 @@ def test_a_banned_import_is_noticed(copy: Path) -> None:
 
 
 def test_no_rule_is_waived_without_being_listed() -> None:
-    """The gateways are where the rules say, and nowhere else."""
+    """The exceptions are where the rules say, and nowhere else."""
     waived = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "fedlearn").rglob("*.py")

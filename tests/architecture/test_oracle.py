@@ -1,4 +1,4 @@
-"""The reference in ``tests/oracle`` shares no code with what it is held against."""
+"""The reference in ``tests/oracle`` shares no code with fedlearn."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests/oracle/reference"
 
-#: Finds what Python loads when it imports every module of the reference.
+#: Prints what Python loads when it imports every module of the reference.
 LOADED = """
 import importlib, pathlib, sys
 for path in sorted(pathlib.Path("tests/oracle/reference").glob("[a-z]*.py")):
@@ -36,7 +36,7 @@ def loaded(root: Path) -> set[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("borrows", [False, True])
 def test_the_reference_does_not_load_fedlearn(borrows: bool, tmp_path: Path) -> None:  # noqa: FBT001
-    """Nor does anything that it imports. The control: a copy of it that borrows one name."""
+    """Nor does any module that it imports. The control: a copy of it that borrows one name."""
     for path in (ROOT / "tests/oracle").rglob("*.py"):
         copy = tmp_path / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)

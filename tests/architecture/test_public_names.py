@@ -1,4 +1,4 @@
-"""The public face of the package: lazy, complete and documented."""
+"""The package's public names: lazy, complete and documented."""
 
 import ast
 import doctest
@@ -45,7 +45,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 def test_the_lists_of_names_agree() -> None:
-    """What is exported, what is loaded lazily, and what type checkers see."""
+    """Exported names, lazily loaded names, and the names that type checkers see."""
     home = {
         name: f"fedlearn.{module}"
         for module, names in vars(fedlearn)["_HOME"].items()
@@ -58,7 +58,7 @@ def test_the_lists_of_names_agree() -> None:
 
 @pytest.mark.parametrize("name", sorted(fedlearn.__all__))
 def test_every_public_name_resolves_and_is_documented(name: str) -> None:
-    """To the object of its module, with a docstring of its own."""
+    """To the object of its module, with its own docstring."""
     found = getattr(fedlearn, name)
     assert found is getattr(importlib.import_module(declared()[name]), name)
     assert found.__doc__
@@ -73,7 +73,7 @@ def has_example(found: object) -> bool:
 
 
 def test_every_public_name_has_an_example() -> None:
-    """That runs as a doctest, those for clients and for tests as well."""
+    """The example runs as a doctest, also for names meant for clients and for tests."""
     modules = (fedlearn, fedlearn.client, fedlearn.testing)
     names = [(each, name) for each in modules for name in each.__all__]
     assert not [name for each, name in names if not has_example(getattr(each, name))]
@@ -95,7 +95,7 @@ def test_code_that_does_not_run_is_no_example() -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    """As of any module."""
+    """As in any module."""
     with pytest.raises(AttributeError, match="no attribute 'FedMagic'"):
         _ = fedlearn.FedMagic
 
@@ -115,7 +115,7 @@ assert int(peak.split()[1]) < 60_000, peak
 
 @pytest.mark.slow
 def test_an_application_with_an_agent_stays_small() -> None:
-    """Only the training process has torch; the application takes less than 60 MB, all in all."""
+    """Only the training process loads torch; the application takes less than 60 MB in total."""
     loaded = loaded_after(SUPERVISING)
     assert not loaded & {"torch", "numpy", "cryptography", "structlog", *HEAVY}
 
@@ -133,13 +133,13 @@ assert as_chain(model, Layout.of(model)).shapes((1, 8, 8))[-1] == (3,)
 
 @pytest.mark.slow
 def test_the_engine_needs_torch_and_little_else() -> None:
-    """Torch and numpy are enough, and of torch not the compiler, which takes seconds to load."""
+    """Torch and numpy suffice, without torch's compiler, which takes seconds to load."""
     assert not loaded_after(FUSED) & {"sympy", *HEAVY}
 
 
 @pytest.mark.slow
 def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
-    """Half a second of each."""
+    """It would add half a second to each command."""
     assert "matplotlib" not in loaded_after(
         "import fedlearn.cli.environment, fedlearn.cli.overview"
     )
@@ -147,6 +147,6 @@ def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
 
 @pytest.mark.slow
 def test_a_heavy_import_would_be_noticed() -> None:
-    """The control: the store does load SQLAlchemy, and curves matplotlib."""
+    """The control: the store does load SQLAlchemy, and plots load matplotlib."""
     loaded = loaded_after("import fedlearn.store.runs, fedlearn.experiment.plot")
     assert {"sqlalchemy", "matplotlib"} <= loaded

@@ -1,4 +1,4 @@
-"""What the tests themselves rely on."""
+"""Properties of the test suite that tests rely on."""
 
 import subprocess
 from pathlib import Path
@@ -11,13 +11,13 @@ from tests.processes import Launcher
 
 @pytest.mark.xdist_group("together")
 def test_a_group_of_tests_is_known_to_the_workers(request: pytest.FixtureRequest) -> None:
-    """By the end of its tests' names; where it cannot be written, fixtures are made twice."""
+    """The group's name ends the tests' ids; without it, workers would build fixtures twice."""
     is_grouped = request.config.getoption("loadgroup", default=False)
     assert request.node.nodeid.endswith("@together") == is_grouped
 
 
 def test_tests_in_the_folder_of_gpus_are_marked(request: pytest.FixtureRequest) -> None:
-    """So that one command runs them, ``pytest -m gpu``; the others are not."""
+    """So that ``pytest -m gpu`` runs exactly these."""
     folder = Path(__file__).parents[1] / "gpu"
     for item in request.session.items:
         is_marked = item.get_closest_marker("gpu") is not None
@@ -39,9 +39,9 @@ def test_a_test_that_lacks_gpus_says_so(found: int, needed: int, lack: str | Non
 
 
 def test_a_process_has_no_descriptor_of_its_launcher(launcher: Launcher) -> None:
-    """A test that counts its process's descriptors, or closes them, finds its own."""
+    """A test that counts or closes its process's descriptors finds only its own."""
     done = launcher.run("import os; print(*os.listdir('/proc/self/fd'))")
-    assert done.stdout.split() == ["0", "1", "2", "3"]  # the last one is the folder's own
+    assert done.stdout.split() == ["0", "1", "2", "3"]  # the last is the folder's
 
 
 _SLEEP = "import time; time.sleep(1000)"
@@ -50,7 +50,7 @@ _SLEEP = "import time; time.sleep(1000)"
 def test_a_launcher_and_what_it_started_end_with_their_owner(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """A second launcher, itself a fork of the first; the control: it serves until then."""
+    """The second launcher is a fork of the first; control: it serves until then."""
     path, script = tmp_path / "second", tmp_path / "sleep.py"
     script.write_text(_SLEEP)
     with subprocess.Popen(["sleep", "1000"]) as owner:

@@ -1,4 +1,4 @@
-"""What macOS and Windows have and Linux lacks, as far as fedlearn uses it, made of Linux's."""
+"""Doubles for what fedlearn uses of macOS and Windows and Linux lacks, made with Linux's means."""
 
 import asyncio.unix_events
 import ctypes
@@ -21,14 +21,14 @@ _PIDFD_GETFD = 438  # the system call's number
 
 
 def of(module: str, platform: str) -> dict[str, object]:
-    """Return what a module has on ``platform`` in place of, or beside, what it has on Linux."""
+    """Return the names that a module has on ``platform`` and not on Linux, or with other values."""
     if module == "sys":
         return {"platform": platform}
     return _HAS.get((platform, module), {})
 
 
 def prepare(platform: str) -> None:
-    """Change what no module of fedlearn imports by name."""
+    """Patch objects that fedlearn's modules do not import by name."""
     if platform == "win32":
         asyncio.unix_events._UnixSelectorEventLoop.add_signal_handler = _not_implemented  # type: ignore[method-assign, assignment] # noqa: SLF001
         vars(psutil).update(BELOW_NORMAL_PRIORITY_CLASS=10, IDLE_PRIORITY_CLASS=19)
@@ -59,7 +59,7 @@ def _open(path: "os.PathLike[str] | str", flags: int, mode: int = 0o777) -> int:
 
 
 def _share(self: socket.socket, process_id: int) -> bytes:
-    """Return how a process gets the socket; it stays open here until then, and longer."""
+    """Return the bytes by which a process obtains the socket; this process keeps it open."""
     assert process_id
     return f"{os.getpid()} {os.dup(self.fileno())}".encode()
 
@@ -75,7 +75,7 @@ def _fromshare(data: bytes) -> socket.socket:
 
 
 class _Popen(subprocess.Popen):  # type: ignore[type-arg]
-    """Refuses what Windows refuses."""
+    """Refuses the arguments that Windows refuses."""
 
     def __init__(self, *arguments: Any, creationflags: int = 0, **options: Any) -> None:  # as Popen
         for name in (
@@ -94,7 +94,7 @@ class _Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 class _Kernel32:
-    """Jobs of one process group; none ends with this process, as Windows would have it."""
+    """Windows' jobs, each a process group; unlike on Windows, none ends with this process."""
 
     def __init__(self, name: str, **_: object) -> None:
         assert name == "kernel32"
@@ -119,11 +119,11 @@ class _Kernel32:
 
 
 class _Function:
-    """A function of a library: what it returns may be declared."""
+    """A library function whose return type can be declared."""
 
     restype: object = None
 
-    def __init__(self, function: Callable[..., int]) -> None:  # ...: whatever it takes
+    def __init__(self, function: Callable[..., int]) -> None:  # ...: any arguments
         self._function = function
 
     def __call__(self, *arguments: object) -> int:

@@ -1,4 +1,4 @@
-"""Gives modules of fedlearn the standard library of another operating system."""
+"""Give fedlearn's modules the standard library of another operating system."""
 
 import builtins
 import importlib
@@ -15,12 +15,12 @@ _import = builtins.__import__
 
 
 class Elsewhere(ModuleType):
-    """A module as it is on another system; what is set is set in the real one.
+    """A module as it is on another system; assignments go to the real module.
 
     Args:
         real: The module.
         lacks: Names that it does not have there.
-        has: What it has there instead.
+        has: Names that it has instead, with their values.
     """
 
     def __init__(self, real: ModuleType, lacks: frozenset[str], has: Mapping[str, object]) -> None:
@@ -39,7 +39,7 @@ class Elsewhere(ModuleType):
 
 
 def install(platform: str) -> None:
-    """Let modules of fedlearn import what ``platform`` has, from now on in this process."""
+    """Make fedlearn's modules import what ``platform`` has, from now on in this process."""
 
     def import_there(
         name: str,

@@ -1,9 +1,9 @@
-"""Shows fedlearn the standard library of macOS or Windows, on Linux, in each process of a test.
+"""Show fedlearn the standard library of macOS or Windows, on Linux, in each test process.
 
 With this folder on ``PYTHONPATH`` and ``FEDLEARN_TEST_PLATFORM`` set to ``darwin`` or ``win32``,
-modules of fedlearn import what the other system has: the rest raises AttributeError or ImportError.
-The standard library itself and other packages see Linux. What the other system lacks is read from
-typeshed's branches on ``sys.platform``; what it has and Linux lacks is in :mod:`doubles`.
+fedlearn's modules see what the other system has: other names raise AttributeError or ImportError.
+The standard library itself and other packages see Linux. Missing names come from
+typeshed's branches on ``sys.platform``; what Linux lacks is in :mod:`doubles`.
 """
 
 import os

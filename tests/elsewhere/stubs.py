@@ -1,4 +1,4 @@
-"""Which names a module of the standard library has on an operating system, by typeshed."""
+"""Names of the standard library's modules on an operating system, from typeshed."""
 
 import ast
 import importlib.util
@@ -23,7 +23,7 @@ def names(module: str, platform: str) -> frozenset[str]:
         if file.is_file():
             text = file.read_text()
             if "sys.platform" not in text:
-                return frozenset()  # the same everywhere
+                return frozenset()  # the same on all systems
             return frozenset(_defined(ast.parse(text).body, platform))
     return frozenset()
 

@@ -1,4 +1,4 @@
-"""Tests that run on GPUs, and are skipped where there are none: ``pytest -m gpu``."""
+"""Tests that need GPUs, and are skipped without them: ``pytest -m gpu``."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ _HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all of them, before marks choose what runs."""
+    """Mark all tests of this folder, before pytest selects tests by their marks."""
     for item in items:
         if item.path.is_relative_to(_HERE):
             item.add_marker("gpu")
@@ -26,7 +26,7 @@ def _require(needed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def gpu() -> torch.device:
-    """The first GPU."""
+    """Return the first GPU."""
     _require(1)
     torch.set_num_threads(1)
     return torch.device("cuda", 0)
@@ -34,6 +34,6 @@ def gpu() -> torch.device:
 
 @pytest.fixture
 def two_gpus(gpu: torch.device) -> tuple[torch.device, torch.device]:
-    """Two GPUs."""
+    """Return two GPUs."""
     _require(2)
     return gpu, torch.device("cuda", 1)

@@ -1,4 +1,4 @@
-"""Each executor on a GPU trains as the sequential one on the CPU."""
+"""Each executor on a GPU gives the same results as the sequential one on the CPU."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,18 +30,18 @@ from fedlearn.training.resident import Precision
 SIZES = [9, 14, 3, 1, 12]
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, momentum=0.9, keep_momentum=True)
 BY_EXAMPLE = NoisedGradients(inner=SGD, example_clip_norm=0.3, example_noise_multiplier=1e-9)
-#: Of float64: roundings.
+#: Tolerance for rounding in float64.
 SAME = 1e-10
 
 
 def chain() -> nn.Module:
-    """Return what the fused executor trains, too."""
+    """Return a model that the fused executor can train."""
     layers = (nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
     return nn.Sequential(*layers, nn.Linear(12, 3)).double()
 
 
 def dropping() -> nn.Module:
-    """Return a model with dropout and a normalisation, which is not fused."""
+    """Return a model with dropout and a normalisation, which cannot be fused."""
     layers = (nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Dropout(0.4), nn.Tanh())
     return nn.Sequential(*layers, nn.Linear(8, 3)).double()
 
@@ -59,7 +59,7 @@ def job_of(
     local: LocalUpdate = SGD,
     sizes: list[int] = SIZES,
 ) -> TrainingJob:
-    """Return the training of a few ragged clients on a device."""
+    """Return the training of a few clients of different sizes on a device."""
     generator, count = torch.Generator().manual_seed(1), sum(sizes)
     population = ArrayPopulation(
         features=torch.randn(count, 1, 4, 4, generator=generator, dtype=torch.float64),
@@ -91,7 +91,7 @@ def trained(job: TrainingJob, kind: ExecutorKind) -> TrainedBlock:
 
 
 def apart(one: TrainedBlock, other: TrainedBlock) -> float:
-    """Return the largest difference of what clients contribute, keep and tell."""
+    """Return the largest difference of deltas, client states and metrics."""
     assert one.kept.keys() == other.kept.keys()
     pairs = [(one.deltas_KP, other.deltas_KP)]
     pairs += [(value, other.kept[name]) for name, value in one.kept.items()]
@@ -112,19 +112,19 @@ CASES = [
 def test_an_executor_trains_as_the_sequential_one_on_the_cpu(
     make_model: Callable[[], nn.Module], kind: ExecutorKind, gpu: torch.device
 ) -> None:
-    """To roundings of float64, dropout's masks and kept momentum included."""
+    """Up to rounding in float64, including dropout masks and momentum from earlier rounds."""
     expected = trained(job_of(make_model, "cpu"), ExecutorKind.SEQUENTIAL)
     found = trained(job_of(make_model, gpu), kind)
     assert found.deltas_KP.device == gpu
     assert apart(found, expected) < SAME
-    assert float(expected.deltas_KP.abs().max()) > 1e-2  # the control: there is something to miss
+    assert float(expected.deltas_KP.abs().max()) > 1e-2  # the control: the model moves
 
 
 @pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP])
 def test_batches_that_must_not_be_padded_are_those_of_the_cpu(
     kind: ExecutorKind, gpu: torch.device
 ) -> None:
-    """Clients whose batches are equally large go together."""
+    """Clients whose batches have equal sizes train together."""
     sizes = [8, 6, 10, 2, 6]
     expected = trained(job_of(batch_norm, "cpu", sizes=sizes), ExecutorKind.SEQUENTIAL)
     assert apart(trained(job_of(batch_norm, gpu, sizes=sizes), kind), expected) < SAME
@@ -135,7 +135,7 @@ def test_batches_that_must_not_be_padded_are_those_of_the_cpu(
 def test_examples_clipped_one_by_one_are_those_of_the_cpu(
     make_model: Callable[[], nn.Module], kind: ExecutorKind, gpu: torch.device
 ) -> None:
-    """With next to no noise: sums are cut to levels, 2**20 of them up to the clip."""
+    """With negligible noise: sums are rounded to levels, 2**20 of them up to the clip."""
     cpu = job_of(make_model, "cpu", local=BY_EXAMPLE)
     expected = trained(cpu, ExecutorKind.SEQUENTIAL)
     found = trained(job_of(make_model, gpu, local=BY_EXAMPLE), kind)
@@ -146,7 +146,7 @@ def test_examples_clipped_one_by_one_are_those_of_the_cpu(
 
 @pytest.mark.slow
 def test_a_compiled_step_trains_as_the_sequential_one_on_the_cpu(gpu: torch.device) -> None:
-    """Where there is a compiler."""
+    """Skipped without a compiler."""
     if (reason := explain_not_compiled()) is not None:
         pytest.skip(reason)
     expected = trained(job_of(dropping, "cpu"), ExecutorKind.SEQUENTIAL)
@@ -165,7 +165,7 @@ def test_the_trial_of_an_executor_finds_nothing_against_it(
 
 
 class Drawing(nn.Module):
-    """A model that draws from the generator of where it computes."""
+    """A model that draws from its device's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Drawing(nn.Module):
 
 
 def test_draws_from_the_gpus_generator_are_noticed(gpu: torch.device, tmp_path: Path) -> None:
-    """Such a model trains one client after another, and leaves the generator where it was."""
+    """Such a model trains clients one by one, and the generator keeps its state."""
     job, before = job_of(Drawing, gpu), torch.cuda.get_rng_state()
     choice = choose(job, clock=SystemClock(), cache_dir=tmp_path)
     assert choice.kind is ExecutorKind.SEQUENTIAL

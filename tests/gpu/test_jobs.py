@@ -1,4 +1,4 @@
-"""The coordinator's own training on GPUs: in one process, by NCCL alone, and on meshes of two."""
+"""The coordinator's own training on GPUs: in one process, through NCCL, and on meshes of two."""
 
 import json
 import subprocess
@@ -37,15 +37,15 @@ from tests.trainings import (
     trained,
 )
 
-#: Of float64, after six steps: roundings.
+#: Tolerance for rounding in float64 after six steps.
 SAME = 1e-10
 
 
 class DistillationObserver:
-    """Calls a job off when it has told of so many steps.
+    """Records progress, and cancels a job after a number of reports.
 
     Args:
-        after: Of how many; ``None``: never.
+        after: The number of reports; ``None``: never cancel.
     """
 
     def __init__(self, after: int | None = None) -> None:
@@ -53,7 +53,7 @@ class DistillationObserver:
         self._after = after
 
     def check(self) -> None:
-        """End the job where it is to be called off."""
+        """Cancel the job if it is due."""
         if len(self.told) == self._after:
             raise Cancelled("nobody wants it any more")
 
@@ -74,7 +74,7 @@ def job_in(
 
 
 def result_of(job: Job) -> Outcome:
-    """Train to the end."""
+    """Train all steps; return the result."""
     watch = DistillationObserver()
     state = train(job, start=None, control=watch, report=watch.told.append)
     return outcome([each.loss for each in watch.told], state)
@@ -82,7 +82,7 @@ def result_of(job: Job) -> Outcome:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lars"])
 def test_a_training_is_that_of_the_cpu(optimizer: str, tmp_path: Path) -> None:
-    """To roundings of float64; the control: another optimiser's is not."""
+    """Up to rounding in float64; control: another optimizer's result differs."""
     expected = alone(task_of(optimizer=optimizer))
     found = result_of(job_in(tmp_path, task_of(optimizer=optimizer)))
     assert found.apart(expected) < SAME
@@ -95,12 +95,12 @@ def test_a_training_is_that_of_the_cpu(optimizer: str, tmp_path: Path) -> None:
     "spread", [{"recompute": True}, {"num_micro_batches": 4}], ids=["recompute", "micro-batches"]
 )
 def test_less_memory_changes_nothing(spread: dict[str, Any], gpu: torch.device) -> None:
-    """Also with dropout, which draws from the GPU's generator, twice the same."""
+    """Two runs also agree with dropout, which draws from the GPU's generator."""
     plain, spared = (task_of(dropout=0.3, **each) for each in ({}, spread))
     first, again = (RankTrainer(each, device=gpu) for each in (spared, spared))
     losses = [[told.loss for told in trained(engine)] for engine in (first, again)]
     assert losses[0] == pytest.approx(losses[1], abs=SAME)
-    if "recompute" in spread:  # the masks of a batch in parts are others
+    if "recompute" in spread:  # a split batch has other dropout masks
         whole = [told.loss for told in trained(RankTrainer(plain, device=gpu))]
         assert losses[0] == pytest.approx(whole, abs=SAME)
 
@@ -115,7 +115,7 @@ def test_the_generators_stay_where_they_were(gpu: torch.device) -> None:
 
 @pytest.mark.parametrize("precision", [TrainingPrecision.BFLOAT16, TrainingPrecision.FLOAT16])
 def test_half_precision_is_close(precision: TrainingPrecision, gpu: torch.device) -> None:
-    """Weights stay in float32; of float16 the loss is scaled, and told is what it is unscaled."""
+    """Weights stay float32; the float16 loss is scaled for training and reported unscaled."""
     expected = alone(task_of(dtype=torch.float32))
     task = task_of(dtype=torch.float32, precision=precision, initial_loss_scale=1024.0)
     engine = RankTrainer(task, device=gpu)
@@ -127,7 +127,7 @@ def test_half_precision_is_close(precision: TrainingPrecision, gpu: torch.device
 
 
 def test_a_loss_scale_that_overflows_is_lowered(gpu: torch.device) -> None:
-    """The step is skipped, and counted."""
+    """The step is skipped and counted."""
     task = task_of(
         dtype=torch.float32, precision=TrainingPrecision.FLOAT16, initial_loss_scale=2.0**60
     )
@@ -140,7 +140,7 @@ def test_a_loss_scale_that_overflows_is_lowered(gpu: torch.device) -> None:
 def test_a_checkpoint_of_a_gpu_is_gone_on_from(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the GPU or on the CPU."""
+    """On the GPU and on the CPU."""
     first, second = DistillationObserver(after=5), DistillationObserver()
     with pytest.raises(Cancelled):
         train(job_in(tmp_path, task_of()), start=None, control=first, report=first.told.append)
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_a_gpu_is_gone_on_from(
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batches_that_are_read_ahead_come_to_the_gpu(num_workers: int, gpu: torch.device) -> None:
-    """By way of pinned memory."""
+    """Through pinned memory."""
     examples = InOrder.small()
     steps = range(3)
 
@@ -180,7 +180,7 @@ def test_batches_that_are_read_ahead_come_to_the_gpu(num_workers: int, gpu: torc
 
 
 def test_examples_that_lie_on_the_gpu_are_trained_on(gpu: torch.device) -> None:
-    """They are not to be pinned."""
+    """Such tensors cannot be pinned."""
     examples = InOrder.small()
 
     def task_on(device: torch.device) -> Task:
@@ -195,13 +195,13 @@ MEBIBYTE = 1 << 20
 
 
 def wide() -> nn.Module:
-    """Return a model beside which what an allocator rounds up is small."""
+    """Return a model next to which an allocator's rounding is small."""
     layers = (nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU())
     return nn.Sequential(*layers, nn.Linear(1024, 16))
 
 
 def test_predicted_memory_is_what_the_allocator_tells(gpu: torch.device) -> None:
-    """Within a third: operations' own memory is not predicted, nor what the allocator rounds."""
+    """Within a third: it leaves out operations' workspaces and the allocator's rounding."""
     features, labels = torch.zeros(2048, 1024), torch.zeros(2048, dtype=torch.int64)
     data = TensorData(features, labels, device=torch.device("cpu"))
     plan = TrainingPlan(
@@ -217,7 +217,7 @@ def test_predicted_memory_is_what_the_allocator_tells(gpu: torch.device) -> None
     fixed = torch.cuda.memory_allocated(gpu) - before
     assert fixed == pytest.approx(found.parameters + found.optimizer_state, rel=0.05)
     with engine.reading(until=2):
-        engine.take_step()  # libraries take what they keep, and gradients stay
+        engine.take_step()  # libraries allocate their workspaces, and gradients stay
         kept = torch.cuda.memory_allocated(gpu) - found.gradients - fixed
         torch.cuda.reset_peak_memory_stats(gpu)
         engine.take_step()
@@ -227,7 +227,7 @@ def test_predicted_memory_is_what_the_allocator_tells(gpu: torch.device) -> None
 
 
 def test_a_mesh_of_more_processes_than_gpus_is_refused(tmp_path: Path) -> None:
-    """Before one is started."""
+    """Before any process starts."""
     mesh = Mesh(replicate=torch.cuda.device_count() + 1)
     task = replace(task_of(), plan=replace(task_of().plan, batch_size=48 * mesh.replicate))
     spread = replace(task.plan.spread, mesh=mesh)
@@ -254,7 +254,7 @@ MESHES = {
 def test_a_training_on_two_gpus_is_that_of_one_process(
     mesh: dict[str, int], spread: dict[str, Any], tmp_path: Path
 ) -> None:
-    """By NCCL, with checkpoints on the way; the optimiser's state is that of the whole model."""
+    """Through NCCL, with checkpoints on the way; the optimizer state is that of the whole model."""
     job = job_in(
         tmp_path,
         task_of(Mesh(**mesh), **spread),
@@ -265,13 +265,13 @@ def test_a_training_on_two_gpus_is_that_of_one_process(
 
 
 def train_words(*sets: str) -> list[str]:
-    """Return the words of a small training of the coordinator."""
+    """Return the command line of a small training of the coordinator."""
     training = ("num_steps=20", "report_every=10", "batch_size=32", "share=0.5", *sets)
     return ["train", "--json", *(f"--set=coordinator.training.{each}" for each in training)]
 
 
 def losses(lines: Sequence[str]) -> list[float]:
-    """Return the losses that a training has told."""
+    """Return the losses that a training has printed."""
     return [found["loss"] for found in map(json.loads, lines) if "loss" in found]
 
 
@@ -281,7 +281,7 @@ def losses(lines: Sequence[str]) -> list[float]:
 def test_a_training_under_torchrun_is_that_of_one_process(
     processes: int, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """Each rank joins a world of NCCL, also where it is the only one."""
+    """Each rank joins an NCCL world, even if it is the only one."""
     if processes == 2:
         request.getfixturevalue("two_gpus")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
@@ -301,7 +301,7 @@ def test_a_training_under_torchrun_is_that_of_one_process(
 
 
 def test_the_steps_are_all_taken(tmp_path: Path) -> None:
-    """What the others compare is a training of several steps, whose loss falls."""
+    """The other tests compare a training of several steps whose loss falls."""
     found = result_of(job_in(tmp_path, task_of())).losses
     assert len(found) == NUM_STEPS
     assert found[-1] < found[0]

@@ -1,4 +1,4 @@
-"""Processes that add up on GPUs, and clients that train there."""
+"""Processes that reduce tensors on GPUs, and clients that train there."""
 
 import os
 import subprocess
@@ -39,7 +39,7 @@ LOCAL = LocalSgd(epochs=3, batch_size=None, learning_rate=0.5)
 def group_of(
     file: Path, rank: int, world_size: int, *, backend: str, device: torch.device
 ) -> Group:
-    """Return the group, as seen from one process or thread of it."""
+    """Return the group from the view of one process, or of a thread in its place."""
     return join_group(
         file,
         backend=backend,
@@ -52,7 +52,7 @@ def group_of(
 
 
 def test_one_process_adds_up_by_nccl(gpu: torch.device, tmp_path: Path) -> None:
-    """The sum over a world of one."""
+    """The result is its own tensor."""
     assert backend_for({0: str(gpu)}) == "nccl"
     group = group_of(tmp_path / "met", 0, 1, backend="nccl", device=gpu)
     values = torch.arange(5.0, device=gpu, dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_one_process_adds_up_by_nccl(gpu: torch.device, tmp_path: Path) -> None:
 
 
 def test_two_that_share_a_gpu_add_up_by_gloo(gpu: torch.device, tmp_path: Path) -> None:
-    """Two threads stand for processes."""
+    """Two threads stand in for processes."""
     assert backend_for({0: str(gpu), 1: str(gpu)}) == "gloo"
 
     def summed(rank: int) -> list[float]:
@@ -99,7 +99,7 @@ ALL_REDUCES = """
 def test_every_all_reduce_adds_up_on_gpus(
     processes: int, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """By messages of our own and by the library's, over NCCL."""
+    """With our own messages and with the library's, over NCCL."""
     if processes == 2:
         request.getfixturevalue("two_gpus")
     script = tmp_path / "sums.py"
@@ -118,7 +118,7 @@ def test_every_all_reduce_adds_up_on_gpus(
 
 
 def moved(weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return what plain torch moves the weights by on the CPU, in the model's order."""
+    """Return plain torch's change of the weights on the CPU, in the model's order."""
     model = nn.Linear(4, 3)
     model.load_state_dict(weights)
     features = torch.randn(13, 4, generator=torch.Generator().manual_seed(1))
@@ -136,7 +136,7 @@ def moved(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 def test_a_client_that_has_joined_trains_on_a_gpu(
     num_workers: int, launcher: Launcher, tmp_path: Path
 ) -> None:
-    """To what torch comes to on the CPU; two processes share one GPU, or have one each."""
+    """To plain torch's result on the CPU; two processes share a GPU, or have one each."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     (tmp_path / "client.toml").write_text(f"[training]\nnum_workers = {num_workers}")
     model = nn.Linear(4, 3)

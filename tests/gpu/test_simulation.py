@@ -1,4 +1,4 @@
-"""A simulation on a GPU is that of the CPU, up to rounding."""
+"""A simulation on a GPU matches the CPU's up to rounding."""
 
 import json
 import math
@@ -11,7 +11,7 @@ import torch
 
 from fedlearn.cli.app import main
 
-#: Of a few rounds in float32, whose sums a GPU takes in another order.
+#: After a few rounds in float32, since a GPU sums in another order.
 CLOSE = 2e-3
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -52,7 +52,7 @@ NOISED = {
 
 
 def said(*words: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
-    """Return the lines of a command."""
+    """Run a command; return its JSON lines."""
     code = main([*words, "--json", "--runs-dir=runs"])
     out, err = capsys.readouterr()
     assert code == 0, err
@@ -67,7 +67,7 @@ def simulate(*sets: str, rounds: int = 2) -> list[str]:
 def test_a_run_is_that_of_the_cpu(
     sets: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With whatever strategies and clients remember, which lies on the GPU, too."""
+    """Including all state of strategies and clients, which is on the GPU too."""
     found, expected = (
         said(*simulate(f"engine.device={device}", *sets), capsys=capsys)
         for device in ("cuda", "cpu")
@@ -79,7 +79,7 @@ def test_a_run_is_that_of_the_cpu(
 def test_a_run_with_noise_comes_to_its_end(
     sets: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Noise is drawn on the CPU, and added where sums lie."""
+    """Noise is drawn on the CPU, and added on the device of the sums."""
     last = said(*simulate("engine.device=cuda", *sets), capsys=capsys)[-1]
     assert math.isfinite(last["loss"])
 
@@ -88,7 +88,7 @@ def test_a_run_with_noise_comes_to_its_end(
 def test_a_run_goes_on_from_a_checkpoint(
     sets: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was written from the GPU is read to it again."""
+    """A checkpoint written from the GPU is loaded back to it."""
     every = ("engine.device=cuda", "store.checkpoint_every_s=0.001", *sets)
     words = [*simulate(*every, rounds=3), "--name=mine"]
     first = said(*words, capsys=capsys)[-1]
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_a_checkpoint(
 
 
 def test_auto_takes_the_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the first line of a run tells, and its record."""
+    """The first line of output and the record name it."""
     first = said(*simulate(), capsys=capsys)[0]
     assert "device cuda, 1 worker" in json.dumps(first)
 
@@ -115,7 +115,7 @@ def lines(*command: str) -> list[dict[str, float]]:
 def test_torchrun_gives_each_process_a_gpu(
     processes: int, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
-    """Sums travel by NCCL, or are those of one process; rank 0's values by gloo."""
+    """NCCL reduces the sums, or there is one process; rank 0's values travel through gloo."""
     if processes == 2:
         request.getfixturevalue("two_gpus")
     words = simulate("engine.device=cuda", *ALIKE["kept"])
@@ -126,7 +126,7 @@ def test_torchrun_gives_each_process_a_gpu(
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
-    """Each rank says so before it waits for the others."""
+    """Each rank reports so before it waits for the others."""
     count = torch.cuda.device_count() + 1
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
     done = subprocess.run(
@@ -142,7 +142,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
 
 
 def test_more_processes_than_gpus_may_compute_on_the_cpu() -> None:
-    """A process that wants no GPU takes none."""
+    """A process that is to compute on the CPU takes no GPU."""
     count = torch.cuda.device_count() + 1
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count))
     words = [*simulate("engine.device=cpu"), "--json", "--runs-dir=runs"]

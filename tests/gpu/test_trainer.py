@@ -1,4 +1,4 @@
-"""A client's training on a GPU is that of the CPU, up to rounding."""
+"""A client's training on a GPU matches the CPU's up to rounding."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,12 +29,12 @@ SGD = LocalSgd(epochs=2, batch_size=8, learning_rate=0.1, momentum=0.9, keep_mom
 SCAFFOLD = ControlVariates(
     inner=LocalSgd(epochs=2, batch_size=8, learning_rate=0.1), control_bound=None
 )
-#: Of float64: roundings.
+#: Tolerance for rounding in float64.
 SAME = 1e-10
 
 
 def seeded(*layers: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a chain with weights of a generator of its own."""
+    """Return a chain whose weights come from a separate generator."""
     model, generator = nn.Sequential(*layers).to(dtype), torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,13 +43,13 @@ def seeded(*layers: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return a network with a convolution, statistics of batches, and dropout."""
+    """Return a network with a convolution, batch statistics, and dropout."""
     layers = (nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(0.3))
     return seeded(*layers, nn.Flatten(), nn.Linear(100, 2), dtype=dtype)
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
-    """Return one whose examples are apart."""
+    """Return a network in which examples do not interact."""
     layers = (nn.Flatten(), nn.Linear(25, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2))
     return seeded(*layers, dtype=dtype)
 
@@ -62,18 +62,18 @@ def examples(count: int = 29) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Control:
-    """Keeps what is saved, as bytes on a disk would; ends the task after some steps.
+    """A control that stores checkpoints in main memory, as a disk would, and can end the task.
 
     Attributes:
-        kept: What was saved last.
-        steps: After which the task is cut off; ``None``: never.
+        kept: The latest checkpoint.
+        steps: Steps after which the task is interrupted; ``None``: never.
     """
 
     kept: Mapping[str, Tensor] = field(default_factory=dict)
     steps: int | None = None
 
     def check(self) -> None:
-        """End the task where it is to be cut off."""
+        """Interrupt the task if it is due."""
         if self.steps == 0:
             raise KeyboardInterrupt
 
@@ -83,16 +83,16 @@ class Control:
             self.steps -= 1
 
     def load(self) -> Mapping[str, Tensor]:
-        """Return what was saved last."""
+        """Return the latest checkpoint."""
         return self.kept
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Keep a copy."""
+        """Store a copy on the CPU."""
         self.kept = {name: value.detach().cpu().clone() for name, value in tensors.items()}
 
 
 def context_of(local: LocalUpdate, *, size: int, control: TaskControl = UNATTENDED) -> TrainContext:
-    """Return what surrounds a training; all are told a control variate."""
+    """Return a training context; its broadcast always has a control variate."""
     return TrainContext(
         client_id=ClientId(1),
         round_num=2,
@@ -120,7 +120,7 @@ def result_of(
 
 
 def apart(one: LocalResult, other: LocalResult) -> float:
-    """Return the largest difference of what a client contributes or keeps."""
+    """Return the largest difference of deltas or client states."""
     ours, theirs = ((each.tensors, each.state, each.lanes) for each in (one, other))
     differences = [
         (mine[name].cpu() - its[name].cpu()).abs().max()
@@ -132,7 +132,7 @@ def apart(one: LocalResult, other: LocalResult) -> float:
 
 @pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
 def test_a_gpu_is_taken_by_its_number(gpu: torch.device, name: str) -> None:
-    """The model's tensors say the same of themselves as the trainer."""
+    """The model's tensors and the trainer report the same device."""
     trainer, params = TorchTrainer.of(mlp, *examples(), device=name), Params.of(mlp())
     context = context_of(SGD, size=params.layout.num_trainable)
     result = trainer.train(params.to_tensors(), context=context)
@@ -141,7 +141,7 @@ def test_a_gpu_is_taken_by_its_number(gpu: torch.device, name: str) -> None:
 
 
 def test_a_gpu_that_is_not_there_is_refused() -> None:
-    """Before anything is put on it."""
+    """Before any tensor moves to it."""
     name = f"cuda:{torch.cuda.device_count()}"
     with pytest.raises(ValueError, match=f'device is "{name}", but torch sees'):
         TorchTrainer.of(mlp, *examples(), device=name)
@@ -149,7 +149,7 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
 
 @pytest.mark.parametrize("local", [SGD, SCAFFOLD], ids=["momentum", "scaffold"])
 def test_training_is_that_of_the_cpu(local: LocalUpdate) -> None:
-    """To roundings of float64: masks of dropout are the same; what is kept and told, too."""
+    """Up to rounding in float64: dropout masks, client state and metrics agree as well."""
     found, expected = result_of(local, "cuda"), result_of(local, "cpu")
     assert apart(found, expected) < SAME
     assert found.metrics["loss"] == pytest.approx(expected.metrics["loss"], abs=SAME)
@@ -157,7 +157,7 @@ def test_training_is_that_of_the_cpu(local: LocalUpdate) -> None:
 
 
 def test_batches_in_parts_and_from_a_dataset_are_those_of_the_cpu() -> None:
-    """Rows that are read one by one go to the GPU, too."""
+    """Rows that are read one by one move to the GPU too."""
     expected = result_of(SGD, "cpu", make=mlp, gradient_accumulation=3)
     trainer = TorchTrainer.of(
         mlp, TensorDataset(*examples()), device="cuda", gradient_accumulation=3
@@ -169,21 +169,21 @@ def test_batches_in_parts_and_from_a_dataset_are_those_of_the_cpu() -> None:
 
 
 def test_examples_clipped_one_by_one_are_those_of_the_cpu() -> None:
-    """With next to no noise; the control: without the clip it is another model."""
+    """With negligible noise; control: without the clip the model differs."""
     local = NoisedGradients(inner=SGD, example_clip_norm=0.3, example_noise_multiplier=1e-9)
     found, expected = (result_of(local, device, make=mlp) for device in ("cuda", "cpu"))
-    assert apart(found, expected) < 1e-4  # sums are cut to levels, 2**20 of them up to the clip
+    assert apart(found, expected) < 1e-4  # sums are rounded to levels, 2**20 of them up to the clip
     assert apart(found, result_of(SGD, "cpu", make=mlp)) > 1e-2
 
 
 def test_noise_on_the_gpu_is_there() -> None:
-    """New in each training; half the clip in all is far above what a level is."""
+    """It differs in each training, and half of the clip is far more than a level."""
     local = NoisedGradients(inner=SGD, example_clip_norm=0.3, example_noise_multiplier=1.0)
     assert apart(*(result_of(local, "cuda", make=mlp) for _ in range(2))) > 1e-3
 
 
 class Drawing(nn.Module):
-    """A model that draws from the generator of where it computes."""
+    """A model that draws from its device's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Drawing(nn.Module):
 
 
 def test_draws_follow_the_seed_and_leave_the_gpus_generator_alone() -> None:
-    """A step's draws are a function of its key: what was drawn before changes nothing."""
+    """A step's draws depend only on its key, not on earlier draws."""
     first = result_of(SGD, "cuda", make=Drawing)
     torch.rand(7, device="cuda")
     before = torch.cuda.get_rng_state()
@@ -207,7 +207,7 @@ def test_draws_follow_the_seed_and_leave_the_gpus_generator_alone() -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_task_that_was_cut_off_on_a_gpu_goes_on(device: str) -> None:
-    """On the GPU or on the CPU; the control: from the beginning it takes all steps again."""
+    """On the GPU or on the CPU; control: from the beginning all steps run again."""
     cut = Control(steps=3)
     with pytest.raises(KeyboardInterrupt):
         result_of(SGD, "cuda", control=cut)
@@ -219,7 +219,7 @@ def test_a_task_that_was_cut_off_on_a_gpu_goes_on(device: str) -> None:
 
 
 def test_mixed_precision_is_close() -> None:
-    """Of 8 bits; parameters stay what they are."""
+    """Within 8 bits; parameters keep their dtype."""
     make = partial(mlp, torch.float32)
     expected = result_of(SGD, "cpu", make=make)
     found = result_of(SGD, "cuda", make=make, precision="bfloat16")
@@ -245,7 +245,7 @@ def test_evaluation_is_that_of_the_cpu() -> None:
 
 
 def test_a_reply_leaves_the_gpu() -> None:
-    """Delta and lanes, clipped together, as bytes; what is kept can be written, too."""
+    """Delta and lanes are clipped together and become bytes; client state can be saved as well."""
     local, clip = SCAFFOLD, ClippedUpdates(update_clip_norm=0.1)
     params = Params.of(make_model())
     context = context_of(local, size=params.layout.num_trainable)

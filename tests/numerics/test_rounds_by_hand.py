@@ -1,7 +1,7 @@
-"""Model, training loss and evaluation of rounds, replayed in numpy from what the records say.
+"""Replay rounds in numpy from their records: model, training loss and evaluation.
 
-Clients take one step on all of their examples, so the loss that one reports is that of the model
-that it was sent: by it the replay finds out which one that was.
+Clients take one step on all of their examples, so the loss that a client reports belongs to the
+model that it received, and the replay can tell which one that was.
 """
 
 import math
@@ -20,7 +20,7 @@ from fedlearn.core.collecting import Participation, Status
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 NUM_INPUTS, NUM_CLASSES, RATE, NUM_ROUNDS = 6, 3, 0.5, 10
-#: From two examples to sixty: means over clients and over examples differ.
+#: From two examples to sixty, so that means over clients and over examples differ.
 SIZES = np.array([2, 40, 7, 60, 3, 21, 55, 11, 30, 5, 2, 48])
 OWNERS = np.repeat(np.arange(len(SIZES)), SIZES)
 RNG = np.random.default_rng(1)
@@ -78,7 +78,7 @@ class Linear(NamedTuple):
 
 @dataclass
 class Models:
-    """Keeps the model after each round."""
+    """A callback that stores the model after each round."""
 
     found: list[Linear] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ def of(client_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 class Replayed(NamedTuple):
-    """What the records of a round say of it: the model after it, the training loss, the ages."""
+    """A round recomputed from its records: the model after it, the training loss, the staleness."""
 
     model: Linear
     train_loss: float
@@ -107,7 +107,7 @@ class Replayed(NamedTuple):
 def replayed(
     rows: list[Participation], models: list[Linear], *, by_examples: bool, by_age: bool = True
 ) -> Replayed:
-    """Return a round of which the last of ``models`` is the model before."""
+    """Recompute a round; ``models`` are all models so far, the latest one last."""
     before, moved, total = models[-1], Linear(*map(np.zeros_like, models[-1])), 0.0
     losses, ages = [], dict[int, int]()
     for row in rows:
@@ -132,7 +132,7 @@ def are_close(left: Linear, right: Linear) -> bool:
 
 
 def measures(model: Linear) -> dict[str, float]:
-    """Return what is measured of a model: over examples in the test set, over clients alike."""
+    """Return a model's metrics over the test set's examples, and over clients weighted equally."""
     loss, accuracy, _ = model.measured(X_TEST, Y_TEST)
     losses, accuracies, _ = zip(*(model.measured(*of(c)) for c in range(len(SIZES))), strict=True)
     return {
@@ -148,9 +148,9 @@ def measures(model: Linear) -> dict[str, float]:
 @pytest.mark.parametrize("transport", ["engine", "memory"])
 @pytest.mark.parametrize("kind", RUNS)
 def test_rounds_are_those_of_the_formulas(kind: str, transport: str) -> None:
-    """Whose updates count how much in the model, in the training loss and in what is measured.
+    """Including how much each update counts in the model, the training loss and the metrics.
 
-    The control: with other weights it would be another model.
+    The control: with other weights the model would differ.
     """
     algorithm, settings = RUNS[kind]
     data = fl.from_arrays(
@@ -164,7 +164,7 @@ def test_rounds_are_those_of_the_formulas(kind: str, transport: str) -> None:
         num_rounds=NUM_ROUNDS,
         callbacks=[kept],
         devices=DEVICES,
-        # All clients; and batches of which the last is smaller than the others.
+        # All clients, and batches of which the last is smaller than the others.
         evaluation={"clients": data.population.num_clients, "batch_size": 7},
         engine={"transport": transport, "num_workers": 1},
         store={"keep_last": NUM_ROUNDS + 1, "checkpoint_every_s": 0.0},

@@ -1,4 +1,4 @@
-"""Published vectors, applied to the functions that secure aggregation calls.
+"""Published test vectors, applied to the functions that secure aggregation calls.
 
 From ``cryptography-vectors``: RFC 7748 (X25519), RFC 5869 (HKDF-SHA256), the Ed25519 file of
 its authors (RFC 8032), NIST CAVS (AES-256-GCM) and NIST SP 800-38A (AES-256-CTR).
@@ -32,7 +32,7 @@ VECTORS = Path(cryptography_vectors.__file__).parent
 
 
 def records(name: str) -> Iterator[dict[str, str]]:
-    """Yield the records of a file: each begins with its COUNT."""
+    """Yield the records of a file; each begins with its COUNT."""
     record: dict[str, str] = {}
     for line in (VECTORS / name).read_text().splitlines():
         key, equals, value = line.partition("=")
@@ -58,7 +58,7 @@ def test_agreements_are_those_of_rfc_7748() -> None:
 
 
 def hkdf_sha256(secret: bytes, *, salt: bytes, info: bytes, length: int) -> bytes:
-    """RFC 5869 with the standard library alone."""
+    """Compute RFC 5869 with only the standard library."""
     pseudorandom = hmac.digest(salt or bytes(32), secret, "sha256")
     out, block, counter = b"", b"", 0
     while len(out) < length:
@@ -69,7 +69,7 @@ def hkdf_sha256(secret: bytes, *, salt: bytes, info: bytes, length: int) -> byte
 
 
 def test_keys_are_derived_as_in_rfc_5869() -> None:
-    """An HKDF that reproduces the RFC's vectors gives our keys, label and ids as its info."""
+    """An HKDF that reproduces the RFC's vectors gives our keys, with label and ids as its info."""
     count = 0
     for record in records("KDF/rfc-5869-HKDF-SHA256.txt"):
         made = hkdf_sha256(
@@ -88,7 +88,7 @@ def test_keys_are_derived_as_in_rfc_5869() -> None:
 
 
 def test_signatures_are_those_of_the_ed25519_vectors() -> None:
-    """The first 64 of the file: each verifies, and does not with a bit of the message flipped."""
+    """The first 64 of the file verify, and fail with one bit of the message flipped."""
     lines = (VECTORS / "asymmetric/Ed25519/sign.input").read_text().splitlines()[:64]
     for line in lines:
         _, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
@@ -97,7 +97,7 @@ def test_signatures_are_those_of_the_ed25519_vectors() -> None:
 
 
 def test_a_signature_has_one_form() -> None:
-    """RFC 8032, 5.1.7: an S that is not below the group's order is refused, or S + L would pass."""
+    """RFC 8032, 5.1.7: an S at or above the group's order is refused, or S + L would pass."""
     order = (1 << 252) + 27742317777372353535851937790883648493
     line = (VECTORS / "asymmetric/Ed25519/sign.input").read_text().splitlines()[5]
     _, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
@@ -108,7 +108,7 @@ def test_a_signature_has_one_form() -> None:
 
 
 def test_signatures_are_made_as_in_rfc_8032() -> None:
-    """A client's identity signs as the vectors of its authors do."""
+    """A client's identity produces the signatures of the authors' vectors."""
     lines = (VECTORS / "asymmetric/Ed25519/sign.input").read_text().splitlines()[:64]
     for line in lines:
         secret, public, message, signed = (bytes.fromhex(part) for part in line.split(":")[:4])
@@ -124,7 +124,7 @@ def block_cipher(key: bytes, block: bytes) -> bytes:
 
 
 def gcm(key: bytes, plain: bytes, *, iv: bytes, aad: bytes) -> tuple[bytes, bytes]:
-    """NIST SP 800-38D for IVs of 96 bits, from the block cipher alone: cipher text and tag."""
+    """NIST SP 800-38D for 96-bit IVs, from the block cipher alone: return ciphertext and tag."""
 
     def times(x: int, y: int) -> int:
         product = 0
@@ -151,7 +151,7 @@ def gcm(key: bytes, plain: bytes, *, iv: bytes, aad: bytes) -> tuple[bytes, byte
 
 
 def test_packets_are_sealed_as_in_nist_gcm() -> None:
-    """A GCM that reproduces NIST's vectors gives our packets: a nonce of zeros, ids and session."""
+    """A GCM that reproduces NIST's vectors seals our packets: zero nonce, ids and session."""
     count = 0
     for record in records("ciphers/AES/GCM/gcmEncryptExtIV256.rsp"):
         key, iv, plain, aad = (bytes.fromhex(record[name]) for name in ("key", "iv", "pt", "aad"))
@@ -186,7 +186,7 @@ def test_masks_are_the_counter_stream_of_rfc_3686(mask_stream: Stream) -> None:
 
 
 def test_public_keys_are_those_of_rfc_7748() -> None:
-    """Section 6.1: both sides of its example, and the secret that they share."""
+    """Section 6.1: both sides of its example, and their shared secret."""
     ours, theirs = (
         keys.KeyAgreement(SecretBytes(bytes.fromhex(secret)))
         for secret in (
@@ -202,7 +202,7 @@ def test_public_keys_are_those_of_rfc_7748() -> None:
 
 @pytest.mark.parametrize("mask_stream", STREAMS)
 def test_masks_are_the_counter_stream_of_nist_gcm(mask_stream: Stream) -> None:
-    """A span whose number is a vector's IV encrypts the vector's plain text."""
+    """A span whose number is a vector's IV encrypts the vector's plaintext."""
     count = 0
     for record in records("ciphers/AES/GCM/gcmEncryptExtIV256.rsp"):
         if len(record["iv"]) != 24 or not record["pt"]:
@@ -216,7 +216,7 @@ def test_masks_are_the_counter_stream_of_nist_gcm(mask_stream: Stream) -> None:
 
 @pytest.mark.parametrize("num_bytes", [1, 16, 4097, SPAN_BYTES + 77])
 def test_a_mask_is_plain_aes_256_ctr(num_bytes: int) -> None:
-    """Each span from its number and a counter of 2; plain CTR itself is NIST's, below."""
+    """Each span starts from its number and a counter of 2; plain CTR is checked below."""
     key = bytes(range(32))
     stream = expand_keystream(SecretBytes(key), num_bytes)
     for span, begin in enumerate(range(0, num_bytes, SPAN_BYTES)):
@@ -229,7 +229,7 @@ def test_a_mask_is_plain_aes_256_ctr(num_bytes: int) -> None:
 
 
 def test_plain_ctr_is_that_of_nist_sp_800_38a() -> None:
-    """What the masks are compared with, at the vectors of appendix F.5.5."""
+    """The cipher that masks are compared with, at the vectors of appendix F.5.5."""
     key = "603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4"
     plain = (
         "6bc1bee22e409f96e93d7e117393172aae2d8a571e03ac9c9eb76fac45af8e51"

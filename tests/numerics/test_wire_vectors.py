@@ -1,6 +1,6 @@
-"""The wire format's test vectors, ``docs/reference/wire-vectors.json``, against our own code.
+"""The wire format's test vectors, ``docs/reference/wire-vectors.json``, match our own code.
 
-A change that moves a byte fails here, and is a new version of the format or of the protocol.
+A change that moves a byte fails here, and needs a new version of the format or the protocol.
 """
 
 import json
@@ -35,7 +35,7 @@ VECTORS = Path(__file__).parents[2] / "docs/reference/wire-vectors.json"
 MODEL = {
     "layer.weight": torch.tensor([[1.0, -2.5], [0.0, 3.25]]),
     "layer.bias": torch.tensor([0.5, -0.5]),
-    "layer.steps": torch.tensor(7),  # an integer, as BatchNorm has: it is in no order
+    "layer.steps": torch.tensor(7),  # an integer, like BatchNorm's counter: it is not in ``order``
 }
 MESSAGES: dict[str, Request | Reply] = {
     "train request": TrainRequest(
@@ -64,7 +64,7 @@ TOKEN, CSR_PEM = bytes(range(32)), b"-----BEGIN CERTIFICATE REQUEST-----\n"
 
 
 def made() -> dict[str, Any]:  # Any: what JSON holds
-    """Return what the file is to hold."""
+    """Return the expected content of the file."""
     identity = Ed25519PrivateKey.from_private_bytes(SECRET)
     reply = compute_digest(encode(MESSAGES["train reply"]))
     signed = encode_signed_reply(KEY.message(), client_id=CLIENT_ID, digest=reply)
@@ -102,13 +102,13 @@ def vectors() -> dict[str, Any]:  # Any: as above
 
 
 def test_our_code_makes_the_vectors() -> None:
-    """To the byte."""
+    """Byte for byte."""
     assert vectors() == made()
 
 
 @pytest.mark.parametrize("each", vectors()["messages"], ids=lambda each: each["name"])
 def test_a_message_is_laid_out_as_the_reference_says(each: dict[str, str]) -> None:
-    """Read here as another language would, and by our own code. The control: one byte less."""
+    """Parsed here as another language would, and by our own code. The control: one byte less."""
     data = bytes.fromhex(each["bytes"])
     assert data[:3] == b"FL" + bytes([OLDEST])
     end = 7 + int.from_bytes(data[3:7], "little")
@@ -127,7 +127,7 @@ def test_a_message_is_laid_out_as_the_reference_says(each: dict[str, str]) -> No
 
 @pytest.mark.parametrize("name", ["reply_signature", "enrolment_signature"])
 def test_a_signature_is_of_all_that_is_signed(name: str) -> None:
-    """And of nothing else: the control changes one bit."""
+    """And nothing else: the control changes one bit."""
     each = vectors()[name]
     key = Ed25519PrivateKey.from_private_bytes(bytes.fromhex(each["secret_key"])).public_key()
     signed, signature = bytearray.fromhex(each["signed"]), bytes.fromhex(each["signature"])
