@@ -63,7 +63,7 @@ class LocalAdam(LocalWork):
     keep_moments: Annotated[
         bool,
         doc(
-            "Keep a client's m, v and t from one of its rounds to its next, where others start "
+            "Keep a client's m, v and t from one of its rounds to the next, instead of starting "
             "from zero."
         ),
     ]

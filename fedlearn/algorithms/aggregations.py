@@ -76,7 +76,7 @@ def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
     if weights_B.shape != num_examples_B.shape or not bool((weights_B > 0.0).all()):
         raise ValueError(
             f"{type(aggregation).__name__}.weigh returned {weights_B.tolist()} for clients of "
-            f"{num_examples_B.tolist()} examples; it returns one number above 0 for each"
+            f"{num_examples_B.tolist()} examples; return one number above 0 per client"
         )
     return weights_B
 
@@ -138,7 +138,7 @@ class LaneSums:
         """Divide the sums in place and return the means; raises ValueError without any client."""
         weight, num_clients = float(self.weight), round(float(self.num_clients))
         if weight <= 0.0:
-            raise ValueError("no client was folded in, so there is no mean")
+            raise ValueError("no client was added, so there is no mean")
         for name, total in self.sums.items():
             total.div_(weight if name in self.weighted else num_clients)
         return Aggregate(lanes=self.sums, num_clients=num_clients)
@@ -211,11 +211,11 @@ def require_weighted_mean(aggregation: object) -> WeightedMean:
     if type(aggregation) is WeightedMean:
         return aggregation
     if isinstance(aggregation, FullAggregation):
-        problem = f"{name} must see each update, and the coordinator learns their sum alone"
+        problem = f"{name} must see each update, but the coordinator learns only their sum"
     else:
         problem = (
-            f"{name} is not WeightedMean itself: clients weigh by examples or alike, masks do the "
-            "sum, and its own methods would not be called"
+            f"{name} is not WeightedMean itself: secure aggregation weights clients by examples "
+            "or equally and sums masked updates, so its own methods would not be called"
         )
     raise ConfigError(f"{problem}; aggregate by fl.WeightedMean, or switch secure aggregation off")
 

@@ -38,7 +38,7 @@ class Asynchrony(Staleness):
         Count, doc("Updates in a buffer, >= 1: the server steps when the buffer is full.")
     ]
     concurrency: Annotated[
-        Count, doc("Clients that train at a time, 1 to (max_staleness + 1) x buffer_size.")
+        Count, doc("Clients that train at the same time, 1 to (max_staleness + 1) x buffer_size.")
     ]
 
     def __post_init__(self) -> None:
@@ -90,6 +90,6 @@ def require_asynchronous(strategy: Strategy) -> None:
     """Raise ValueError, with the reason, if a strategy is valid in synchronous rounds only."""
     if strategy.needs_same_round:
         raise ValueError(
-            f"{type(strategy).__name__} cannot be asynchronous: {strategy.needs_same_round}; take "
+            f"{type(strategy).__name__} cannot be asynchronous: {strategy.needs_same_round}; use "
             "an algorithm whose step is a function of the mean update, such as FedAvg or FedAdam"
         )

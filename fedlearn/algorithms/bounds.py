@@ -38,7 +38,7 @@ class UpdateBounds(Ranged):
         int,
         Ge(1),
         Le(10**9),
-        doc("Most examples that a client may say it has trained on, 1 to 1e9."),
+        doc("Most examples that a client may report for its training, 1 to 1e9."),
     ]
 
     def too_long(self, lane: str) -> str:

@@ -115,9 +115,8 @@ class CyclicCohorts(Ranged):
         super().__post_init__()
         if self.num_groups < 2:  # noqa: PLR2004 - one group alone would be asked every round
             raise ValueError(
-                f"expected is {self.expected}, and of {self.population} users not two groups can "
-                f"be made that large; lower cohort.num_wanted to {max(1, self.population // 2)}, "
-                "or have more users"
+                f"expected is {self.expected}, too many for two groups of {self.population} "
+                f"users; lower cohort.num_wanted to {max(1, self.population // 2)}, or add users"
             )
         if not self.expected <= self.largest:
             raise ValueError(f"largest is {self.largest}, below what is expected: {self.expected}")

@@ -211,8 +211,8 @@ class Collection(ABC):
         """
         if client_id not in self._pending:
             raise RoundError(
-                f"client {client_id} was not asked, or has answered before in round "
-                f"{self.round_num + 1}"
+                f"client {client_id} was not asked in round {self.round_num + 1}, or has already "
+                "answered"
             )
         self.waited_for.discard(client_id)
         return self._pending.pop(client_id)

@@ -78,9 +78,8 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
         super().__post_init__()
         if type(self.inner) is not LocalSgd:
             raise ValueError(
-                f"EASGD's clients take SGD steps at a constant rate, which is also that of the "
-                f"elastic force, not those of {self.inner!r}; give a LocalSgd, without clipped "
-                "gradients and schedule"
+                "EASGD needs SGD steps at a constant rate, which also scales the elastic force, "
+                f"not {self.inner!r}; give a LocalSgd without clipped gradients or schedule"
             )
 
     @property
@@ -194,11 +193,10 @@ class ElasticAveraging(Ranged, Strategy):
         gain = self.local.share * (1 + self.cohort_size)
         if not gain < 2.0:  # noqa: PLR2004 - beyond it the distance grows
             raise ValueError(
-                f"elasticity is {elasticity:g}, with which learning_rate x elasticity x "
-                f"(1 + cohort_size) is {self.local.share / (elasticity or 1.0):g} x "
-                f"{elasticity:g} x {1 + self.cohort_size} = {gain:g}, and the models would "
-                f"swing apart; it must be below 2: lower elasticity below "
-                f"{elasticity * 2.0 / gain:.4g}"
+                f"elasticity is {elasticity:g}, so learning_rate x elasticity x (1 + cohort_size) "
+                f"is {self.local.share / (elasticity or 1.0):g} x {elasticity:g} x "
+                f"{1 + self.cohort_size} = {gain:g}, and the models would diverge; it must be "
+                f"below 2: lower elasticity below {elasticity * 2.0 / gain:.4g}"
             )
 
     @property
@@ -215,8 +213,8 @@ class ElasticAveraging(Ranged, Strategy):
     def needs_same_round(self) -> str:
         """A force is the difference of two models at the same time."""
         return (
-            "what a client gives up of its distance to the model it was sent, the global model "
-            "gains; of another model, or weighted by staleness, the models would not keep their sum"
+            "the elastic force moves a client and the global model by equal and opposite amounts, "
+            "which holds only for the model that the client was sent, without staleness weights"
         )
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
@@ -228,8 +226,8 @@ class ElasticAveraging(Ranged, Strategy):
         count = aggregate.num_clients
         if count > self.max_reports:
             raise ValueError(
-                f"cohort_size is {self.cohort_size}, but {count} clients reported; it is the most "
-                "that report in a round"
+                f"cohort_size is {self.cohort_size}, but {count} clients reported; set it to the "
+                "most that report in a round"
             )
         summing = ServerSgd(learning_rate=float(count), momentum=0.0)
         return StepResult(*summing.step(params, aggregate.lanes[DELTA.name], state))

@@ -54,7 +54,7 @@ class ExtraSettings(LocalUpdateWrapper):
             )
             if not is_finite:
                 raise ValueError(
-                    f"extra.{name} is {value!r}; give a text, a truth value or a finite number"
+                    f"extra.{name} is {value!r}; give a string, a boolean or a finite number"
                 )
 
     def settings(self) -> Settings:

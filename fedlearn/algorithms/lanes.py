@@ -89,9 +89,11 @@ class LaneSpec:
 
     def __post_init__(self) -> None:
         if isinstance(self.over, int) and self.over < 1:
-            raise ValueError(f"lane {self.name!r} has {self.over} numbers; it has at least one")
+            raise ValueError(f"lane {self.name!r} has {self.over} numbers; give at least one")
         if self.bound is not None and not self.bound > 0.0:
-            raise ValueError(f"lane {self.name!r} has the bound {self.bound}; it is above 0")
+            raise ValueError(
+                f"lane {self.name!r} has the bound {self.bound}; give a number above 0"
+            )
 
     def size(self, layout: Layout) -> int:
         """Return the number of values in the lane for models of ``layout``."""
@@ -115,13 +117,13 @@ def describe_misfit(lanes: Lanes, specs: Sequence[LaneSpec], layout: Layout) -> 
     """Describe how lanes differ from their declaration; ``None`` if they fit."""
     if lanes.keys() != {spec.name for spec in specs}:
         wrong = sorted(lanes.keys() ^ {spec.name for spec in specs})[:3]
-        return f"it lacks or adds lanes: {wrong}"
+        return f"it has missing or extra lanes: {wrong}"
     for spec in specs:
         lane, size = lanes[spec.name], spec.size(layout)
         if lane.shape != (size,):
             return f"lane {spec.name!r} has shape {tuple(lane.shape)}, not ({size},)"
         if lane.dtype != layout.dtype:
-            return f"lane {spec.name!r} is {lane.dtype}, the model {layout.dtype}"
+            return f"lane {spec.name!r} is {lane.dtype}, but the model is {layout.dtype}"
     return None
 
 

@@ -35,8 +35,8 @@ class LateUpdates(Staleness):
     deadline_quantile: Annotated[
         Annotated[float, Gt(0), Le(1)] | None,
         doc(
-            "Share of the clients that the deadline waits for, judged by the durations of the "
-            "last rounds, (0, 1]; not set: the deadline is fixed."
+            "Share of the clients that the deadline waits for, estimated from the durations of "
+            "the last rounds, (0, 1]; not set: the deadline is fixed."
         ),
     ]
     deadline_window: Annotated[

@@ -62,11 +62,11 @@ class MemorySpec:
     def __post_init__(self) -> None:
         if self.over is Over.ALL or (isinstance(self.over, int) and self.over < 1):
             raise ValueError(
-                f"a client's memory is over {self.over!r}; it lies along what trains "
-                "(Over.TRAINABLE, Over.TENSORS), or is some numbers, at least one"
+                f"a client's memory is over {self.over!r}; give Over.TRAINABLE, Over.TENSORS, or "
+                "the number of values, at least 1"
             )
         if self.draws not in {None, "uniform", "normal"}:
-            raise ValueError(f'draws is {self.draws!r}; it is "uniform", "normal" or None')
+            raise ValueError(f'draws is {self.draws!r}; give "uniform", "normal" or None')
         if self.draws is not None and self.is_kept:
             raise ValueError(
                 "draws are new for each step, so a client cannot keep them; set is_kept to False"
@@ -112,10 +112,10 @@ class LocalWork(Ranged):
         array([2, 6])
     """
 
-    epochs: Annotated[Count, doc("E, passes over the local examples a round, >= 1.")]
+    epochs: Annotated[Count, doc("E, passes over the local examples per round, >= 1.")]
     batch_size: Annotated[
         Count | None,
-        doc("Examples a step, fewer at the end of an epoch; not set: all at once."),
+        doc("Examples per step, fewer at the end of an epoch; not set: all at once."),
     ]
     shuffle: Annotated[bool, doc("Draw a new order of the examples every epoch.")] = True
     drop_last: Annotated[
@@ -330,8 +330,8 @@ class LocalSgd(LocalWork):
     keep_momentum: Annotated[
         bool,
         doc(
-            "Keep a client's velocity from one of its rounds to its next, where others start from"
-            " zero."
+            "Keep a client's velocity from one of its rounds to the next, instead of starting "
+            "from zero."
         ),
     ] = False
 
@@ -444,9 +444,9 @@ def require_update(local: object, *, name: str) -> None:
     if isinstance(local, type) or not isinstance(local, LocalUpdate):
         shown = repr(local) if isinstance(local, str | type | None) else type(local).__name__
         raise CallError(
-            f"{name} is {shown}, which has no step to take; give "
-            f"{call_example(LocalSgd, name='fl.LocalSgd')}, or a class of your own that inherits "
-            "from LocalWork and defines step"
+            f"{name} is {shown}, which has no method step; give "
+            f"{call_example(LocalSgd, name='fl.LocalSgd')}, or your own class that inherits from "
+            "LocalWork and defines step"
         )
 
 
@@ -585,7 +585,9 @@ def require_broadcast(broadcast: Mapping[str, Tensor], layout: Layout) -> None:
     """Raise ValueError if a broadcast vector is not of shape [Q], or is called :data:`MODEL`."""
     for name, vector_Q in broadcast.items():
         if name == MODEL:
-            raise ValueError(f"clients receive the model as {MODEL!r}; give {name!r} another name")
+            raise ValueError(
+                f"the broadcast name {name!r} is reserved for the model; choose another"
+            )
         if vector_Q.shape != (layout.num_trainable,):
             raise ValueError(
                 f"the strategy broadcasts {name!r} of shape {tuple(vector_Q.shape)}, but the model "
@@ -601,8 +603,8 @@ def read_only(tensors: Iterable[Tensor], *, who: str) -> Iterator[None]:
     yield
     if count_writes(watched) != before:
         raise ValueError(
-            f"{who} wrote to the tensors that it was given, which others use; return new ones, "
-            "such as params.vector + delta instead of params.vector.add_(delta)"
+            f"{who} wrote to its input tensors, which are shared; return new ones, such as "
+            "params.vector + delta instead of params.vector.add_(delta)"
         )
 
 

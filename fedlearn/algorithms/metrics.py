@@ -193,8 +193,8 @@ def require_name(name: str, *, taken: tuple[str, ...]) -> None:
     """Raise ConfigError unless a metric can be recorded under a name that is not ``taken``."""
     if not _NAME.fullmatch(name) or name == "auto":
         raise ConfigError(
-            f"metrics: {name!r} is no name; give at most 64 letters, digits and underscores, a "
-            'letter first, and not "auto"'
+            f"metrics: {name!r} is not a valid name; give at most 64 letters, digits and "
+            'underscores, a letter first, and not "auto"'
         )
     if name in RESERVED:
         raise ConfigError(f"metrics: {explain_reserved(name)}")
@@ -229,7 +229,7 @@ class R2:
         """Return R² over all outputs; raises ValueError unless each output has a label."""
         if outputs.numel() != labels.numel():
             raise ValueError(
-                f"R2 takes one label an output, not outputs of shape {tuple(outputs.shape)} and "
+                f"R2 takes one label per output, not outputs of shape {tuple(outputs.shape)} and "
                 f"labels of shape {tuple(labels.shape)}"
             )
         y = labels.flatten().double()

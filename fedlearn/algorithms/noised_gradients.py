@@ -89,8 +89,8 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
             ValueError: Always.
         """
         raise ValueError(
-            "NoisedGradients takes each example's gradient, not the batch's; let it be the "
-            "outermost of the local updates, and train with fedlearn's own trainer"
+            "NoisedGradients needs per-example gradients, not the batch's; make it the outermost "
+            "local update, and train with fedlearn's own trainer"
         )
 
     def clip(
@@ -119,8 +119,8 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         if (precision := _float32_products()) != "highest":
             raise SettingsRefused(
                 f"torch multiplies float32 at {precision!r} precision, for which a sum of clipped "
-                "gradients has no bound; leave out torch.set_float32_matmul_precision, and the "
-                "settings fp32_precision of torch.backends"
+                "gradients has no bound; do not call torch.set_float32_matmul_precision or set "
+                "fp32_precision in torch.backends"
             )
         pairs = [(_wide(left).mT, _wide(right)) for left, right in products]
         rows = [_wide(grad).reshape(*grad.shape[:2], -1) for grad in grads]

@@ -107,7 +107,7 @@ class CrossEntropy(Ranged):
             return
         if not all(math.isfinite(each) and each >= 0.0 for each in weights) or not any(weights):
             raise ValueError(
-                f"class_weights are {weights}; give finite numbers >= 0, one a class, and not "
+                f"class_weights are {weights}; give finite numbers >= 0, one per class, and not "
                 "all of them 0"
             )
         if self.label_smoothing and not all(weights):
@@ -162,7 +162,7 @@ class CrossEntropy(Ranged):
         if self.class_weights is not None and len(self.class_weights) != outputs.shape[1]:
             raise ValueError(
                 f"class_weights has {len(self.class_weights)} numbers, but the outputs have "
-                f"{outputs.shape[1]} classes, shape {tuple(outputs.shape)}; give one a class"
+                f"{outputs.shape[1]} classes, shape {tuple(outputs.shape)}; give one per class"
             )
 
     def _cross_entropy(self, outputs: Tensor, labels: Tensor, *, reduction: str) -> Tensor:
@@ -252,8 +252,9 @@ class MeanSquaredError:
         if outputs.shape[:1] != labels.shape[:1] or outputs.numel() != labels.numel():
             raise ValueError(
                 "MeanSquaredError takes a number for each output, not outputs of shape "
-                f"{tuple(outputs.shape)} and labels of shape {tuple(labels.shape)}; give the model "
-                "as many outputs as an example has labels, or for classes take fl.CrossEntropy()"
+                f"{tuple(outputs.shape)} and labels of shape {tuple(labels.shape)}; give the "
+                "model as many outputs as an example has labels, or for classes use "
+                "fl.CrossEntropy()"
             )
         errors = (outputs - labels.view(outputs.shape).to(outputs.dtype)).square()
         return errors.flatten(1).mean(1) if errors.dim() > 1 else errors
@@ -369,8 +370,8 @@ def why_not_by_example(objective: Objective) -> str | None:
     """Return why per-example gradient clipping is impossible with this loss, or ``None``."""
     if not objective.per_example:
         return (
-            "the loss couples the examples of a batch, so that none has a gradient of its own "
-            "to clip; take a loss that is a mean over examples"
+            "the loss couples the examples of a batch, so there are no per-example gradients to "
+            "clip; use a loss that is a mean over examples"
         )
     if isinstance(objective, CrossEntropy) and objective.class_weights is not None:
         return (
@@ -418,9 +419,9 @@ def require_one_each(outputs: Tensor, labels: Tensor, *, who: str) -> None:
     """Raise ValueError unless there is one output and one label per example."""
     if outputs.numel() != len(outputs) or labels.shape.numel() != outputs.numel():
         raise ValueError(
-            f"{who} takes one output and one label an example, not outputs of shape "
-            f"{tuple(outputs.shape)} and labels of shape {tuple(labels.shape)}; of two logits a "
-            "class take the difference, outputs[:, 1] - outputs[:, 0]"
+            f"{who} takes one output and one label per example, not outputs of shape "
+            f"{tuple(outputs.shape)} and labels of shape {tuple(labels.shape)}; for two logits "
+            "per example return the difference, outputs[:, 1] - outputs[:, 0]"
         )
 
 
@@ -477,13 +478,13 @@ def _require_classes(outputs: Tensor, labels: Tensor) -> None:
 
 def _remedy(outputs: Tensor, labels: Tensor) -> str:
     """Return the fix to suggest for labels that are not one class number per position."""
-    regress = "to regress on numbers give an objective, such as fl.MeanSquaredError()"
+    regress = "for regression give an objective, such as fl.MeanSquaredError()"
     if outputs.dim() < 2:  # noqa: PLR2004 - batch and classes
-        return f"let the model return one output a class for each example; {regress}"
+        return f"let the model return one output per class for each example; {regress}"
     if labels.shape == outputs.shape:
-        return f"of one-hot labels give the class numbers, labels.argmax(1); {regress}"
+        return f"replace one-hot labels by class numbers, labels.argmax(1); {regress}"
     if labels.shape == (len(outputs), 1):
-        return f"give one label an example in one dimension, labels.reshape(-1); {regress}"
+        return f"give one label per example in one dimension, labels.reshape(-1); {regress}"
     if labels.is_floating_point():
         return f"give class labels as integers, such as labels.astype(int); {regress}"
     return regress

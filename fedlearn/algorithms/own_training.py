@@ -35,7 +35,9 @@ class OwnTraining(LocalWork):
             "long simulated devices take, and clients' policies may limit it."
         ),
     ] = 1
-    batch_size: Annotated[Count | None, doc("Examples a step, for trainers that honour it.")] = None
+    batch_size: Annotated[Count | None, doc("Examples per step, for trainers that honour it.")] = (
+        None
+    )
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
@@ -46,7 +48,7 @@ class OwnTraining(LocalWork):
             ValueError: Always.
         """
         raise ValueError(
-            "OwnTraining says not how to train: give clients a trainer of their own "
+            "OwnTraining does not say how to train: give clients their own trainer "
             "(fl.simulate(trainer=...), client.trainer, join --task), or a LocalSgd"
         )
 

@@ -36,8 +36,8 @@ class PerClient(StrategyWrapper):
     def __post_init__(self) -> None:
         if not callable(self.local_of):
             raise CallError(
-                f"local_of is a {type(self.local_of).__name__}; give a function from a client's id "
-                "to what that client does, such as `lambda client_id: updates[client_id]`"
+                f"local_of is a {type(self.local_of).__name__}; give a function from a client's "
+                "id to its local update, such as `lambda client_id: updates[client_id]`"
             )
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
@@ -53,12 +53,12 @@ class PerClient(StrategyWrapper):
         local, usual = self.local_of(client_id), self.inner.local
         if not isinstance(local, LocalUpdate):
             raise ConfigError(
-                f"the local update of client {client_id} is {local!r}, which has no step to take; "
-                "give a LocalSgd, or a class of your own that inherits from LocalWork"
+                f"the local update of client {client_id} is {local!r}, which has no method step; "
+                "give a LocalSgd, or your own class that inherits from LocalWork"
             )
         if local.memory != usual.memory or tuple(local.lanes) != tuple(usual.lanes):
             raise ConfigError(
                 f"the local update of client {client_id} contributes or remembers other things "
-                f"than {usual!r}; let those of all clients differ in how they step alone"
+                f"than {usual!r}; local updates of clients may differ only in how they step"
             )
         return local

@@ -17,7 +17,7 @@ from fedlearn.algorithms.local import (
 from fedlearn.core.ranges import NotNegative, Ranged
 
 Pull: TypeAlias = Annotated[
-    NotNegative, doc("Strength of the pull towards the global model, >= 0; with 0 there is none.")
+    NotNegative, doc("Strength of the pull towards the global model, >= 0; 0: none.")
 ]
 
 

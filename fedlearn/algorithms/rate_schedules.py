@@ -73,8 +73,8 @@ class ScheduledRate(Ranged, LocalUpdateWrapper):
             )
         if any(isinstance(piece, ControlVariates) for piece in iter_updates(self.inner)):
             raise ValueError(
-                "ScheduledRate is around ControlVariates, whose mean of gradients is that of steps "
-                "at a constant rate; leave the schedule out under SCAFFOLD"
+                "ScheduledRate wraps ControlVariates, which needs a constant learning rate; leave "
+                "the schedule out with SCAFFOLD"
             )
 
     def factor(self, moment: Moment) -> float:

@@ -41,7 +41,7 @@ from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 Local: TypeAlias = Annotated[LocalUpdate, doc("What clients do.")]
 ByExamples: TypeAlias = Annotated[
     bool,
-    doc("Weight a client by its number of examples; otherwise all count the same."),
+    doc("Weight a client by its number of examples; otherwise all weigh the same."),
 ]
 
 

@@ -89,7 +89,8 @@ def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> 
     own, extra = split_settings(settings)
     if unknown := sorted(own.keys() - {_RATE}):
         raise ConfigError(
-            f"{place}: it returned {unknown[0]!r}; a round has a learning_rate and extra.NAME"
+            f"{place}: it returned {unknown[0]!r}; a round may set only learning_rate and "
+            "extra.NAME"
         )
     rate = own.get(_RATE)
     if _RATE in own and type(rate) not in (int, float):  # isinstance(True, int) holds
@@ -108,8 +109,8 @@ def _with_rate(local: LocalUpdate, rate: float) -> LocalUpdate:
         return replace(local, inner=_with_rate(local.inner, rate))
     if not isinstance(local, LocalWork) or not hasattr(local, _RATE):
         raise ValueError(
-            f"learning_rate is given, but {type(local).__name__} has none; give what the trainer "
-            "reads as extra.NAME"
+            f"learning_rate is given, but {type(local).__name__} has none; pass settings of your "
+            "trainer as extra.NAME"
         )
     changes: dict[str, Any] = {_RATE: rate}  # Any: mypy does not know which fields it has
     return replace(local, **changes)

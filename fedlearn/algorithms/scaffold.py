@@ -62,8 +62,8 @@ class ControlVariates(LocalUpdateWrapper):
     def __post_init__(self) -> None:
         if type(self.inner) is not LocalSgd or self.inner.momentum or self.inner.weight_decay:
             raise ValueError(
-                f"SCAFFOLD's clients take plain SGD steps at a constant rate, not those of "
-                f"{self.inner!r}; give a LocalSgd without momentum, weight decay and schedule"
+                f"SCAFFOLD needs plain SGD steps at a constant rate, not {self.inner!r}; give a "
+                "LocalSgd without momentum, weight decay or schedule"
             )
         _ = self.lanes  # LaneSpec raises ValueError for an invalid bound
 
@@ -151,8 +151,8 @@ class ControlVariates(LocalUpdateWrapper):
 def _require_constant_rate(moment: Moment) -> None:
     if moment.rate != 1.0:
         raise ValueError(
-            f"a local update around ControlVariates multiplies the learning rate by {moment.rate}, "
-            "but SCAFFOLD's is constant; leave the rate as it is"
+            "a local update around ControlVariates multiplies the learning rate by "
+            f"{moment.rate}, but SCAFFOLD's must be constant; do not change the rate"
         )
 
 
@@ -187,8 +187,8 @@ class ScaffoldAveraging(Ranged, Strategy):
     def needs_same_round(self) -> str:
         """Control variates are gradients at the model of their round."""
         return (
-            "a client's control variate is its gradient at the model that it was sent, and the "
-            "server's is their mean at one model"
+            "the server's control variate is the mean of the clients' gradients at one model, but "
+            "each would be taken at the model that its client was sent"
         )
 
     @property
@@ -218,7 +218,7 @@ class ScaffoldAveraging(Ranged, Strategy):
         if share > 1.0:
             raise ValueError(
                 f"num_clients is {self.num_clients}, but {aggregate.num_clients} clients "
-                "contributed; it is the number of clients in the population"
+                "contributed; set it to the number of clients in the population"
             )
         control: Tensor = state[_CONTROL] + share * aggregate.lanes[_CONTROL]
         return StepResult(moved, {_CONTROL: control})

@@ -94,8 +94,8 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
             continue
         if not is_dataclass(piece):
             raise ConfigError(
-                f"{_place(type(piece))} cannot travel to clients, which make it of its fields; "
-                "write it as a frozen dataclass, whose fields are plain values"
+                f"{_place(type(piece))} cannot be sent to clients, which build it from its "
+                "fields; write it as a frozen dataclass whose fields are plain values"
             )
         is_transform = place >= first_transform
         names.append(_transform_name(type(piece)) if is_transform else _name(type(piece)))
@@ -105,13 +105,13 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
                 value = value.item()
             if name in settings or name == PIECES:
                 raise ConfigError(
-                    f"local setting {name!r} stands in two pieces ({' '.join(names)}); each kind "
-                    "of piece is there once"
+                    f"local setting {name!r} belongs to two components ({' '.join(names)}); use "
+                    "each kind of component once"
                 )
             if not isinstance(value, int | float | str | bool | None):
                 raise ConfigError(
-                    f"local setting {name!r} is a {type(value).__name__}, which cannot travel; "
-                    "give a number, text, a truth value or None"
+                    f"local setting {name!r} is a {type(value).__name__}, which cannot be sent; "
+                    "give a number, a string, a boolean or None"
                 )
             settings[name] = value
     return {PIECES: " ".join(names), **settings}
@@ -141,8 +141,8 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
             continue
         if (update is None) == issubclass(kind, LocalUpdateWrapper):
             raise SettingsRefused(
-                f"local setting {PIECES!r} is {settings[PIECES]!r}; it names one update first, "
-                "then what is around it"
+                f"local setting {PIECES!r} is {settings[PIECES]!r}; name one update first, then "
+                "its wrappers"
             )
         update = _build(kind, values) if update is None else _build(kind, values, inner=update)
     if not isinstance(update, LocalUpdate):
@@ -214,8 +214,8 @@ def _describe_unknown(name: str, *, who: str = "this client") -> str:
         ("transform", "transforms") if is_transform else ("local update", "local_updates")
     )
     return (
-        f"the coordinator asks for the {what} {own!r}, which {who} does not know; name its "
-        f"class where the trainer is made, as in TorchTrainer.of(..., {argument}=[{own}])"
+        f"the coordinator asks for the {what} {own!r}, which {who} does not know; pass its class "
+        f"to the trainer, as in TorchTrainer.of(..., {argument}=[{own}])"
     )
 
 
@@ -254,8 +254,8 @@ def _distinct(kinds: Iterable[_Kind], *, what: str) -> list[_Kind]:
     for kind in dict.fromkeys(kinds):
         if kind.__name__ in found:
             raise ConfigError(
-                f"two {what} are called {kind.__name__!r}, {_place(found[kind.__name__])} "
-                f"and {_place(kind)}; clients are asked for them by name, so rename one"
+                f"two {what} are called {kind.__name__!r}, {_place(found[kind.__name__])} and "
+                f"{_place(kind)}; clients look them up by name, so rename one"
             )
         found[kind.__name__] = kind
     return list(found.values())
@@ -325,9 +325,9 @@ def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -
         raise SettingsRefused(_describe_unknown(unknown[0]))
     name = unknown[0]
     raise SettingsRefused(
-        f"{_describe_unknown(name, who=who)}; a trainer of your own that does what {name} says "
-        f'declares the name "{name}" among the settings that it acts on; or have the coordinator '
-        "ask for another local update"
+        f"{_describe_unknown(name, who=who)}; if your own trainer implements {name}, declare "
+        f'"{name}" among the settings that it acts on; otherwise have the coordinator ask for '
+        "another local update"
     )
 
 
@@ -342,7 +342,7 @@ def _explain_ignored(name: str, value: Scalar, who: str) -> SettingsRefused:
     return SettingsRefused(
         f"{who} does not honour the setting {name!r}, which is {value!r}: act on "
         f'context.settings["{name}"] and add the name to the trainer\'s `honours`, or have the '
-        "coordinator ask for no more than it honours"
+        "coordinator ask only for settings that it honours"
     )
 
 
@@ -351,8 +351,8 @@ def _name(kind: _Kind) -> str:
     own = kind.__name__
     if own in standard and standard[own] is not kind:
         raise ConfigError(
-            f"{_place(kind)} has the name of another piece, {own!r}, by which clients are asked; "
-            "rename it"
+            f"{_place(kind)} has the name of another component, {own!r}, and clients look "
+            "components up by name; rename it"
         )
     return next((name for name, each in standard.items() if each is kind), own)
 
@@ -370,7 +370,9 @@ def _names(settings: Settings) -> list[str]:
     """Return the names under :data:`PIECES`; a user's own trainer may need none."""
     named = settings.get(PIECES, "")
     if not isinstance(named, str):
-        raise SettingsRefused(f"local setting {PIECES!r} is {named!r}; it names what to do")
+        raise SettingsRefused(
+            f"local setting {PIECES!r} is {named!r}; it must name the local update"
+        )
     return named.split()
 
 

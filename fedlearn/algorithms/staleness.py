@@ -84,8 +84,8 @@ class Staleness(Ranged):
         if least < _LEAST_WEIGHT:
             raise ValueError(
                 f"staleness_exponent is {self.staleness_exponent:g}, but with max_staleness "
-                f"{self.max_staleness} an update may count {least:.1e}, below {_LEAST_WEIGHT:g}, "
-                "and a mean over such is one over nothing; lower one of the two"
+                f"{self.max_staleness} an update may weigh {least:.1e}, below {_LEAST_WEIGHT:g}, "
+                "too little for a mean; lower one of the two"
             )
 
     def weights(self, staleness_B: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -102,4 +102,4 @@ class Staleness(Ranged):
 
     def why_stale(self, staleness: int) -> str:
         """Return the recorded reason for dropping an update of this staleness."""
-        return f"based on a model {staleness} rounds old; at most {self.max_staleness} are taken"
+        return f"based on a model {staleness} rounds old; at most {self.max_staleness} are accepted"

@@ -38,7 +38,7 @@ class StragglerPolicy(Ranged):
 
     num_wanted: Annotated[Count, doc("Reports that close a round.")]
     over_selection: Annotated[
-        float, Ge(1), doc("Clients asked per report wanted, >= 1; rounded up to whole clients.")
+        float, Ge(1), doc("Clients asked per wanted report, >= 1; rounded up to whole clients.")
     ]
     deadline_s: Annotated[float, doc("Seconds from the broadcast to the cut-off; may be infinite.")]
     min_reports: Annotated[
@@ -51,8 +51,8 @@ class StragglerPolicy(Ranged):
     below_minimum: Annotated[
         BelowMinimum,
         doc(
-            "What a round below its minimum does: ask a fresh cohort, leave the model as it is, "
-            "or fail the run."
+            "What a round below its minimum does: ask a new cohort, keep the model, or fail the "
+            "run."
         ),
     ]
     max_retries: Annotated[
@@ -63,10 +63,11 @@ class StragglerPolicy(Ranged):
         super().__post_init__()
         if not 0 <= self.min_reports <= self.num_wanted:
             raise ValueError(
-                f"min_reports is {self.min_reports}; it lies in 0..num_wanted ({self.num_wanted})"
+                f"min_reports is {self.min_reports}; give a number in 0..num_wanted "
+                f"({self.num_wanted})"
             )
         if not self.deadline_s > 0.0:
-            raise ValueError(f"deadline_s is {self.deadline_s}; it is positive")
+            raise ValueError(f"deadline_s is {self.deadline_s}; give a number above 0")
 
     @property
     def num_asked(self) -> int:

@@ -69,8 +69,8 @@ _WRAPPED: Mapping[type[nn.Module], tuple[str, tuple[str, ...]]] = {
 }
 
 _OWN_LOSS = (
-    "of a loss of your own make one by fl.CustomLoss(function), where function(outputs, labels) "
-    "returns one loss per example, shape [batch]"
+    "wrap your own loss as fl.CustomLoss(function), where function(outputs, labels) returns one "
+    "loss per example, shape [batch]"
 )
 
 
@@ -117,13 +117,12 @@ def _wrap(module: nn.Module) -> Objective:
     reduction = getattr(module, "reduction", "mean")
     if kind is not nn.CrossEntropyLoss and kind is not nn.MSELoss and kind not in _WRAPPED:
         raise ConfigError(
-            f"objective is a {name}, which fedlearn does not know how to take per example; "
-            f"{_OWN_LOSS}"
+            f"objective is a {name}, which fedlearn cannot compute per example; {_OWN_LOSS}"
         )
     if reduction == "sum":
         raise ConfigError(
             f'objective is {name}(reduction="sum"), but training takes the mean over the examples '
-            'of a batch; leave the reduction at "mean", and raise the learning rate if need be'
+            'of a batch; leave the reduction at "mean", and raise the learning rate if needed'
         )
     if isinstance(module, nn.CrossEntropyLoss):
         weights = module.weight

@@ -103,7 +103,9 @@ def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
         found.append(after)
     names = found[0].lanes.keys()
     if any(each.lanes.keys() != names for each in found):
-        raise UnusableResult(f"{type(transform).__name__} returned other lanes for other clients")
+        raise UnusableResult(
+            f"{type(transform).__name__} returned different lanes for different clients"
+        )
     lanes = {name: torch.cat([stack_rows(each.lanes[name]) for each in found]) for name in names}
     return replace(updates, lanes=lanes)
 
@@ -112,16 +114,17 @@ def _require_alike(after: object, before: Updates, *, who: Transform) -> None:
     """Raise UnusableResult unless a transform returned updates of the same clients and model."""
     name = type(who).__name__
     if not isinstance(after, Updates):
-        raise UnusableResult(f"{name} returned {type(after).__name__}; it returns Updates")
+        raise UnusableResult(f"{name} returned {type(after).__name__}; return Updates")
     count = len(before.client_ids)
     counts = {len(rows) for rows in after.lanes.values()}
     if counts - {count} or list(after.client_ids) != list(before.client_ids):
         raise UnusableResult(
-            f"{name} returned {sorted(counts)} rows of {count} clients; it returns one for each"
+            f"{name} returned {sorted(counts)} rows for {count} clients; return one per client"
         )
     if not torch.equal(after.weights_B, before.weights_B):
         raise UnusableResult(
-            f"{name} changed the weights of clients, which the aggregation sets; change the delta"
+            f"{name} changed the weights of clients, which the aggregation sets; change only the "
+            "delta"
         )
     if DELTA.name not in after.lanes:
         raise UnusableResult(f"the updates of {name} do not fit: it lacks the lane {DELTA.name!r}")
@@ -251,8 +254,8 @@ class NoisedUpdates(Ranged):
         """
         if bare := [name for name in updates.lanes if name != DELTA.name]:
             raise UnusableResult(
-                f"the lane {bare[0]!r} would leave this client without noise, beside an update "
-                "with some; take an algorithm whose clients send updates alone"
+                f"the lane {bare[0]!r} would leave this client without noise, next to an update "
+                "with noise; use an algorithm whose clients send only updates"
             )
         delta = stack_rows(updates.lanes[DELTA.name])
         step = self.clip_norm / _LEVELS

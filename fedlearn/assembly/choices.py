@@ -307,8 +307,8 @@ def _choose_executor(
     if engine.block_size != "auto":
         if job.make_trainer is not None and engine.block_size > 1:
             raise EngineError(
-                f"engine.block_size is {engine.block_size}, but the clients have trainers of their "
-                "own, which train one at a time; leave it out"
+                f"engine.block_size is {engine.block_size}, but the clients have their own "
+                "trainers, which train one at a time; leave it out"
             )
         return replace(choice, block_size=engine.block_size)
     # Split a worker's share into as few blocks of equal size as fit the cache.

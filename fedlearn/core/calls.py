@@ -126,11 +126,11 @@ def _explain(
         return f"{name}() has no argument {unknown}; {hint} {', '.join(names)}; {remedy}"
     if len(args) > len(by_place):
         named_only = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        which = ", ".join(named_only) or "none further"
+        which = ", ".join(named_only) or "no others"
         return f"{name}() was given {args[len(by_place)]!r} without a name; name {which}; {remedy}"
     twice = [each.name for each in by_place[: len(args)] if each.name in kwargs]
     if twice:
-        return f"{name}() was given {twice[0]} twice, by its place and by its name; give it once"
+        return f"{name}() was given {twice[0]} twice, by position and by name; give it once"
     given = {each.name for each in by_place[: len(args)]} | kwargs.keys()
     missing = [
         each.name for each in parameters if each.default is each.empty and each.name not in given

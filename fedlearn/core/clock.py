@@ -83,7 +83,7 @@ def thread_processor_s(thread: int) -> float:
     # here as the kernel does: MAKE_THREAD_CPUCLOCK.
     if sys.platform == "linux":
         return time.clock_gettime(~thread << 3 | 6)
-    raise OSError(errno.ENOSYS, "no clock of a thread")
+    raise OSError(errno.ENOSYS, "this system has no clock for a thread")
 
 
 def process_processor_s() -> float:

@@ -152,7 +152,9 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
     settings = fields.get("settings")
     if newest < VERSION:
         if _LACKS_CONSTANTS in added:
-            raise ValueError(f"a request of version {newest} has its constants; encode it whole")
+            raise ValueError(
+                f"a request of version {newest} must include its constants; encode it whole"
+            )
         added = {}
         if isinstance(settings, Mapping):
             fields["settings"] = settings = _older_settings(settings, version=newest)
@@ -170,7 +172,7 @@ def _older_settings(settings: Settings, *, version: int) -> Settings:
     """Remove the settings that ``version`` does not have, if they leave training unchanged."""
     for name, usual in _NEW_SETTINGS.items():
         if settings.get(name, usual) != usual:
-            raise ValueError(f"version {version} has no setting {name!r}, which is not {usual!r}")
+            raise ValueError(f"version {version} has no setting {name!r}; leave it at {usual!r}")
     return {name: value for name, value in settings.items() if name not in _NEW_SETTINGS}
 
 
@@ -268,8 +270,8 @@ def decode(
     if personal:
         if not isinstance(message, SecureTrainRequest | SecureEvaluateRequest) or message.message:
             raise ProtocolError(
-                f"{len(personal)} bytes for this client alone beside a {type(message).__name__} "
-                "that has no place for them"
+                f"{len(personal)} bytes for this client alone with a {type(message).__name__}, "
+                "which cannot carry them"
             )
         message = replace(message, message=personal)
     match message:
@@ -295,7 +297,7 @@ def peek(data: bytes | mmap) -> Request | Reply:
         ProtocolError: As :func:`decode`.
     """
     if len(data) < _PREFIX.size:
-        raise ProtocolError(f"{len(data)} bytes are no message; the prefix alone has 7")
+        raise ProtocolError(f"{len(data)} bytes are too few for a message; the prefix alone has 7")
     magic, version, header_size = _PREFIX.unpack_from(data)
     if magic != _MAGIC:
         raise ProtocolError(f"the message begins with {magic!r}, not {_MAGIC!r}")
@@ -322,10 +324,14 @@ def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
     """
     begin = start + _TABLE_SIZE.size
     if begin > len(data):
-        raise ProtocolError(f"malformed tensors: {len(data) - start} bytes are no table of them")
+        raise ProtocolError(
+            f"malformed tensors: {len(data) - start} bytes are too few for a table of them"
+        )
     begin += int(_TABLE_SIZE.unpack_from(data, start)[0])
     if begin > len(data):
-        raise ProtocolError(f"malformed tensors: a table up to byte {begin} of {len(data)}")
+        raise ProtocolError(
+            f"malformed tensors: the table would end at byte {begin} of {len(data)}"
+        )
     try:
         table = json.loads(data[start + _TABLE_SIZE.size : begin], object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -340,7 +346,9 @@ def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
             raise ProtocolError(f"malformed tensors: {slot.name!r} is not at byte {end}")
         end = slot.end
     if end != len(data) - begin:
-        raise ProtocolError(f"malformed tensors: {end} bytes in a body of {len(data) - begin}")
+        raise ProtocolError(
+            f"malformed tensors: they take {end} bytes in a body of {len(data) - begin}"
+        )
     body = _view(data, begin)
     return {slot.name: slot.view(body) for slot in slots}
 
@@ -355,7 +363,7 @@ def _view(data: bytes | mmap, begin: int) -> Tensor:
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a name stands twice")
+        raise ValueError("a name appears twice")
     return table
 
 
@@ -374,11 +382,13 @@ class _Slot:
     def of(cls, entry: Any, *, name: str) -> "_Slot":
         """Check an entry of the table, including that torch can represent its shape."""
         if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
-            raise ProtocolError(f"malformed tensors: {name!r} is not dtype, shape, data_offsets")
+            raise ProtocolError(
+                f"malformed tensors: {name!r} does not have exactly dtype, shape and data_offsets"
+            )
         shape, offsets = entry["shape"], entry["data_offsets"]
         dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
         if dtype is None:
-            raise ProtocolError(f"malformed tensors: {name!r} has no dtype that is known")
+            raise ProtocolError(f"malformed tensors: {name!r} has no known dtype")
         if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):  # noqa: PLR2004 - begin, end
             raise ProtocolError(f"malformed tensors: {name!r} has no shape or no offsets")
         # An empty tensor may claim any size in its other dimensions.
@@ -386,7 +396,9 @@ class _Slot:
             raise ProtocolError(f"malformed tensors: {name!r} has a shape too large for torch")
         begin, end = offsets
         if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ProtocolError(f"malformed tensors: {name!r} is not as long as its shape")
+            raise ProtocolError(
+                f"malformed tensors: the length of {name!r} does not match its shape"
+            )
         return cls(name, dtype, tuple(shape), begin, end)
 
     def span(self) -> tuple[int, int]:
@@ -541,7 +553,7 @@ def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:
     if tensors.keys() != names:
         wrong = sorted(tensors.keys() ^ names)[:3]
-        raise _explain_malformed(f"it lacks or adds tensors: {wrong}")
+        raise _explain_malformed(f"it has missing or extra tensors: {wrong}")
 
 
 def _message(tensors: Mapping[str, Tensor]) -> bytes:

@@ -153,9 +153,9 @@ def require_one_tensor(outputs: object) -> Tensor:
     if isinstance(outputs, Tensor):
         return outputs
     raise TypeError(
-        f"the model's forward returned a {type(outputs).__name__}; it returns one tensor, the "
-        "first dimension counting examples: take the part that the loss needs, or join several "
-        "heads by torch.cat(..., dim=1) and split them in the loss"
+        f"the model's forward returned a {type(outputs).__name__}; return one tensor whose first "
+        "dimension counts examples: select the part that the loss needs, or join several heads by "
+        "torch.cat(..., dim=1) and split them in the loss"
     )
 
 
@@ -169,8 +169,8 @@ def require_one_label_each(features: Features, labels: Tensor) -> None:
     inputs: Mapping[Any, Any] = features if isinstance(features, Mapping) else name_inputs(features)
     if not inputs or not all(isinstance(name, str) for name in inputs):
         raise DataError(
-            f"features are a {type(features).__name__} of {list(inputs)}; give it one tensor or "
-            "more, those of a dict under the names that the model's forward gives them"
+            f"features are a {type(features).__name__} of {list(inputs)}; give one or more "
+            "tensors, in a dict under the names that the model's forward gives them"
         )
     for name, tensor in name_inputs(features).items():
         if not isinstance(tensor, Tensor):
@@ -181,7 +181,7 @@ def require_one_label_each(features: Features, labels: Tensor) -> None:
         if not tensor.ndim or not labels.ndim or len(tensor) != len(labels):
             raise DataError(
                 f"{name} of shape {tuple(tensor.shape)} and labels of shape "
-                f"{tuple(labels.shape)}; the first dimension counts examples in both"
+                f"{tuple(labels.shape)}; the first dimension of both must count examples"
             )
 
 
@@ -204,6 +204,6 @@ def require_finite(values: Tensor, *, what: str, place: Callable[[int], str]) ->
     bad = (~values.isfinite()).flatten(1).any(1) if values.ndim > 1 else ~values.isfinite()
     row = int(bad.nonzero()[0])
     raise DataError(
-        f"{place(row)} has a {what} that is NaN or infinite ({int(bad.sum())} rows have); "
-        "fill or drop such rows"
+        f"{place(row)} has a {what} that is NaN or infinite ({int(bad.sum())} such rows); fill or "
+        "drop them"
     )

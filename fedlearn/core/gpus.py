@@ -28,9 +28,9 @@ def find_own_gpu(environ: Mapping[str, str]) -> torch.device | None:
     started, found = int(environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if started > found:
         raise ConfigError(
-            f"torchrun has started {started} processes on this machine, each of which takes a GPU, "
-            f"but there {'is 1' if found == 1 else f'are {found}'}; start {found} at the most, or "
-            'compute on the CPU: a simulation by engine.device = "cpu", another training by '
-            'CUDA_VISIBLE_DEVICES="" in its environment'
+            f"torchrun has started {started} processes on this machine, and each needs a GPU, but "
+            f"there {'is 1' if found == 1 else f'are {found}'}; start at most {found}, or compute "
+            'on the CPU: set engine.device = "cpu" for a simulation, CUDA_VISIBLE_DEVICES="" in '
+            "the environment of other trainings"
         )
     return torch.device("cuda", read_local_rank(environ))

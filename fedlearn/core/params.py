@@ -92,7 +92,7 @@ class Layout:
             raise ValueError("the model has no parameters; there is nothing to train")
         if not trains:
             raise ValueError(
-                "the model has no parameter to train: each is frozen (requires_grad is False); "
+                "the model has no parameter to train: all are frozen (requires_grad is False); "
                 "leave some of them trainable"
             )
         for name, value in trains.items():
@@ -156,7 +156,7 @@ class Layout:
             return None
         first = {spec.dtype: spec.name for spec in reversed(self.specs)}
         listed = ", ".join(f"{dtype} ({name!r}, ...)" for dtype, name in reversed(first.items()))
-        return f"trains and travels in the model's own dtypes: {listed}"
+        return f"trains and is sent in the model's own dtypes: {listed}"
 
     def views(self, stack: Tensor) -> dict[str, Tensor]:
         """Split vectors ``stack`` [..., P] into named views of shape [..., *shape] each."""
@@ -190,8 +190,8 @@ def _require_shapes(module: nn.Module) -> None:
     for name, value in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(value):
             raise ValueError(
-                f"{name!r} has no shape yet, since its module is lazy; put one batch through the "
-                "model where it is built, so that its shapes are known"
+                f"{name!r} has no shape yet, since its module is lazy; run one batch through the "
+                "model where you build it, so that its shapes are known"
             )
 
 
@@ -411,8 +411,8 @@ def _require_own_memory(tensors: Mapping[str, Tensor], *, changing: Collection[s
             if (one in changing or other in changing) and _overlap(tensors[one], tensors[other]):
                 raise ValueError(
                     f"{one!r} and {other!r} share memory, but are two tensors of the model, which "
-                    "would train apart from each other; assign the same nn.Parameter to both, or "
-                    "give one of them a copy"
+                    "would train separately; assign the same nn.Parameter to both, or give one of "
+                    "them a copy"
                 )
 
 

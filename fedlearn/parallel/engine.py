@@ -72,8 +72,8 @@ class RankTrainer:
         }
         if not self._parameters:
             raise ConfigError(
-                "the model has no parameter to train: each is frozen (requires_grad is False); "
-                "leave some as they are made"
+                "the model has no parameter to train: all are frozen (requires_grad is False); "
+                "leave some of them trainable"
             )
         self._optimizer = plan.optimizer.over(groups_of(self._parameters.values()))
         _prime(self._optimizer)

@@ -83,7 +83,8 @@ class LognormalBandwidth(Ranged):
         Positive, doc("Median bandwidth of the devices, both ways, 10**6 bits a second, > 0.")
     ]
     sigma: Annotated[
-        NotNegative, doc("Standard deviation of the bandwidth's logarithm, >= 0; 0: all alike.")
+        NotNegative,
+        doc("Standard deviation of the bandwidth's logarithm, >= 0; 0: all devices are equal."),
     ]
 
     def mbit_per_s(self, client_ids: NDArray[np.int64], *, seed: Seed) -> NDArray[np.float64]:
@@ -128,19 +129,19 @@ class TraceBandwidth:
         ends = self.offsets[[0, -1]].tolist() if self.offsets.size else []
         if self.mbit_per_s.shape != self.time_s.shape or ends != [0, num_samples]:
             raise DataError(
-                f"{num_samples} times, {self.mbit_per_s.size} bandwidths and offsets from and to "
-                f"{ends} do not fit; the offsets run from 0 to the number of samples"
+                f"{num_samples} times, {self.mbit_per_s.size} bandwidths and offsets with the "
+                f"ends {ends} do not fit; the offsets must run from 0 to the number of samples"
             )
         self._refuse(np.flatnonzero(np.diff(self.offsets) < 2), "it has fewer than two samples")  # noqa: PLR2004  an interval has two ends
         every = np.arange(self.num_traces)
         owner = np.repeat(every, np.diff(self.offsets))
         inner = np.diff(owner) == 0
         rising = np.isfinite(self.time_s[1:]) & (np.diff(self.time_s) > 0.0)
-        self._refuse(owner[1:][inner & ~rising], "its times do not rise")
+        self._refuse(owner[1:][inner & ~rising], "its times do not increase")
         wrong = ~(np.isfinite(self.mbit_per_s) & (self.mbit_per_s >= 0.0))
         self._refuse(owner[wrong], "its bandwidth is negative or not finite")
         silent = self._over(every, self._passed[1]) <= 0.0
-        self._refuse(every[silent], "it carries nothing, a transfer would not end")
+        self._refuse(every[silent], "its bandwidth is always 0, so a transfer would never end")
 
     @property
     def num_traces(self) -> int:
@@ -232,7 +233,10 @@ class Behaviour(Ranged):
     ]
     speed_sigma: Annotated[
         NotNegative,
-        doc("Standard deviation of the logarithm of median_ms_per_example, >= 0; 0: all alike."),
+        doc(
+            "Standard deviation of the logarithm of median_ms_per_example, >= 0; 0: all devices "
+            "are equal."
+        ),
     ]
     bandwidth: Annotated[Bandwidth, doc("How fast devices communicate.")]
     dropout_rate: Annotated[Probability, doc("Probability that a client fails in a round, [0, 1].")]

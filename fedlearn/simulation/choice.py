@@ -218,7 +218,7 @@ def use_configured(job: TrainingJob, kind: ExecutorKind) -> Choice:
     if job.make_trainer is not None:
         if kind is not ExecutorKind.SEQUENTIAL:
             raise EngineError(
-                f'engine.executor is "{kind}", but the clients have trainers of their own, which '
+                f'engine.executor is "{kind}", but the clients have their own trainers, which '
                 'train one at a time; use "auto" or "sequential"'
             )
         return _use_trainers(job)
@@ -280,9 +280,9 @@ def _require_trainable(job: TrainingJob) -> None:
     assert first is not None  # there is a client
     dtypes = job.params.layout.dtypes()
     raise EngineError(
-        f"the model cannot be trained, not even one client at a time: {describe_first_line(first)}"
-        f"{f' (it {dtypes})' if dtypes else ''}; train it on one batch in a loop of your own "
-        "to see where"
+        "the model cannot be trained, not even one client at a time: "
+        f"{describe_first_line(first)}{f' (it {dtypes})' if dtypes else ''}; train it on one "
+        "batch in your own loop to see where it fails"
     ) from first
 
 
@@ -301,7 +301,7 @@ def _use_trainers(job: TrainingJob) -> Choice:
         new = [lane.name for lane in piece.lanes if lane.name not in seen]
         if new and type(piece) in UPDATES.values():
             raise EngineError(
-                f"the algorithm needs {new} of each client, which only fedlearn's own trainer "
+                f"the algorithm needs {new} from each client, which only fedlearn's own trainer "
                 "computes; leave the trainer out"
             )
         seen.update(new)
@@ -325,10 +325,10 @@ def _choose_fastest(job: TrainingJob, speed: "_Speed", trial: Trial, not_fused: 
     ratio = speed.sequential_s / speed.stacked_s
     best_s = min(speed.sequential_s, speed.stacked_s) * job.num_clients
     much = f"{ratio:.1f} times as fast" if ratio > 1.0 else f"{1 / ratio:.1f} times as slow"
-    measured = f"at once they are {much} as one at a time, and not fused: {not_fused}"
+    measured = f"stacked clients are {much} as one at a time, and not fused: {not_fused}"
     compiled = ExecutorKind.COMPILED
     if best_s > _WORTH_COMPILING_S and _find_objection(job, compiled, trial) is None:
-        reason = f"compiling pays in a run of about {best_s:.0f} s; {measured}"
+        reason = f"compiling pays off in a run of about {best_s:.0f} s; {measured}"
         return _make_choice(job, compiled, reason)
     kind = ExecutorKind.VMAP if ratio > 1.0 else ExecutorKind.SEQUENTIAL
     return _make_choice(job, kind, measured)
@@ -354,7 +354,7 @@ def _tune_block_size(job: TrainingJob, usual: Choice, clock: Clock, path: Path) 
         best = name if _CLEARLY * each < seconds[best] else best
     kind, size = best.split()
     listed = ", ".join(f"{name}: {1e6 * each:.3g}" for name, each in seconds.items())
-    reason = f"{usual.reason}; microseconds an example here, by clients at once: {listed}"
+    reason = f"{usual.reason}; microseconds per example on this machine, by block size: {listed}"
     return Choice(kind=ExecutorKind(kind), block_size=int(size), reason=reason)
 
 
@@ -391,7 +391,9 @@ def _time_block_sizes(job: TrainingJob, usual: Choice, clock: Clock) -> dict[str
 
 def _chain(job: TrainingJob) -> Chain:
     if isinstance(job.local, NoisedGradients):
-        raise EngineError("each example's gradient is clipped, and it has those of batches alone")
+        raise EngineError(
+            "each example's gradient is clipped, but it computes only those of batches"
+        )
     model = job.resident_model()
     chain = as_chain(model.module, model.layout)
     if isinstance(chain, NotAChain):

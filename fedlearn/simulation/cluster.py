@@ -103,8 +103,8 @@ class SharingMemory:
 
 def _build_lost_error(rank: int, error: Exception) -> EngineError:
     return EngineError(
-        f"worker {rank} lost another worker in the middle of a round ({error!r}); "
-        "the run resumes from its last commit with `fedlearn resume`"
+        f"worker {rank} lost another worker in the middle of a round ({error!r}); resume the run "
+        "from its last commit with `fedlearn resume`"
     )
 
 
@@ -200,9 +200,8 @@ def _start(process: SpawnProcess) -> None:
         process.start()
     except (TypeError, AttributeError, PickleError) as error:
         raise EngineError(
-            f"what the workers need cannot be sent to them: {error}; define the functions and "
-            "classes that the simulation is given at the top of a module, or leave "
-            "engine.num_workers out"
+            f"the simulation cannot be sent to its workers: {error}; define the functions and "
+            "classes that you pass to it at the top of a module, or leave engine.num_workers out"
         ) from error
 
 
@@ -211,8 +210,8 @@ def _await_ready(link: Link, rank: int) -> None:
         link.recv_bytes()
     except (EOFError, OSError) as error:
         raise EngineError(
-            f"worker {rank} has not started, and its output says why; on this system a script runs "
-            'its simulation under `if __name__ == "__main__":`, since each worker imports it'
+            f"worker {rank} did not start, and its output says why; on this system each worker "
+            'imports the script, so run the simulation under `if __name__ == "__main__":`'
         ) from error
 
 

@@ -342,8 +342,8 @@ class Engine:
             trained = self.executor.train(work)
         if trained.kept.keys() - local.memory.keys() and self.cluster.world_size > 1:
             raise EngineError(
-                f"the trainer keeps {sorted(trained.kept)} from round to round, which several "
-                "workers do not share; set engine.num_workers to 1"
+                f"the trainer keeps {sorted(trained.kept)} from round to round, but workers do "
+                "not share such state; set engine.num_workers to 1"
             )
         return trained
 
@@ -479,8 +479,8 @@ def _require_declared(
     counts = {len(rows) for rows in (updates.weights_B, *updates.lanes.values())}
     if counts != {len(updates.client_ids)}:
         raise UnusableResult(
-            f"{name} returned {sorted(counts)} rows of {len(updates.client_ids)} clients; it "
-            "returns one for each"
+            f"{name} returned {sorted(counts)} rows for {len(updates.client_ids)} clients; return "
+            "one per client"
         )
     first = {lane: rows[0] for lane, rows in updates.lanes.items()}
     problem = describe_misfit(first, lanes, layout)

@@ -153,7 +153,7 @@ class Bootstrap(Ranged):
     """
 
     num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
-    examples_per_client: Annotated[Count, doc("Examples a client draws, >= 1.")]
+    examples_per_client: Annotated[Count, doc("Examples drawn for each client, >= 1.")]
 
 
 Division: TypeAlias = Partitioner | Natural | Bootstrap
@@ -246,8 +246,8 @@ def from_arrays(
     if (test is None) == (test_fraction is None):
         both = "neither" if test is None else "both"
         raise ValueError(
-            f"{both} of `test` and `test_fraction` are given; give a test set, or the share of the "
-            "examples to hold out as one"
+            f"{both} of `test` and `test_fraction` are given; give one: a test set, or the share "
+            "of the examples to hold out"
         )
     train = _examples(features, labels, groups=groups)
     if groups is not None:
@@ -360,7 +360,7 @@ def from_dataset(
     require_map_style(test, what="the test set")
     known = None if labels is None else tensor_of(labels, what="labels")
     if known is not None and len(known) != len(whole):
-        raise DataError(f"{len(known)} labels for a dataset of {len(whole)}; give one a row")
+        raise DataError(f"{len(known)} labels for a dataset of {len(whole)}; give one per row")
     _require_repeatable(whole)
     test_features, test_labels = _read_all(test)
     held_out = Examples.of(features=test_features, labels=test_labels)
@@ -433,8 +433,8 @@ def _divide_rows(
     if own is not None:
         if not isinstance(partition, Natural) or groups is not None:
             raise DataError(
-                "several datasets are one client each, which is partition=fl.Natural() without "
-                "groups; to divide them otherwise, join them with torch's ConcatDataset"
+                "each of several datasets is one client, which needs partition=fl.Natural() "
+                "without groups; to divide them differently, join them with torch's ConcatDataset"
             )
         offsets = offsets_of([len(each) for each in own.datasets])
         return Partition(np.arange(num_rows), offsets, own.names)
@@ -444,8 +444,8 @@ def _divide_rows(
     if isinstance(partition, Natural):
         if groups is None:
             raise DataError(
-                "the rows do not say whose they are, as a natural partition needs; give "
-                "groups=, a list or a mapping of datasets, or another partition"
+                "the rows do not name their clients, as a natural partition needs; give groups=, "
+                "a list or a mapping of datasets, or another partition"
             )
         return ByIds(require_ids(groups, num_examples=num_rows)).split(
             np.zeros(num_rows), seed=_partition_seed(seed)
@@ -453,7 +453,7 @@ def _divide_rows(
     if isinstance(partition, Bootstrap):
         raise DataError(
             "fl.Bootstrap draws from examples in memory; read the dataset into arrays for "
-            "`fl.from_arrays`, or take another partition"
+            "`fl.from_arrays`, or use another partition"
         )
     if labels is None:
         raise DataError(
@@ -493,8 +493,8 @@ def _require_repeatable(dataset: MapDataset) -> None:
         if len(one) != len(other) or not all(map(_is_same, one, other)):
             raise DataError(
                 f"dataset[{row}] differs between two readings, although torch's, numpy's and "
-                "Python's global generators had the same state: it draws from a generator of its "
-                "own, so that equal runs would differ; draw from the global ones, which fedlearn "
+                "Python's global generators had the same state: it draws from its own generator, "
+                "so equal runs would differ; draw from the global generators, which fedlearn "
                 "seeds for each batch"
             )
 
@@ -616,8 +616,8 @@ def _partition_seed(seed: int) -> Seed:
 def _groups(examples: Examples) -> NDArray[np.generic]:
     if examples.groups is None:
         raise DataError(
-            "the examples do not say whose they are, as a natural partition needs; give them "
-            "groups, or take another partition"
+            "the examples do not name their clients, as a natural partition needs; give them "
+            "groups, or use another partition"
         )
     return examples.groups
 
@@ -659,16 +659,16 @@ def _require_alike(population: Population, *, test: Examples) -> None:
     ours, theirs = ({**name_inputs(each.features), "labels": each.labels} for each in (first, test))
     if ours.keys() != theirs.keys():
         raise DataError(
-            f"client {client_id} has {', '.join(ours)}, the test set {', '.join(theirs)}; make "
-            "them alike"
+            f"client {client_id} has {', '.join(ours)}, the test set {', '.join(theirs)}; give "
+            "both the same inputs"
         )
     for what, own in ours.items():
         other = theirs[what]
         if own.shape[1:] != other.shape[1:] or _find_kind(own.dtype) != _find_kind(other.dtype):
             raise DataError(
-                f"client {client_id} has {what} of {own.dtype} and shape {tuple(own.shape[1:])} an "
-                f"example, the test set of {other.dtype} and shape {tuple(other.shape[1:])}; make "
-                "them alike"
+                f"client {client_id} has {what} of {own.dtype} and shape {tuple(own.shape[1:])} "
+                f"per example, the test set of {other.dtype} and shape {tuple(other.shape[1:])}; "
+                "make them the same"
             )
 
 

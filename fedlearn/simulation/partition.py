@@ -46,8 +46,8 @@ class Partition:
         ends = self.offsets[[0, -1]].tolist() if self.offsets.size > 1 else []
         if ends != [0, self.rows.size]:
             raise DataError(
-                f"a partition's offsets rise from 0 to its {self.rows.size} rows, one more than "
-                f"there are clients, not {self.offsets.tolist()[:3]}...; build it with "
+                f"a partition's offsets must rise from 0 to its {self.rows.size} rows, with one "
+                f"more offset than clients, but are {self.offsets.tolist()[:3]}...; build it with "
                 "`Partition.of_owners`"
             )
         empty = np.flatnonzero(np.diff(self.offsets) < 1)
@@ -59,7 +59,7 @@ class Partition:
             )
         if self.names is not None and len(self.names) != self.num_clients:
             raise DataError(
-                f"{len(self.names)} names for {self.num_clients} clients; give each client one"
+                f"{len(self.names)} names for {self.num_clients} clients; give one per client"
             )
 
     @classmethod
@@ -183,7 +183,10 @@ class Dirichlet(Ranged):
     num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
     alpha: Annotated[Positive, doc("Concentration, > 0: 0.1 is strong skew, 100 nearly none.")]
     min_examples: Annotated[
-        Count, doc("Fewest examples of a client, >= 1; proportions are redrawn until met.")
+        Count,
+        doc(
+            "Minimum number of examples per client, >= 1; proportions are redrawn until it is met."
+        ),
     ]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
@@ -223,8 +226,9 @@ class Dirichlet(Ranged):
         share = num_served / (num_draws * self.num_clients)
         raise DataError(
             f"{num_draws} draws of Dirichlet({self.alpha:g}) over {self.num_clients} clients: "
-            f"{share:.1%} of clients had the {self.min_examples} examples asked, and the smallest "
-            f"client had at most {best}; raise `alpha`, lower `min_examples`, or use fewer clients"
+            f"{share:.1%} of clients had the required {self.min_examples} examples, and the "
+            f"smallest client had at most {best}; raise `alpha`, lower `min_examples`, or use "
+            "fewer clients"
         )
 
     def _is_hopeless(self, num_served: int, *, num_draws: int) -> bool:
@@ -268,7 +272,7 @@ class Shards(Ranged):
 
     num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
     shards_per_client: Annotated[
-        Count, doc("Shards a client gets, >= 1; 2 is the paper's pathological split.")
+        Count, doc("Shards per client, >= 1; 2 is the paper's pathological split.")
     ]
 
     def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
@@ -337,7 +341,8 @@ def require_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
     array = np.asarray(ids, dtype=object if is_list else None)
     if array.shape != (num_examples,) or not num_examples:
         raise DataError(
-            f"client ids of shape {array.shape} for {num_examples} examples; give one id an example"
+            f"client ids of shape {array.shape} for {num_examples} examples; give one id per "
+            "example"
         )
     if array.dtype.kind in "iuSU":
         return array
@@ -369,7 +374,7 @@ def number_ids(ids: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
     return np.asarray(distinct), owners
 
 
-_MISSING_ID = "a client needs an integer or a text; fill in such rows, or drop them"
+_MISSING_ID = "each row needs an integer or a string; fill in such rows, or drop them"
 
 
 def _kind_of_id(kind: type) -> str | None:
@@ -390,7 +395,7 @@ def _refusal_of_ids(ids: Sequence[object]) -> str:
     for row, each in enumerate(ids):
         if each is None or type(each).__name__ in ("NAType", "NaTType") or _is_nan(each):
             return f"row {row} has no client id ({each}): {_MISSING_ID}"
-    remedy = "give integers or texts, such as `[str(each) for each in ids]`"
+    remedy = "give integers or strings, such as `[str(each) for each in ids]`"
     first = _kind_of_id(type(ids[0]))
     for row, each in enumerate(ids):
         kind = _kind_of_id(type(each))
@@ -398,8 +403,8 @@ def _refusal_of_ids(ids: Sequence[object]) -> str:
             return f"the client id of row {row} is {each!r}, a {type(each).__name__}; {remedy}"
         if kind != first:
             return (
-                f"the client id of row 0 is {ids[0]!r}, of row {row} {each!r}: {first} and {kind}; "
-                f"make them alike, as with `[str(each) for each in ids]`"
+                f"the client id of row 0 is {ids[0]!r}, of row {row} {each!r}: {first} and "
+                f"{kind}; make them the same type, as with `[str(each) for each in ids]`"
             )
     return f"client ids are integers of more than 64 bits; {remedy}"
 
@@ -418,6 +423,6 @@ def _require_enough(num_examples: int, *, needed: int, what: str) -> None:
 def _require_classes(labels: NDArray[Any]) -> None:
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise DataError(
-            f"splitting by label needs one class number an example, not {labels.dtype} of shape "
+            f"splitting by label needs one class number per example, not {labels.dtype} of shape "
             f"{labels.shape}; use `Iid` or `ByIds`"
         )

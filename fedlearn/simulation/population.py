@@ -460,7 +460,7 @@ def _require_classes(labels: Tensor, *, num_classes: int, place: Callable[[int],
     value = int(labels.reshape(len(labels), -1)[row][bad[row]][0])
     raise DataError(
         f"{place(row)} has the label {value}, outside 0..{num_classes - 1}; correct the label or "
-        f"`num_classes`; a label to ignore is {IGNORED}, and numbers to regress on are floats"
+        f"`num_classes`; use {IGNORED} for a label to ignore, and floats for regression"
     )
 
 
@@ -468,8 +468,8 @@ def _require_rows(partition: Partition, *, num_rows: int) -> None:
     low, high = int(partition.rows.min()), int(partition.rows.max())
     if low < 0 or high >= num_rows:
         raise DataError(
-            f"the partition names rows {low}..{high}, there are {num_rows} examples; split the "
-            "labels of these examples"
+            f"the partition names rows {low}..{high}, but there are {num_rows} examples; split "
+            "the labels of these examples"
         )
 
 

@@ -149,7 +149,9 @@ class ModularSum:
         reported = rows.codes == STATUSES.index(Status.REPORTED)
         count, least = int(reported.sum()), self.min_survivors
         if count < least:
-            reason = f"the sum is not opened: {count} clients are in it, of at least {least}"
+            reason = (
+                f"the sum is not opened: it includes {count} clients, but needs at least {least}"
+            )
             failed = dict.fromkeys(np.flatnonzero(reported).tolist(), reason)
             codes = np.where(reported, STATUSES.index(Status.FAILED), rows.codes)
             examples, losses = np.zeros_like(rows.num_examples), np.full(len(rows), math.nan)
@@ -221,7 +223,7 @@ class ModularSum:
         sums = state.total
         weight, num_clients = float(sums.weight), round(float(sums.num_clients))
         if weight <= 0.0:
-            raise ValueError("no client was folded in, so there is no mean")
+            raise ValueError("no client was added, so there is no mean")
         if self.plan.noise_multiplier is not None:
             return Aggregate(lanes=sums.sums, num_clients=num_clients)
         means = {}

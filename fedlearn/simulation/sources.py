@@ -30,7 +30,7 @@ _NUM_DIGITS = 10
 _DIGITS = Path("datasets", "data", "digits.csv.gz")
 #: Errors from reading a damaged archive.
 _DAMAGE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error)
-_WHERE_TO_LOOK = "give the folder that has it with `--data-dir`, or its path; it holds"
+_WHERE_TO_LOOK = "give its folder with `--data-dir`, or its path; it holds"
 _MNIST_ORIGIN = (
     f"{_WHERE_TO_LOOK} the digits of MNIST with their writers' numbers, which are in the labels of "
     "QMNIST (github.com/facebookresearch/qmnist), as the arrays x_train, y_train, writer_train, "
@@ -79,7 +79,7 @@ class Examples(CheckedExamples):
         if self.groups is not None and self.groups.shape != (len(self.labels),):
             raise DataError(
                 f"groups of shape {self.groups.shape} for {len(self.labels)} examples; give one "
-                "an example"
+                "per example"
             )
 
     @classmethod
@@ -121,7 +121,7 @@ class Examples(CheckedExamples):
         if not is_test.any() or is_test.all():
             raise DataError(
                 f"test_fraction {fraction} of {len(self.labels)} examples leaves one part empty; "
-                "take about 0.2, or add data"
+                "use about 0.2, or add data"
             )
         return TrainTest(train=self._select(~is_test), test=self._select(is_test))
 
@@ -162,7 +162,7 @@ class TrainTest:
         if self.train.num_classes != self.test.num_classes:
             raise DataError(
                 f"num_classes is {self.train.num_classes} for training and "
-                f"{self.test.num_classes} for the test; give both the larger, or neither"
+                f"{self.test.num_classes} for the test; give both the larger number, or neither"
             )
 
     @classmethod
@@ -217,7 +217,7 @@ def larger(train: int | None, test: int | None) -> int | None:
         integers, floats = ("test", "training") if train is None else ("training", "test")
         raise DataError(
             f"the {integers} labels are integers, the {floats} labels floats; make both integers "
-            "for classes, or both floats to regress on"
+            "for classes, or both floats for regression"
         )
     return None
 
@@ -252,7 +252,7 @@ def tensor_of(
     if keeps_masks and kind == "b":
         return torch.from_numpy(array)
     if kind == "u" and array.size and int(array.max()) > _LARGEST:
-        raise DataError(f"{what} are {array.dtype} up to {array.max()}; they lie below 2**63")
+        raise DataError(f"{what} are {array.dtype} up to {array.max()}; give numbers below 2**63")
     usual = np.dtype(np.float32 if kind == "f" else np.int64)
     dtype = _KEPT_DTYPES.get((kind, array.dtype.itemsize), usual) if keeps_dtype else usual
     return torch.from_numpy(array.astype(dtype, order="C"))
@@ -265,7 +265,7 @@ def _no_numbers(array: NDArray[Any], what: str) -> str:
         shown = f'"{value}"' if isinstance(value, str | Path) else f"a {type(value).__name__}"
         remedy = "; read a file with fl.from_npz or np.load" if shown[0] == '"' else ""
         return (
-            f"{what}: {shown} is no array of examples; give real numbers, the first dimension "
+            f"{what}: {shown} is not an array of examples; give real numbers, the first dimension "
             f"counting examples{remedy}"
         )
     found = f"{what} are {array.dtype} of shape {array.shape}; give real numbers"
@@ -276,7 +276,7 @@ def _no_numbers(array: NDArray[Any], what: str) -> str:
         return f"{found}, all rows of one shape, and fill or drop missing values"
     if what == "labels":
         return f"{found}: number the classes, as np.unique(labels, return_inverse=True)[1] does"
-    return f"{found}: one is the text {text!r}; encode such columns, or leave them out"
+    return f"{found}: one is the string {text!r}; encode such columns, or leave them out"
 
 
 def digits(*, test_fraction: float, seed: Seed) -> TrainTest:
@@ -333,7 +333,7 @@ def _last_of_each(
         _log.warning(
             "clients_keep_an_example",
             note=f"the test set would have had all examples of {lost.sum()} of {len(names)} "
-            f"clients, such as {names[lost][0]}: one example of each stays for training",
+            f"clients, such as {names[lost][0]}: one example of each is kept for training",
         )
     return is_kept
 

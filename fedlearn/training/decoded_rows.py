@@ -58,7 +58,7 @@ class DecodedRows:
         free = shutil.disk_usage(tempfile.gettempdir()).free
         self._is_writable = True
         if starts[-1] > _MOST_OF_FREE * free:
-            self._refuse(f"they would take {starts[-1]} of {free} bytes")
+            self._refuse(f"they would take {starts[-1]} bytes, and {free} are free")
         # One byte per row group: whether it is in the file. The mapping is anonymous and shared,
         # so forked processes see each other's writes, as they do in the file.
         self._here = np.frombuffer(mmap.mmap(-1, max(1, num_groups)), np.uint8)
@@ -101,8 +101,8 @@ class DecodedRows:
     def _refuse(self, why: str) -> None:
         self._is_writable = False
         log.warning(
-            "decoded rows are not kept on disk: row groups are decoded again and again; name a "
-            "folder with more space in TMPDIR",
+            "decoded rows are not kept on disk, so row groups are decoded each time; set TMPDIR "
+            "to a folder with more space",
             folder=tempfile.gettempdir(),
             why=why,
         )

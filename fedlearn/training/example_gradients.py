@@ -34,7 +34,7 @@ from fedlearn.training.recurrent_layers import batch_hidden_states
 
 Named = dict[str, Tensor]
 
-_REMEDY = "take a model whose examples are apart, with GroupNorm or LayerNorm in its place"
+_REMEDY = "use a model that treats each example separately, with GroupNorm or LayerNorm instead"
 
 
 def batch_statistics(module: nn.Module) -> str | None:
@@ -64,8 +64,8 @@ def require_separable(module: nn.Module, objective: Objective) -> None:
         raise SettingsRefused(reason)
     if (layer := batch_statistics(module)) is not None:
         raise SettingsRefused(
-            f"{layer} computes with all examples of a batch, so that none has a gradient of its "
-            f"own to clip; {_REMEDY}"
+            f"{layer} computes with all examples of a batch, so there are no per-example "
+            f"gradients to clip; {_REMEDY}"
         )
 
 
@@ -192,18 +192,18 @@ class ExampleGradients:
             if value.is_floating_point() and not torch.equal(value, before[name]):
                 raise SettingsRefused(
                     f"the forward pass changes the buffer {name!r}, which would leave the client "
-                    "without noise; let it stay as it is in training"
+                    "without noise; do not change it in training"
                 )
         if not draws_unseeded and not _are_close(again, whole):
             raise SettingsRefused(
-                "the forward pass gives the same examples other losses when it is called again, so "
-                "it keeps something of earlier examples, such as a hidden state, which would be in "
-                "the gradients of later ones; let it start afresh in each call"
+                "a second forward pass gives other losses for the same examples, so the model "
+                "keeps state of earlier examples, such as a hidden state, which would leak into "
+                "the gradients of later ones; reset that state in each call"
             )
         if not draws and not _are_close(torch.cat(alone), whole[[0, -1]]):
             raise SettingsRefused(
-                "an example's loss hangs on the others in its batch, so that it has no gradient of "
-                f"its own to clip; {_REMEDY}"
+                "an example's loss depends on the others in its batch, so there are no "
+                f"per-example gradients to clip; {_REMEDY}"
             )
         self._is_tried = True
 

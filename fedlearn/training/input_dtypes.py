@@ -122,9 +122,9 @@ class InputCast:
             largest = float(torch.stack(tensor.aminmax()).abs().max())
             if largest > torch.finfo(dtype).max:
                 raise DataError(
-                    f"{name} of {what} reach {largest:g} in {tensor.dtype}, and the model's "
-                    f"{dtype} ends at {torch.finfo(dtype).max:g}; scale them, or take a model in "
-                    f"{tensor.dtype}"
+                    f"{name} of {what} reach {largest:g} in {tensor.dtype}, but the largest "
+                    f"number in the model's {dtype} is {torch.finfo(dtype).max:g}; scale them, or "
+                    f"use a model in {tensor.dtype}"
                 )
 
     def note(self, features: Features) -> str | None:

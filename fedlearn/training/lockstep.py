@@ -102,6 +102,6 @@ class Lockstep:
         self.processes.all_reduce([self._sums])
         if bool(self._sums[-1] > 0.0):
             raise ProcessesParted(
-                f"process {self.processes.rank + 1} of {self.processes.world_size} goes on with "
-                "its training alone: another one has left it"
+                f"process {self.processes.rank + 1} of {self.processes.world_size} continues its "
+                "training alone: another process has left"
             )

@@ -247,7 +247,7 @@ class ResidentModel:
         """
         if params.layout is not self.layout:
             if params.layout != self.layout:
-                raise ValueError("the weights are of another model than the one that is resident")
+                raise ValueError("the weights belong to another model than the resident one")
             self.layout = params.layout  # the next comparison is by identity
         self.vector_P.copy_(params.vector)
         self._take_apart()
@@ -724,8 +724,8 @@ class Training:
         if self._does_step is False:
             raise ValueError(
                 f"{type(self._local).__name__}.step changes nothing: it must write to the tensors "
-                "x that it is given, as by value.sub_(...); what it returns, or puts into the list "
-                "in their place, is not used"
+                "x in place, for example with value.sub_(...); a returned value, or a tensor put "
+                "into the list, is not used"
             )
         self._draw(REPORT)
         return report_of(

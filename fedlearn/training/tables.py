@@ -233,8 +233,8 @@ class Table:
             rows = file.read(group.number, self.columns.names)
         if len(rows) != group.num_rows:
             raise DataError(
-                f"{group} has {len(rows)} rows and had {group.num_rows} when training began; "
-                "leave the files as they are while they are read"
+                f"{group} has {len(rows)} rows and had {group.num_rows} when training began; do "
+                "not change the files while they are read"
             )
         return self.decode(rows, place=str(group))
 
@@ -261,7 +261,9 @@ class Table:
             DataError: ``num_rows`` is 0.
         """
         if not num_rows:
-            raise DataError(f"{self.files[0]} and its neighbours have no rows; write some examples")
+            raise DataError(
+                f"{self.files[0]} and the other files have no rows; write some examples"
+            )
 
 
 class RowGroup(NamedTuple):
@@ -551,8 +553,8 @@ def _check_input(schema: Any, columns: InputColumns, *, path: Path) -> None:
             )
     if width != expected:
         raise DataError(
-            f"{path}: {list(columns.names)} hold {width} numbers an example, "
-            f"the shape {columns.shape} has {expected}; change either"
+            f"{path}: {list(columns.names)} hold {width} numbers per example, but the shape "
+            f"{columns.shape} has {expected}; change one of them"
         )
 
 

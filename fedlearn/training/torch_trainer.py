@@ -125,7 +125,7 @@ class TorchTrainer:
     ) -> None:
         if not isinstance(model, ResidentModel):
             raise CallError(
-                "TorchTrainer() takes a model and data that are prepared; write "
+                "TorchTrainer() takes a prepared model and prepared data; write "
                 "TorchTrainer.of(make_model, features, labels)"
             )
         require_count(gradient_accumulation, name="gradient_accumulation")
@@ -136,8 +136,8 @@ class TorchTrainer:
         if gradient_accumulation > 1 and not model.measures.objective.per_example:
             raise ValueError(
                 f"gradient_accumulation is {gradient_accumulation}, but the loss couples the "
-                "examples of a batch, and of a batch in parts it would be another loss; set it "
-                "to 1, and let the coordinator ask for smaller batches where memory is short"
+                "examples of a batch, so it would differ for a batch in parts; set it to 1, and "
+                "have the coordinator ask for smaller batches if memory is short"
             )
         self._model, self._data, self._test = model, data, data if test is None else test
         self._num_parts, self._max_steps = gradient_accumulation, max_steps
@@ -214,7 +214,7 @@ class TorchTrainer:
             True
         """
         if precision not in tuple(Precision):
-            raise ValueError(f'precision is {precision!r}; it is "float32" or "bfloat16"')
+            raise ValueError(f'precision is {precision!r}; give "float32" or "bfloat16"')
         place, test_data = _device(device), None
         if test is not None:
             test_data = _data(place, *test) if isinstance(test, tuple) else _data(place, test)
@@ -580,7 +580,7 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f'device is "{name}"; it is "auto", "cpu", "cuda" or "cuda:N"') from error
+        raise ValueError(f'device is "{name}"; give "auto", "cpu", "cuda" or "cuda:N"') from error
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():
@@ -603,7 +603,7 @@ def _data(
             raise DataError("features without labels; give both, or a dataset of pairs")
         return TensorData(examples, labels, device=device)
     if labels is not None and isinstance(examples, Dataset):
-        raise DataError("a dataset has its labels in its items; give no labels with it")
+        raise DataError("the items of a dataset include its labels; do not give labels as well")
     if labels is not None:
         raise DataError(
             f"features are a {type(examples).__name__}; give a tensor, as "

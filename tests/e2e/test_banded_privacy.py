@@ -238,7 +238,7 @@ def test_what_a_run_will_cost_rises_by_turns(capsys: pytest.CaptureFixture[str])
             {"num_rounds": 8},
             r"over 5 rounds.*once in 4 rounds; lower privacy.bands to 4",
         ),
-        ({}, {"cohort": {"num_wanted": 31}}, "not two groups can be made that large"),
+        ({}, {"cohort": {"num_wanted": 31}}, "too many for two groups"),
         ({}, {"cohort": {"sampling": "poisson"}}, 'is "poisson", but privacy.bands is 4'),
         ({}, {"cohort": {"sampling": "uniform"}}, 'is "uniform", but privacy.bands is 4'),
         ({"bands": None}, {"cohort": TURNS}, "which hides no client, but privacy.bands is mis"),

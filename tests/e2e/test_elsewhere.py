@@ -192,7 +192,7 @@ def test_a_script_without_a_guard_and_what_cannot_be_sent_are_told_so(tmp_path: 
     hidden = SIMULATION.replace("fl.simulate(make_model", "fl.simulate(lambda: nn.Linear(64, 10)")
     (tmp_path / "hidden.py").write_text(hidden)
     done = run("win32", "hidden.py", cwd=tmp_path)
-    assert "cannot be sent to them" in done.stderr
+    assert "cannot be sent to its workers" in done.stderr
     assert "leave engine.num_workers out" in done.stderr
 
 

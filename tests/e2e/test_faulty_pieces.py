@@ -140,7 +140,7 @@ class Renaming(Plain):
         (Claiming(), r"names a metric 'accuracy', and so does the evaluation"),
         (Listing(), r"Listing\.step returned the metric 'norms' as Tensor"),
         (Short(), r"Short\.broadcast: the strategy broadcasts 'control' of shape \(3,\)"),
-        (Renaming(), r"Renaming\.broadcast: .* give 'model' another name"),
+        (Renaming(), r"Renaming\.broadcast: .* 'model' is reserved for the model"),
         (
             fl.Scaffold(SGD, num_clients=2, server_learning_rate=1.0),
             r"num_clients is 2, but 4 clients contributed",
@@ -231,7 +231,7 @@ class Talkative(Silent):
         (Returning, "Returning.step changes nothing"),
         (Putting, "Putting.step changes nothing"),
         (Overwriting, "wrote to the tensors|a second training of the same clients"),
-        (Silent, r"the updates of Silent do not fit: it lacks or adds lanes: \['extra'\]"),
+        (Silent, r"the updates of Silent do not fit: it has missing or extra lanes: \['extra'\]"),
         (Talkative, r"the updates of Talkative do not fit: .*'surprise'"),
     ],
 )
@@ -281,7 +281,10 @@ class Combining:
     ("aggregation", "complaint"),
     [
         (Combining("nothing"), "the aggregation Combining returned NoneType"),
-        (Combining("none"), r"the aggregation Combining .* lacks or adds lanes: \['delta'\]"),
+        (
+            Combining("none"),
+            r"the aggregation Combining .* has missing or extra lanes: \['delta'\]",
+        ),
         (Combining("number"), r"the aggregation Combining .* has shape \(\), not \(8,\)"),
         (Combining("nan"), "the aggregation Combining gave values that are not finite"),
         (Combining(weight=0.0), r"Combining\.weigh returned \[0\.0"),
@@ -328,7 +331,7 @@ class Transforming:
         ("forget", "Transforming returned NoneType; it returns Updates"),
         ("drop", "Transforming do not fit: it lacks the lane 'delta'"),
         ("double", "Transforming do not fit: lane 'delta' is torch.float64"),
-        ("more", r"Transforming returned \[2\] rows of 1 clients"),
+        ("more", r"Transforming returned \[2\] rows for 1 clients"),
     ],
 )
 def test_a_mistake_of_a_transform_is_named(what: str, complaint: str) -> None:

@@ -131,8 +131,8 @@ EASGD = fl.EASGD(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"algorithm": SCAFFOLD}, "gradient at the model that it was sent"),
-        ({"algorithm": EASGD}, "would not keep their sum"),
+        ({"algorithm": SCAFFOLD}, "the model that its client was sent"),
+        ({"algorithm": EASGD}, "equal and opposite amounts"),
         ({"secure_aggregation": {"mode": "complete"}}, "masks cancel in the sum of one session"),
         (
             {"privacy": {"clip_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-5}},

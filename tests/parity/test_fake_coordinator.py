@@ -253,11 +253,11 @@ LIES = [
         "EvaluateReply is not a reply to a training request",
     ),
     Lie("another round", changed(round_num=7), "reply to round 7 in round 0"),
-    Lie("no lane", changed(lanes={}), "it lacks or adds lanes: ['delta']"),
+    Lie("no lane", changed(lanes={}), "it has missing or extra lanes: ['delta']"),
     Lie(
         "an unknown lane",
         changed(lanes={"delta": torch.zeros(SIZE), "control": torch.zeros(SIZE)}),
-        "it lacks or adds lanes: ['control']",
+        "it has missing or extra lanes: ['control']",
     ),
     Lie("a short vector", delta(torch.zeros(SIZE - 1)), "lane 'delta' has shape (5,), not (6,)"),
     Lie("a matrix", delta(torch.zeros(2, 3)), "lane 'delta' has shape (2, 3), not (6,)"),
@@ -501,4 +501,4 @@ def test_settings_say_which_lanes_a_reply_has() -> None:
             lambda: coordinator.train(MODEL, from_settings)["clinic-a"],
         )
     assert isinstance(reply, Failure)
-    assert receipts == [("REFUSED", "it lacks or adds lanes: ['control']")]
+    assert receipts == [("REFUSED", "it has missing or extra lanes: ['control']")]

@@ -443,7 +443,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "hooked": (hooked, "hook"),
     "branching": (Branching, "add"),
     "repeating": (Repeating, "inner.weight is used 2 times"),
-    "skipping": (Skipping, "just the output"),
+    "skipping": (Skipping, "more than the output"),
     "deciding": (Deciding, "cannot be traced"),
     "sparing": (Sparing, "spare.weight is used 0 times"),
     "loose": (Loose, "scale is used outside"),
@@ -498,7 +498,7 @@ def test_examples_that_the_chain_does_not_take_are_named() -> None:
         describe_misfit(chain, objective=MeanSquaredError(), features=features, labels=labels)
     )
     images = chain_of(nn.Conv2d(1, 2, 3))
-    assert "not one logit a class" in str(
+    assert "not one logit per class" in str(
         describe_misfit(
             images, objective=CrossEntropy(), features=torch.zeros(3, 1, 5, 5), labels=labels
         )

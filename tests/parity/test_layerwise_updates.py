@@ -303,7 +303,7 @@ class FlatMemory(FlatByMistake):
     [
         (FlatByMistake(inner=SGD), "differently"),
         (FlatReport(inner=SGD), "the lane 'largest' differently"),
-        (FlatMemory(inner=SGD), "the kept 'first' differently"),
+        (FlatMemory(inner=SGD), "the client state 'first' differently"),
     ],
 )
 def test_a_trial_finds_what_takes_flat_tensors_by_mistake(local: LocalUpdate, words: str) -> None:

@@ -232,7 +232,7 @@ def test_an_unknown_update_is_named_to_a_trainer_of_ones_own() -> None:
     text = str(refused.value)
     assert "'SignSgd', which Mine does not know" in text
     assert "local_updates=[SignSgd]" in text
-    assert 'declares the name "SignSgd"' in text
+    assert 'declare "SignSgd"' in text
     assert "honour" not in text
     require_honoured(settings, {*fields, "SignSgd"}, who="Mine")
 
@@ -248,7 +248,7 @@ def test_what_cannot_travel_is_refused_before_the_first_round() -> None:
     assert torch.equal(simulated((halve,), ENGINE), half)
     with pytest.raises(ConfigError, match="function cannot travel"):
         simulated((halve,), MEMORY)
-    with pytest.raises(ConfigError, match="'factor' stands in two pieces"):
+    with pytest.raises(ConfigError, match="'factor' belongs to two components"):
         simulated((SCALE, SCALE), MEMORY)
     other: Any = type("Scaled", (Centered,), {})  # a subclass of a dataclass is one as well
     with pytest.raises(ConfigError, match="two transforms are called 'Scaled'"):

@@ -197,7 +197,7 @@ def test_what_is_no_local_update_is_refused_with_the_remedy() -> None:
     """When the algorithm is created."""
     nothing: Any = NotAnUpdate()  # Any: the type checker would refuse it
     for recipe in (FedAvg, FedMedian, partial(FedProx, proximal=0.5)):
-        with pytest.raises(TypeError, match=r"no step to take; give fl\.LocalSgd.*LocalWork"):
+        with pytest.raises(TypeError, match=r"no method step; give fl\.LocalSgd.*LocalWork"):
             recipe(nothing)
 
 

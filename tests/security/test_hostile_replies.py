@@ -137,12 +137,12 @@ def one_round(
 
 HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
     "an earlier round": (reply(round_num=7), "reply to round 7 in round 0"),
-    "a missing lane": (reply({}), r"lacks or adds.*'delta'"),
-    "an extra lane": (reply({**ZERO, "extra": torch.zeros(1)}), r"lacks or adds.*'extra'"),
-    "a renamed lane": (reply({"Delta": torch.zeros(3)}), r"lacks or adds.*'Delta', 'delta'"),
+    "a missing lane": (reply({}), r"missing or extra.*'delta'"),
+    "an extra lane": (reply({**ZERO, "extra": torch.zeros(1)}), r"missing or extra.*'extra'"),
+    "a renamed lane": (reply({"Delta": torch.zeros(3)}), r"missing or extra.*'Delta', 'delta'"),
     "tensors under their own names": (
         reply({"weight": torch.zeros(1, 2), "bias": torch.zeros(1)}),
-        r"lacks or adds.*'bias', 'delta', 'weight'",
+        r"missing or extra.*'bias', 'delta', 'weight'",
     ),
     "too few elements": (reply({"delta": torch.zeros(2)}), r"shape \(2,\)"),
     "too many elements": (reply({"delta": torch.zeros(4)}), r"shape \(4,\)"),
@@ -172,13 +172,13 @@ HOSTILE_REPLIES: dict[str, tuple[bytes, str]] = {
     "a loss in words": (raw_reply(metrics={"loss": "low"}), "metrics"),
     "another answer": (
         encode(EvaluateReply(round_num=0, num_examples=1, metrics={})),
-        "EvaluateReply is no answer",
+        "EvaluateReply is not a reply",
     ),
     "a request": (encode(EvaluateRequest(round_num=0, tensors=ZERO)), "is not a reply"),
     "nothing": (b"", "0 bytes"),
     "garbage": (bytes(range(256)), "begins with"),
     "half a reply": (reply()[:-3], "malformed"),
-    "a pickle": (b"\x80\x04\x95", "no message"),
+    "a pickle": (b"\x80\x04\x95", "too few for a message"),
     "a tensor of impossible shape": (
         raw(
             {
@@ -208,7 +208,7 @@ def test_the_round_goes_on_without_a_hostile_client(name: str) -> None:
 
 
 HOSTILE_CONTROLS: dict[str, tuple[Mapping[str, Tensor], str]] = {
-    "none": ({}, r"lacks or adds.*'control'"),
+    "none": ({}, r"missing or extra.*'control'"),
     "too short": ({"control": torch.zeros(2)}, r"'control' has shape \(2,\)"),
     "of another dtype": ({"control": torch.zeros(3).double()}, r"'control' is torch\.float64"),
     "not a number": ({"control": torch.full((3,), float("nan"))}, "the control is not finite"),

@@ -285,7 +285,7 @@ def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path
     elsewhere = path.rename(tmp_path / "written.npz")
     named = _built({"data": {"source": "mnist-by-writer", "path": str(elsewhere)}})
     assert named.population.num_clients == found.population.num_clients == 20
-    with pytest.raises(DataError, match=r"no mnist\.npz in .*; give the folder"):
+    with pytest.raises(DataError, match=r"no mnist\.npz in .*; give its folder"):
         _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
 
 
@@ -326,7 +326,7 @@ def test_a_function_may_return_clients_or_examples_to_divide(user_file: Path) ->
     rows = {"num_rows": _NUM_ROWS, "with_groups": False}
     examples = divided | {"factory": f"{user_file}:examples", "args": rows}
     assert _built({"data": examples | {"partition": iid}}).population.num_clients == 15
-    with pytest.raises(DataError, match="do not say whose they are"):
+    with pytest.raises(DataError, match="do not name their clients"):
         _built({"data": examples})
     with pytest.raises(ConfigError, match="returned int; it must return FederatedData or"):
         _built({"data": divided | {"factory": f"{user_file}:no_data"}})
@@ -882,8 +882,8 @@ def test_metrics_are_built_from_a_file(user_file: Path) -> None:
         ("x", {}, r"metrics\.x: there is no factory"),
         ("loss", {"factory": "USER:bias"}, "measures 'loss' already"),
         ("accuracy", {"factory": "USER:bias"}, "measures 'accuracy' already"),
-        ("a b", {"factory": "USER:bias"}, "'a b' is no name"),
-        ("auto", {"factory": "USER:bias"}, "'auto' is no name"),
+        ("a b", {"factory": "USER:bias"}, "'a b' is not a valid name"),
+        ("auto", {"factory": "USER:bias"}, "'auto' is not a valid name"),
         ("epsilon", {"factory": "USER:bias"}, "'epsilon' is the privacy spent in records"),
         ("train_loss", {"factory": "USER:bias"}, "'train_loss' is the mean loss of clients"),
     ],

@@ -198,7 +198,7 @@ def refuse_global_draws(work: Work) -> Iterator[None]:
         if have_moved() or not torch.equal(before, generator.get_state()):
             raise EngineError(
                 f"the local update {type(work.local).__name__} draws from a global generator, "
-                "which is one for all clients of a block; declare what it draws in its memory, as "
+                "which all clients of a block share; declare its draws in its memory, such as "
                 'MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="normal")'
             )
 

@@ -56,7 +56,7 @@ def _places(module: nn.Module, objective: object) -> Iterator[tuple[str, object]
                 yield f"{attribute!r} of {describe_layer(name, part)}", value
     for layer in {type(part): part for part in module.modules()}.values():
         kind = type(layer).__name__
-        yield f"something that the code of {kind} refers to", type(layer)
+        yield f"an object that the code of {kind} refers to", type(layer)
     yield "its loss", objective
 
 

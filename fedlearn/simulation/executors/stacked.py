@@ -143,7 +143,7 @@ class StackedExecutor:
             RuntimeError: The model cannot be vectorised; a trial would have found this before.
         """
         if work.params.layout != self._layout:
-            raise ValueError("the weights are of another model than the one that is stacked")
+            raise ValueError("the weights belong to another model than the stacked one")
         if self._mixes is None:
             own = np.concatenate(work.rows_K)
             # Prefer the block's own examples: another client's may be unusable. If they are too
@@ -170,9 +170,9 @@ class StackedExecutor:
         """
         if self._mixes or not self._gradient.by_example:
             raise EngineError(
-                "the examples of a batch affect each other, so that none has a gradient of its "
-                "own to clip; take a model whose examples are apart, with GroupNorm or LayerNorm "
-                "in the place of statistics of a batch"
+                "the examples of a batch affect each other, so there are no per-example gradients "
+                "to clip; use a model that treats each example separately, with GroupNorm or "
+                "LayerNorm instead of batch statistics"
             )
 
     # --- before and after the steps -----------------------------------------------------

@@ -130,7 +130,7 @@ def trial_of(
     """
     params, device = work.params, work.params.vector.device
     for spec in params.layout.others:
-        return f"{spec.name!r} is {spec.dtype}, not {params.layout.dtype}, and trains as such"
+        return f"{spec.name!r} is {spec.dtype}, not {params.layout.dtype}, and trains in that dtype"
     rows = (spread_rows(len(work.labels), 5, like=work.labels) + shift) % len(work.labels)
     sample = _sample_of(work, rows.cpu().numpy())
     with preserve_global_generators() as have_moved, preserve_generator(torch.default_generator):
@@ -178,10 +178,9 @@ def _require_layout(model: ResidentModel, params: Params) -> None:
         theirs, mine = params.layout.by_name, model.layout.by_name
         name = next(n for n in (*theirs, *mine) if theirs.get(n) != mine.get(n))
         raise EngineError(
-            f"make_model() builds another model from call to call: {name!r} is "
-            f"{_describe_spec(theirs.get(name))}, then {_describe_spec(mine.get(name))}; "
-            "let it depend on nothing "
-            "that changes"
+            f"make_model() builds a different model on each call: {name!r} is "
+            f"{_describe_spec(theirs.get(name))}, then {_describe_spec(mine.get(name))}; do not "
+            "let it depend on state that changes"
         )
 
 
@@ -230,7 +229,7 @@ def _largest(values: Tensor) -> float:
 def _reports(trained: TrainedBlock) -> dict[str, Tensor]:
     """Return lanes and client state, [K, n] each, under their names in messages."""
     lanes = {f"the lane {name!r}": rows for name, rows in trained.lanes.items()}
-    return lanes | {f"the kept {name!r}": rows for name, rows in trained.kept.items()}
+    return lanes | {f"the client state {name!r}": rows for name, rows in trained.kept.items()}
 
 
 def _sample_of(work: Work, rows: NDArray[np.int64]) -> Work:

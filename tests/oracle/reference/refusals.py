@@ -75,12 +75,12 @@ def sees_each(c: Configuration) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule("no examples", "how-to/own-data.md: an empty client", lambda c: c.sizes == "empty"),
     Rule(
-        "SCAFFOLD's clients take plain SGD steps",
+        "SCAFFOLD needs plain SGD steps",
         f"{PYTHON}: Scaffold, sgd",
         lambda c: c.algorithm == "scaffold" and not is_plain_sgd(c),
     ),
     Rule(
-        "EASGD's clients take SGD steps at a constant rate",
+        "EASGD needs SGD steps at a constant rate",
         f"{PYTHON}: EASGD, sgd",
         lambda c: c.algorithm == "easgd" and not is_sgd_at_constant_rate(c),
     ),
@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "trainers of their own, which train one at a time",
+        "their own trainers, which train one at a time",
         f"{EXECUTORS}: a trainer of your own is no executor's to stack",
         lambda c: (
             c.own == "trainer"
@@ -109,7 +109,7 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        "one output and one label an example",
+        "one output and one label per example",
         f"{PYTHON}: BinaryCrossEntropy",
         lambda c: c.objective == "binary" and c.model == "sequence",
     ),
@@ -138,7 +138,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "its own methods would not be called",
-        f"{SECURELY}: clients weigh by examples or alike",
+        f"{SECURELY}: secure aggregation weights clients by examples or equally",
         lambda c: c.secure != "off" and c.own == "weigh",
     ),
     Rule(

@@ -233,7 +233,7 @@ def test_a_quiet_rule_is_for_trials_alone() -> None:
 def test_who_does_not_know_it_does_not_train_without_clip_and_noise() -> None:
     """A trainer that calls ``step`` with the batch's gradient gets an error."""
     x, moment = [torch.zeros(1, 3)], Moment(round_num=0, step=0)
-    with pytest.raises(ValueError, match="takes each example's gradient, not the batch's"):
+    with pytest.raises(ValueError, match="needs per-example gradients, not the batch's"):
         RULE.step(x, x, {}, broadcast={}, moment=moment)
 
 

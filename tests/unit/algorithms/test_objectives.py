@@ -234,11 +234,11 @@ def test_a_loss_that_writes_to_its_outputs_is_tried_out_on_copies() -> None:
         (CrossEntropy(), logits(4, 2), torch.eye(2).repeat(2, 1), "not outputs of shape"),
         (CrossEntropy(), logits(4, 5, 2), torch.ones(4, 5).long(), "movedim"),
         (CrossEntropy(), logits(4, 3, 3, 2), torch.ones(4, 3, 3).long(), "movedim"),
-        (CrossEntropy(), logits(4, 1), torch.rand(4), "to regress on numbers give an objective"),
+        (CrossEntropy(), logits(4, 1), torch.rand(4), "for regression give an objective"),
         (BinaryCrossEntropy(), logits(4, 1), torch.tensor([1, 2, 1, 2]), "labels 0 and 1, not 2"),
         (BinaryCrossEntropy(), logits(4), torch.tensor([-1, 1, 1, 1]), "labels 0 and 1, not -1"),
-        (BinaryCrossEntropy(), logits(4, 2), torch.ones(4), "one output and one label an example"),
-        (BinaryCrossEntropy(), logits(4, 2), torch.ones(4, 2), "take the difference"),
+        (BinaryCrossEntropy(), logits(4, 2), torch.ones(4), "one output and one label per example"),
+        (BinaryCrossEntropy(), logits(4, 2), torch.ones(4, 2), "return the difference"),
     ],
 )
 def test_labels_that_an_objective_would_misread_are_refused(

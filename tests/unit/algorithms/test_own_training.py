@@ -34,7 +34,7 @@ def test_virtual_time_knows_how_much_it_is() -> None:
 def test_a_standard_trainer_does_not_know_how() -> None:
     """The message suggests the fix."""
     x = [torch.zeros(1, 2)]
-    with pytest.raises(ValueError, match=r"trainer of their own"):
+    with pytest.raises(ValueError, match=r"their own trainer"):
         OwnTraining().step(x, x, {}, broadcast={}, moment=Moment(round_num=0, step=0))
 
 

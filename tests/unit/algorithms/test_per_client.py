@@ -126,7 +126,7 @@ def test_who_does_less_is_done_earlier(tmp_path: Path) -> None:
     ("local", "words"),
     [
         (replace(LOCAL, momentum=0.9), "client 0 contributes or remembers other things"),
-        ("sgd", "client 0 is 'sgd', which has no step to take"),
+        ("sgd", "client 0 is 'sgd', which has no method step"),
     ],
 )
 def test_updates_that_do_not_fit_together_are_refused(local: object, words: str) -> None:
@@ -145,7 +145,7 @@ def test_what_is_no_function_is_refused() -> None:
 
 def test_a_secure_sum_names_one_training_for_all(tmp_path: Path) -> None:
     """All clients that share secrets must agree on the same terms."""
-    with pytest.raises(ConfigError, match="name one training for all"):
+    with pytest.raises(ConfigError, match="prescribe one training for all"):
         model_after(
             tmp_path,
             local_of=by_parity,

@@ -250,7 +250,7 @@ def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
     """A schedule is refused on construction, at any depth; a user's wrapper in its first step."""
     local = scaffold().local
     for inner in (local, Proximal(inner=local, proximal=0.1)):
-        with pytest.raises(ValueError, match="leave the schedule out under SCAFFOLD"):
+        with pytest.raises(ValueError, match="leave the schedule out with SCAFFOLD"):
             ScheduledRate(inner=inner, rate_decay=0.9)
     travelled = {**settings_of(local), "warmup_steps": 2, "rate_decay": 1.0, "cosine_rounds": None}
     with pytest.raises(SettingsRefused, match="leave the schedule out"):

@@ -143,7 +143,7 @@ def test_missing_settings_are_refused() -> None:
 def test_pieces_in_another_order_are_refused(pieces: str) -> None:
     """One update comes first, then its wrappers."""
     settings = {**settings_of(ADAM), **settings_of(Proximal(inner=SGD, proximal=0.5))}
-    with pytest.raises(SettingsRefused, match="names one update first"):
+    with pytest.raises(SettingsRefused, match="name one update first"):
         update_from({**settings, "update": pieces})
 
 
@@ -163,7 +163,7 @@ def test_a_setting_that_cannot_travel_is_refused_at_the_coordinator() -> None:
     with pytest.raises(ConfigError, match="'layers' is a tuple"):
         settings_of(Listing(epochs=1, batch_size=2, rate=0.01, layers=("a",)))
     once = Proximal(inner=SGD, proximal=0.5)
-    with pytest.raises(ConfigError, match="'proximal' stands in two pieces"):
+    with pytest.raises(ConfigError, match="'proximal' belongs to two components"):
         settings_of(Proximal(inner=once, proximal=0.5))
 
 
@@ -217,5 +217,5 @@ def test_classes_that_cannot_be_told_apart_by_their_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="two local updates are called 'SignSgd'"):
         own_classes([mine, other])
     assert own_classes([mine, SGD, mine]) == [SignSgd]
-    with pytest.raises(ConfigError, match="the name of another piece, 'sgd'"):
+    with pytest.raises(ConfigError, match="the name of another component, 'sgd'"):
         settings_of(type("sgd", (LocalSgd,), {})(epochs=1, batch_size=2, learning_rate=0.1))

@@ -65,6 +65,8 @@ def test_what_is_told_by_the_model_of_a_round_cannot_be_asynchronous() -> None:
     limits = FedBuff(SGD, buffer_size=1, concurrency=1, max_staleness=0).asynchrony
     assert isinstance(limits, Asynchrony)
     for refused in (scaffold, StrategyWrapper(scaffold)):
-        with pytest.raises(ValueError, match=r"cannot be asynchronous: a client's control variate"):
+        with pytest.raises(
+            ValueError, match=r"cannot be asynchronous: the server's control variate"
+        ):
             Buffered(refused, limits)
     require_asynchronous(FedAvg(SGD))

@@ -34,7 +34,9 @@ def test_without_a_gpu_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_too_few_are_told_to_every_process(local_rank: int) -> None:
     """Even the first process, which alone prints, and would otherwise wait for the others."""
     environ = of_torchrun(local_rank, 4)
-    with pytest.raises(ConfigError, match=r"has started 4 processes .*, but there are 3; start 3"):
+    with pytest.raises(
+        ConfigError, match=r"has started 4 processes .*, but there are 3; start at most 3"
+    ):
         find_own_gpu(environ)
     with pytest.raises(ConfigError, match="there are 3"):
         choose_device("auto", environ)

@@ -284,7 +284,7 @@ def test_statistics_that_training_never_updates_are_frozen(
 
 def test_a_model_without_a_trainable_parameter_is_refused() -> None:
     """There would be nothing to send."""
-    with pytest.raises(ValueError, match="each is frozen"):
+    with pytest.raises(ValueError, match="all are frozen"):
         Layout.of(nn.Linear(2, 1).requires_grad_(requires_grad=False))
 
 

@@ -129,7 +129,7 @@ def _any(function: Callable[..., object]) -> Callable[..., object]:
         (_any(fl.Scaffold), r"write fl\.Scaffold\(fl\.LocalSgd"),
         (
             lambda: _any(fl.Scaffold)("sgd", num_clients=2, server_learning_rate=1.0),
-            r"local is 'sgd', which has no step to take; give fl\.LocalSgd",
+            r"local is 'sgd', which has no method step; give fl\.LocalSgd",
         ),
         (
             lambda: _any(fl.FedAvgM)(_LOCAL, server_learning_rate="1", server_momentum=0.9),
@@ -175,9 +175,9 @@ def test_a_call_with_wrong_arguments_says_what_to_write(
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"features": "x.npz"}, r'features: "x\.npz" is no array .*fl\.from_npz'),
-        ({"features": None}, r"features: a NoneType is no array of examples"),
-        ({"features": [["a", 1]] * 8}, r"features are .*: one is the text 'a'; encode"),
+        ({"features": "x.npz"}, r'features: "x\.npz" is not an array .*fl\.from_npz'),
+        ({"features": None}, r"features: a NoneType is not an array of examples"),
+        ({"features": [["a", 1]] * 8}, r"features are .*: one is the string 'a'; encode"),
         ({"labels": ["yes", "no"] * 4}, r"labels are .*np\.unique\(labels, return_inverse=True"),
         ({"labels": [np.nan, *_CLASSES[1:]]}, r"row 0 has a label that is NaN"),
         ({"test_fraction": None, "test": _ONES}, r"test is a ndarray; give features and labels as"),
@@ -201,7 +201,7 @@ def test_arrays_that_are_no_data_are_refused_in_words(given: dict[str, object], 
 @pytest.mark.parametrize(
     ("labels", "says"),
     [
-        (np.eye(2, dtype=int)[_CLASSES], r"of one-hot labels give .*labels\.argmax\(1\)"),
+        (np.eye(2, dtype=int)[_CLASSES], r"replace one-hot labels by .*labels\.argmax\(1\)"),
         (_CLASSES[:, None], r"in one dimension, labels\.reshape\(-1\)"),
         (_CLASSES.astype(float), r"as integers, such as labels\.astype\(int\)"),
         (_CLASSES + 1, r"Target 2 is out of bounds; .*2 classes, 0\.\.1: number the labels from 0"),

@@ -158,7 +158,7 @@ def test_statistics_of_batches_would_hang_on_the_mesh() -> None:
 
 
 def test_a_model_that_is_frozen_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no parameter to train: each is frozen"):
+    with pytest.raises(ConfigError, match="no parameter to train: all are frozen"):
         alone(of(lambda: odd().requires_grad_(False)))
 
 

@@ -222,11 +222,11 @@ def test_a_client_keeps_its_trace_and_moves_within_it() -> None:
 @pytest.mark.parametrize(
     ("times", "rates", "message"),
     [
-        ([0.0, 1.0, 1.0], [1.0, 1.0, 1.0], "trace 0: its times do not rise"),
-        ([0.0, float("nan"), 2.0], [1.0, 1.0, 1.0], "trace 0: its times do not rise"),
+        ([0.0, 1.0, 1.0], [1.0, 1.0, 1.0], "trace 0: its times do not increase"),
+        ([0.0, float("nan"), 2.0], [1.0, 1.0, 1.0], "trace 0: its times do not increase"),
         ([0.0, 1.0, 2.0], [1.0, -1.0, 1.0], "negative or not finite"),
         ([0.0, 1.0, 2.0], [1.0, float("inf"), 1.0], "negative or not finite"),
-        ([0.0, 1.0, 2.0], [1.0, 0.0, 0.0], "a transfer would not end"),
+        ([0.0, 1.0, 2.0], [1.0, 0.0, 0.0], "a transfer would never end"),
         ([0.0], [1.0], "fewer than two samples"),
         ([0.0, 1.0], [1.0], "do not fit"),
     ],

@@ -199,7 +199,7 @@ def test_any_other_model_takes_what_was_faster(
     choice = choose(small, clock=clock, cache_dir=tmp_path)
     assert choice.kind is kind
     much = "fast" if kind is ExecutorKind.VMAP else "slow"
-    assert f"at once they are 4.0 times as {much} as one at a time" in choice.reason
+    assert f"stacked clients are 4.0 times as {much} as one at a time" in choice.reason
     assert "not fused" in choice.reason
 
 
@@ -381,8 +381,8 @@ def growing() -> nn.Module:
     [
         (Counting, "changes 'calls' of the model"),
         (Listing, "changes 'seen' of the model"),
-        (CountingGlobally, "changes something that the code of CountingGlobally refers to"),
-        (CountingForAll, "changes something that the code of CountingForAll refers to"),
+        (CountingGlobally, "changes an object that the code of CountingGlobally refers to"),
+        (CountingForAll, "changes an object that the code of CountingForAll refers to"),
         (First, "a second training of the same clients"),
         (Feeding, "changes 'kept'"),
         (Deep, "random numbers of Python or numpy"),
@@ -435,7 +435,7 @@ def test_a_model_that_keeps_its_outputs_is_fused(tmp_path: Path) -> None:
 
 def test_a_model_that_is_another_each_time_is_refused(tmp_path: Path) -> None:
     """No executor can train it; the message names a tensor that differs."""
-    with pytest.raises(EngineError, match=r"another model from call to call: '0.weight'"):
+    with pytest.raises(EngineError, match=r"a different model on each call: '0.weight'"):
         choose(job(growing), clock=Ticking(), cache_dir=tmp_path)
 
 
@@ -497,7 +497,7 @@ def test_a_model_of_other_dtypes_trains_in_turn(
     assert (
         make_executor(odd, choice.kind).train(odd.work(np.arange(4))).deltas_KP.abs().amax(1).all()
     )
-    with pytest.raises(EngineError, match="trains as such"):
+    with pytest.raises(EngineError, match="trains in that dtype"):
         use_configured(odd, ExecutorKind.VMAP)
 
 

@@ -102,7 +102,7 @@ def test_natural_clients_are_the_groups_that_are_left_after_the_test() -> None:
     data = _from_arrays(partition=Natural(), groups=owners)
     first = [owners[int(rows[0]) // 2] for rows in _rows(data)]
     assert first == ["ada", "kim", "zoe"]
-    with pytest.raises(DataError, match="do not say whose they are"):
+    with pytest.raises(DataError, match="do not name their clients"):
         _from_arrays(partition=Natural())
 
 
@@ -164,13 +164,13 @@ def test_the_callers_array_is_not_shared() -> None:
 
 def test_integers_beyond_64_bits_are_refused() -> None:
     """They would wrap around to negative numbers."""
-    with pytest.raises(DataError, match=r"up to 9223372036854775808; they lie below 2\*\*63"):
+    with pytest.raises(DataError, match=r"up to 9223372036854775808; give numbers below 2\*\*63"):
         _from_arrays(features=np.full((60, 2), 2**63, np.uint64))
 
 
 def test_arrays_that_cannot_be_trained_on_are_refused() -> None:
     """Wrong lengths, types and values, and empty arrays."""
-    with pytest.raises(DataError, match="counts examples in both"):
+    with pytest.raises(DataError, match="of both must count examples"):
         _from_arrays(labels=_LABELS[:50])
     with pytest.raises(DataError, match=r"features are <U1 of shape \(60,\)"):
         _from_arrays(features=["x"] * 60)
@@ -434,10 +434,13 @@ def test_there_is_exactly_one_test_set() -> None:
             (_TOKENS, _LABELS),
             "client 0 has input 'mask', input 'tokens', labels, the test set features, labels",
         ),
-        (({"tokens": _TOKENS}, _LABELS), "the test set input 'tokens', labels; make them alike"),
+        (
+            ({"tokens": _TOKENS}, _LABELS),
+            "the test set input 'tokens', labels; give both the same inputs",
+        ),
         (
             ({"tokens": _TOKENS, "mask": _MASK[:, :2]}, _LABELS),
-            r"input 'mask' of torch.bool and shape \(3,\) an example, the test .* \(2,\)",
+            r"input 'mask' of torch.bool and shape \(3,\) per example, the test .* \(2,\)",
         ),
         (
             ({"tokens": _TOKENS, "mask": _MASK + 0.0}, _LABELS),
@@ -528,7 +531,7 @@ def test_an_npz_of_several_inputs_equals_its_arrays(tmp_path: Path, names: Input
     found = _by_name(read(test=(names, "y")).test.features, arrays)
     assert torch.equal(found["tokens"], torch.from_numpy(_TOKENS))
     assert torch.equal(found["mask"], torch.from_numpy(_MASK))
-    with pytest.raises(DataError, match="make them alike"):
+    with pytest.raises(DataError, match="give both the same inputs"):
         read(test=("x", "y"))
 
 
@@ -583,7 +586,7 @@ def test_groups_of_a_dataset_are_its_natural_clients() -> None:
     assert data.names is not None
     assert data.names.tolist() == ["ada", "kim", "zoe"]
     assert _rows(data) == [[1.0, 4.0], [0.0, 2.0, 5.0], [3.0]]
-    with pytest.raises(DataError, match="6 examples; give one id an example"):
+    with pytest.raises(DataError, match="6 examples; give one id per example"):
         from_dataset(_dataset(6), groups=who[1:], partition=Natural(), test=_dataset(3), seed=0)
 
 
@@ -635,12 +638,12 @@ def test_clients_of_a_dataset_that_cannot_be_had_are_refused_in_words() -> None:
         return from_dataset(dataset, partition=partition, test=_dataset(3), seed=0, **more)
 
     refused: dict[str, Callable[[], FederatedData]] = {
-        "do not say whose they are.*groups=": lambda: made(_dataset(6), Natural()),
+        "do not name their clients.*groups=": lambda: made(_dataset(6), Natural()),
         "read the dataset into arrays": lambda: made(
             _dataset(6), Bootstrap(num_clients=2, examples_per_client=2), labels=[0] * 6
         ),
         "Iid divides by labels, but none are given": lambda: made(_dataset(6), Iid(2)),
-        "several datasets are one client each": lambda: made(_sets(2, 1), Iid(2), labels=[0] * 3),
+        "each of several datasets is one client": lambda: made(_sets(2, 1), Iid(2), labels=[0] * 3),
         r"client 1 \('ada'\) has no examples": lambda: made(
             {"kim": _sets(2)[0], "ada": _sets(0)[0]}, Natural()
         ),

@@ -234,7 +234,7 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
         features=InputColumns(names=["pixels"], shape=(28, 28), dtype=torch.float32),
         label="digit",
     )
-    with pytest.raises(DataError, match="hold 2 numbers an example"):
+    with pytest.raises(DataError, match="hold 2 numbers per example"):
         _parquet(_written(tmp_path / "wide.parquet"), columns=wide)
 
 

@@ -44,7 +44,7 @@ def test_dirichlet_redraws_until_every_client_has_enough() -> None:
 
 def test_dirichlet_gives_up_with_the_best_it_found() -> None:
     """If the minimum is never reached, the error suggests a fix."""
-    with pytest.raises(DataError, match=r"45 examples asked, .* at most \d+; raise `alpha`"):
+    with pytest.raises(DataError, match=r"45 examples, .* at most \d+; raise `alpha`"):
         Dirichlet(20, 0.05, 45).split(_LABELS, seed=Seed(0))
 
 
@@ -91,7 +91,7 @@ def test_an_empty_client_is_named() -> None:
 
 def test_offsets_that_do_not_cover_the_rows_are_refused() -> None:
     """Offsets must end at the number of rows."""
-    with pytest.raises(DataError, match="offsets rise from 0 to its 3 rows"):
+    with pytest.raises(DataError, match="offsets must rise from 0 to its 3 rows"):
         Partition(np.arange(3), np.array([0, 2]))
 
 
@@ -104,15 +104,15 @@ def test_names_for_another_number_of_clients_are_refused() -> None:
 def test_splitting_by_label_needs_class_numbers() -> None:
     """Regression targets have no classes to skew."""
     for rule in (Dirichlet(2, 1.0, 1), Shards(2, 1)):
-        with pytest.raises(DataError, match="one class number an example, not float64"):
+        with pytest.raises(DataError, match="one class number per example, not float64"):
             rule.split(np.linspace(0.0, 1.0, 9), seed=Seed(0))
 
 
 def test_ids_of_another_length_or_kind_are_refused() -> None:
     """One id per example, an integer or a string."""
-    with pytest.raises(DataError, match="one id an example"):
+    with pytest.raises(DataError, match="one id per example"):
         ByIds(np.arange(3)).split(np.zeros(4), seed=Seed(0))
-    with pytest.raises(DataError, match=r"row 0 is 0.0, a float; give integers or texts"):
+    with pytest.raises(DataError, match=r"row 0 is 0.0, a float; give integers or strings"):
         ByIds(np.linspace(0.0, 1.0, 4)).split(np.zeros(4), seed=Seed(0))
 
 
@@ -217,9 +217,9 @@ def test_a_masked_id_is_missing() -> None:
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
-        ([1, "a", 2], "row 0 is 1, of row 1 'a': integer and text; make them alike"),
+        ([1, "a", 2], "row 0 is 1, of row 1 'a': integer and text; make them the same type"),
         (["a", b"a", "b"], "row 0 is 'a', of row 1 b'a': text and bytes"),
-        ([True, False, True], "row 0 is True, a bool; give integers or texts"),
+        ([True, False, True], "row 0 is True, a bool; give integers or strings"),
         (np.array([True, False, True]), "row 0 is True, a bool"),
         ([1, 2.0, 3], "row 1 is 2.0, a float"),
         ([UUID(int=1)] * 3, r"row 0 is UUID\('0.*1'\), a UUID"),

@@ -116,7 +116,7 @@ def test_a_label_out_of_range_is_found(wrong: int, row: int) -> None:
 
 def test_malformed_arrays_are_refused() -> None:
     """Lengths, dtypes, values and rows are checked at construction."""
-    with pytest.raises(DataError, match="counts examples in both"):
+    with pytest.raises(DataError, match="of both must count examples"):
         _arrays(labels=_labels()[:7])
     with pytest.raises(DataError, match=r"convert class labels with `\.long\(\)`"):
         _arrays(labels=_labels().int())
@@ -128,7 +128,7 @@ def test_malformed_arrays_are_refused() -> None:
         _arrays(features=_features().to(torch.complex64))
     with pytest.raises(DataError, match="has a label that is NaN"):
         _arrays(labels=torch.full((8,), float("nan")), num_classes=None)
-    with pytest.raises(DataError, match=r"rows 0\.\.7, there are 7 examples"):
+    with pytest.raises(DataError, match=r"rows 0\.\.7, but there are 7 examples"):
         _arrays(features=_features()[:7], labels=_labels()[:7])
 
 

@@ -147,7 +147,7 @@ def test_who_is_too_late_is_dropped_with_the_reason_and_never_trained() -> None:
     _, rounds = run(plan(executor, late=late), num_rounds=12)
     stale = [(number, row) for number, row in rows(rounds) if row.status is Status.STALE]
     assert {row.client_id for _, row in stale} == {3}
-    assert stale[0][1].reason == "based on a model 2 rounds old; at most 1 are taken"
+    assert stale[0][1].reason == "based on a model 2 rounds old; at most 1 are accepted"
     assert len(stale) > 1
     assert ClientId(3) not in {client for client, _ in executor.trained}
     assert max(age for one in rounds for age in one.staleness) == 1

@@ -273,7 +273,7 @@ def test_arrays_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"of .*\.npz: row 0 has a feature that is NaN"):
         _examples(path)
     _archive(path, who=np.zeros((6, 2)))
-    with pytest.raises(DataError, match="one an example"):
+    with pytest.raises(DataError, match="one per example"):
         _examples(path)
 
 

@@ -217,10 +217,10 @@ def centred(outputs: Tensor, labels: Tensor) -> Tensor:
             CrossEntropy(),
             r"layer 0 \(InstanceNorm1d\)",
         ),
-        (Centred(), CrossEntropy(), "hangs on the others in its batch.* GroupNorm"),
+        (Centred(), CrossEntropy(), "depends on the others in its batch.* GroupNorm"),
         (Counting(), CrossEntropy(), "changes the buffer 'running'"),
         (mlp(), CustomLoss(coupled, per_example=False), "the loss couples the examples"),
-        (mlp(), CustomLoss(centred), "hangs on the others in its batch"),
+        (mlp(), CustomLoss(centred), "depends on the others in its batch"),
     ],
 )
 def test_what_couples_examples_is_refused(
@@ -422,8 +422,8 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (nn.GRU(5, 4), "hangs on the others in its batch"),
-        (Stateful(), "keeps something of earlier examples"),
+        (nn.GRU(5, 4), "depends on the others in its batch"),
+        (Stateful(), "keeps state of earlier examples"),
     ],
 )
 def test_a_recurrent_layer_that_couples_examples_is_refused(layer: nn.Module, reason: str) -> None:

@@ -542,7 +542,7 @@ class Empty(Pairs):
         (lambda: TorchTrainer.of(Counting, Empty()), "the dataset has no examples"),
         (lambda: TorchTrainer.of(Counting, Endless()), "the dataset is a Endless, not a map-style"),
         (lambda: TorchTrainer.of(Counting, examples()[0]), "features without labels"),
-        (lambda: TorchTrainer.of(Counting, Pairs(), examples()[1]), "labels in its items"),
+        (lambda: TorchTrainer.of(Counting, Pairs(), examples()[1]), "include its labels"),
         (lambda: TorchTrainer.of(Counting, Bare()).try_out(), r"dataset\[0\] is not a pair"),
     ],
 )

@@ -68,7 +68,9 @@ class Layer:
                 functional_call(self.module, weights, (zero.expand(1, *shape),)).shape[1:]
             )
         if self.width is not None and after != (self.width,):
-            raise ValueError(f"it flattens to {self.width} features, they have {after[0]}")
+            raise ValueError(
+                f"it flattens to {self.width} features, but the examples have {after[0]}"
+            )
         return after
 
 
@@ -206,7 +208,7 @@ class _Reader:
             self._require_latest(node, node.args[0])
             return ()
         if not node.args:
-            raise _NotAChainError(f"{node.name} takes nothing from the layer before it")
+            raise _NotAChainError(f"{node.name} does not use the output of the layer before it")
         if self._reads_size(node):
             return ()
         self._require_latest(node, node.args[0])
@@ -217,7 +219,7 @@ class _Reader:
     def _require_latest(self, node: fx.Node, value: object) -> None:
         if value is not self._values[-1]:
             raise _NotAChainError(
-                f"{node.name} does not take just the output of the layer before it "
+                f"{node.name} uses more than the output of the layer before it "
                 f"({self._values[-1].name})"
             )
 
@@ -247,7 +249,7 @@ class _Reader:
             return (self._flatten_of_view(node),)
         make = _FUNCTIONS.get(node.target)
         if make is None or len(node.all_input_nodes) > 1:
-            raise _NotAChainError(f"the operation {node.name} is not one of a plain chain")
+            raise _NotAChainError(f"the operation {node.name} is not supported in a plain chain")
         return self._of_module(make(*node.args[1:], **node.kwargs), node.name)
 
     def _flatten_of_view(self, node: fx.Node) -> Layer:
@@ -263,11 +265,11 @@ class _Reader:
             case (-1, int(width)):
                 return Layer(nn.Flatten(), {}, width)
             case _:
-                raise _NotAChainError(f"{node.name} does more than to flatten all but the batch")
+                raise _NotAChainError(f"{node.name} does not flatten all dimensions but the batch")
 
     def _of_module(self, module: nn.Module, name: str) -> Iterable[Layer]:
         is_known = type(module) in _KNOWN
-        objection = _objection(module) if is_known else "is not one of a plain chain"
+        objection = _objection(module) if is_known else "is not supported in a plain chain"
         if objection is not None:
             raise _NotAChainError(f"{describe_layer(name, module)} {objection}")
         if isinstance(module, _NEUTRAL):
@@ -287,14 +289,14 @@ def _objection(module: nn.Module) -> str | None:
         case nn.Conv2d(padding="same") if any(width % 2 for width in _count_same_padding(module)):
             return "pads one side more than the other"
         case nn.MaxPool2d(return_indices=True):
-            return "returns indices too"
+            return "also returns indices"
         case nn.LeakyReLU(negative_slope=slope) if slope < 0.0:
             return f"has the negative slope {slope}"
         case nn.Flatten(start_dim=start, end_dim=end) if (start, end) != (1, -1):
-            return "does more than to flatten all but the batch"
+            return "does not flatten all dimensions but the batch"
         case nn.Dropout(p=rate) | KeyedDropout(p=rate) if module.training and rate > 0.0:
             return (
-                "draws random masks, which a plain chain does not; without it, or at rate 0, the "
+                "draws random masks, which a plain chain cannot; without it, or at rate 0, the "
                 "rest may be fused"
             )
     return None

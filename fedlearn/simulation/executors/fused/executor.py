@@ -77,16 +77,16 @@ def describe_misfit(
     if objective.label_smoothing:
         return f"the objective has label_smoothing {objective.label_smoothing}, not 0"
     if labels.dim() != 1 or labels.dtype != torch.int64:
-        return f"labels are {labels.dtype} {list(labels.shape)}, not one int64 class an example"
+        return f"labels are {labels.dtype} {list(labels.shape)}, not one int64 class per example"
     try:
         tensor = require_single_input(features)
         outputs = chain.shapes(tuple(tensor.shape[1:]))[-1]
     except (DataError, ValueError) as error:
         return str(error)
     if tensor.is_complex() or tensor.dtype == torch.bool:
-        return f"features are {tensor.dtype}, the model is {chain.layout.dtype}"
+        return f"features are {tensor.dtype}, but the model is {chain.layout.dtype}"
     if len(outputs) != 1:
-        return f"the model returns shape {outputs} an example, not one logit a class"
+        return f"the model returns shape {outputs} per example, not one logit per class"
     return None
 
 
