@@ -252,7 +252,9 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=10_000_000, help="elements of an update")
     parser.add_argument("--tensors", type=int, default=10, help="tensors of an update")
     parser.add_argument("--slab-mb", type=int, default=400)
-    parser.add_argument("--threads", type=int, default=1, help="more spin on a busy machine")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads; more spin on a busy machine"
+    )
     add_flower(parser)
     small = {"turns": 1, "updates": 10, "size": 100_000, "slab_mb": 2, "without_flower": True}
     arguments = parse(parser, check=small)

@@ -85,7 +85,7 @@ def main() -> None:
     measures = {"simulated": simulated, "million": million}
     parser = options(__doc__, turns=5)
     parser.add_argument("--parts", nargs="+", choices=measures, default=list(measures))
-    parser.add_argument("--rounds", type=int, default=100, help="of a simulation")
+    parser.add_argument("--rounds", type=int, default=100, help="rounds of a simulation")
     parser.add_argument("--cohort", type=int, default=50, help="clients of a round")
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     small = {"parts": ["simulated"], "turns": 1, "rounds": 10}

@@ -80,7 +80,7 @@ def peer_python(name: str, arguments: argparse.Namespace) -> str:
     folder = Path.home() / ".cache" / "fedlearn" / "bench" / name
     python = folder / "bin" / "python"
     if not python.exists():
-        print(f"making an environment for {name} in {folder} (once, some minutes)", flush=True)
+        print(f"creating an environment for {name} in {folder} (once, takes minutes)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         requirements = [f"torch=={torch.__version__.split('+')[0]}", _REQUIREMENTS[name]]
         subprocess.run([str(python), "-m", "pip", "install", "-q", *requirements], check=True)
@@ -189,12 +189,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--ragged", action="store_true")
-    parser.add_argument("--private", action="store_true", help="ours and pfl, with noise")
+    parser.add_argument("--private", action="store_true", help="compare ours and pfl, with noise")
     parser.add_argument("--procs", type=int, default=os.cpu_count())
     parser.add_argument("--timeout-s", type=float, default=1800.0)
     parser.add_argument("--peers-dir", type=Path, default=Path("../shared/peers"))
-    parser.add_argument("--flower-python", help="of an environment with flwr[simulation]")
-    parser.add_argument("--pfl-python", help="of an environment with pfl[pytorch]")
+    parser.add_argument("--flower-python", help="interpreter with flwr[simulation]")
+    parser.add_argument("--pfl-python", help="interpreter with pfl[pytorch]")
     parser.add_argument("--without", nargs="*", default=[], help="competitors to leave out")
     without = ["flower", "pfl", "fedlearn (compiled)", "fedlearn (sequential)"]
     small = {"models": ["mlp"], "turns": 1, "rounds": 2, "procs": 1, "without": without}

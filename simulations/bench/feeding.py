@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=200_000, help="2,250,000 are 2.3 GB")
     parser.add_argument("--window-mb", type=int, default=64)
     parser.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=200, help="that are timed")
+    parser.add_argument("--rounds", type=int, default=200, help="timed rounds")
     small = {"turns": 1, "examples": 20_000, "workers": [0, 1], "rounds": 10}
     arguments = parse(parser, check=small)
     with tempfile.TemporaryDirectory() as folder:

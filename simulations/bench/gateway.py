@@ -214,17 +214,21 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS))
     parser.add_argument("--clients", type=int, default=2000)
     parser.add_argument("--size", type=int, default=10_000, help="elements of the small model")
-    parser.add_argument("--rounds", type=int, default=5, help="with all clients")
-    parser.add_argument("--idle-s", type=float, default=60.0, help="a ping comes every 30 s")
-    parser.add_argument("--nodes", type=int, default=4, help="clients beside Flower")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds with all clients")
+    parser.add_argument(
+        "--idle-s", type=float, default=60.0, help="idle seconds; pings come every 30 s"
+    )
+    parser.add_argument("--nodes", type=int, default=4, help="clients, and Flower's nodes")
     parser.add_argument("--message-rounds", type=int, default=200)
     parser.add_argument("--flower-rounds", type=int, default=5)
-    parser.add_argument("--memory-mb", type=int, default=100, help="the large model")
+    parser.add_argument("--memory-mb", type=int, default=100, help="size of the large model, MB")
     parser.add_argument("--memory-clients", type=int, default=100)
-    parser.add_argument("--at-once", type=int, default=4, help="clients that move a large model")
-    parser.add_argument("--upload-mb", type=int, default=100, help="an upload, MiB")
-    parser.add_argument("--threads", type=int, default=1, help="more spin on a busy machine")
-    parser.add_argument("--dir", help="where the coordinator's files go; a disk, not memory")
+    parser.add_argument("--at-once", type=int, default=4, help="clients that transfer at once")
+    parser.add_argument("--upload-mb", type=int, default=100, help="size of an upload, MiB")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads; more spin on a busy machine"
+    )
+    parser.add_argument("--dir", help="folder of the coordinator's files, on a disk")
     add_flower(parser)
     small = {
         "turns": 1,

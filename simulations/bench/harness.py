@@ -46,9 +46,9 @@ def options(doc: str, *, turns: int = 0) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if turns:
-        parser.add_argument("--turns", type=int, default=turns, help="medians are over these")
-    parser.add_argument("--json", action="store_true", help="print a JSON line a figure")
-    parser.add_argument("--check", action="store_true", help="run briefly: does it work at all?")
+        parser.add_argument("--turns", type=int, default=turns, help="turns that medians are over")
+    parser.add_argument("--json", action="store_true", help="print one JSON line per figure")
+    parser.add_argument("--check", action="store_true", help="run briefly, to see that it works")
     return parser
 
 
@@ -61,7 +61,7 @@ def parse(parser: argparse.ArgumentParser, *, check: Mapping[str, object]) -> ar
 
 def add_flower(parser: argparse.ArgumentParser) -> None:
     """Add the options that locate Flower."""
-    parser.add_argument("--flower-python", type=Path, help="of an environment with flwr 1.41")
+    parser.add_argument("--flower-python", type=Path, help="interpreter with flwr 1.41")
     parser.add_argument("--without-flower", action="store_true")
 
 
@@ -71,7 +71,7 @@ def flower_python(arguments: argparse.Namespace) -> Path | None:
         return None
     if arguments.flower_python or importlib.util.find_spec("flwr"):
         return Path(arguments.flower_python or sys.executable)
-    print("Flower is left out: there is no flwr here; see --flower-python", file=sys.stderr)
+    print("Flower is skipped: flwr is not installed here; see --flower-python", file=sys.stderr)
     return None
 
 

@@ -116,11 +116,11 @@ def measure(kind: str, folder: Path, arguments: argparse.Namespace) -> Iterator[
 def main() -> None:
     """Measure each kind."""
     parser = options(__doc__)
-    parser.add_argument("--clients", type=int, default=2000, help="clients that come")
-    parser.add_argument("--stay", type=int, default=100, help="that may stay")
+    parser.add_argument("--clients", type=int, default=2000, help="clients that connect")
+    parser.add_argument("--stay", type=int, default=100, help="clients that may stay")
     parser.add_argument("--come-back-s", type=float, default=4.0, help="seconds of an absence")
-    parser.add_argument("--share", type=float, default=0.5, help="of a core for check-ins")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of a run")
+    parser.add_argument("--share", type=float, default=0.5, help="share of a core for check-ins")
+    parser.add_argument("--seconds", type=float, default=40.0, help="length of a run")
     parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS)
     small = {"clients": 50, "stay": 10, "come_back_s": 1.0, "seconds": 4.0}
     arguments = parse(parser, check=small)

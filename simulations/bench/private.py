@@ -138,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--cohort", type=int, default=50)
     parser.add_argument("--executor", default="auto")
-    parser.add_argument("--samples", type=int, default=1_000_000, help="of noise")
+    parser.add_argument("--samples", type=int, default=1_000_000, help="samples of noise")
     small = {"turns": 1, "models": ["mlp"], "rounds": 3, "cohort": 10, "samples": 50_000}
     arguments = parse(parser, check=small)
     report((row for name in arguments.parts for row in measures[name](arguments)), arguments)

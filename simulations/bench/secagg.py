@@ -194,11 +194,11 @@ def main() -> None:
     parser = options(__doc__, turns=7)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--size", type=int, default=1_000_000, help="numbers in the vector")
-    parser.add_argument("--dropped", type=int, default=10, help="after they shared their keys")
+    parser.add_argument("--dropped", type=int, default=10, help="clients that drop out")
     parser.add_argument(
-        "--threads", type=int, default=count_cores(), help="of the fold by the clock"
+        "--threads", type=int, default=count_cores(), help="threads of the timed fold"
     )
-    parser.add_argument("--curves", action="store_true", help="many sizes, without Flower")
+    parser.add_argument("--curves", action="store_true", help="measure many sizes, without Flower")
     parser.add_argument("--curve-clients", type=int, nargs="+", default=[10, 30, 100, 300])
     sizes = [1_000, 10_000, 100_000, 1_000_000]
     parser.add_argument("--curve-sizes", type=int, nargs="+", default=sizes)

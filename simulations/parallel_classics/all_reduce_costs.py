@@ -277,7 +277,7 @@ def _notes(measured: Sequence[Measured]) -> Iterator[str]:
     if any(each.carried_P is not None for each in measured):
         yield "library: bytes as the kernel counts them, with headers; it cannot be emulated."
     else:
-        yield "library: nobody counts its bytes here, and it cannot be emulated."
+        yield "library: its bytes cannot be counted here, and it cannot be emulated."
 
 
 def _row(each: Measured) -> tuple[str, ...]:
@@ -382,14 +382,27 @@ def _whole(*, most: float = math.inf) -> Callable[[str], int]:
 
 def main(words: Sequence[str] | None = None) -> None:
     """Measure with the options of the command line, and print or plot the results."""
-    parser = argparse.ArgumentParser(description="Measure all-reduces beside their formulas.")
+    parser = argparse.ArgumentParser(description="Compare all-reduces with their formulas.")
     add = parser.add_argument
     add("--processes", type=_whole(most=MOST_PROCESSES), nargs="+", default=[2, 4, 8], metavar="P")
-    add("--numbers", type=_whole(), nargs="+", default=[1_000_000], metavar="N", help="of each")
-    add("--repeats", type=_whole(), default=3, metavar="K", help="of which medians count")
-    add("--mbit-per-s", type=float, default=400.0, metavar="X", help="of the emulated network")
-    add("--json", action="store_true", help="print an object a measurement")
-    add("--output", type=Path, metavar="FILE", help="draw the result as PNG, too")
+    add(
+        "--numbers",
+        type=_whole(),
+        nargs="+",
+        default=[1_000_000],
+        metavar="N",
+        help="numbers of each process",
+    )
+    add("--repeats", type=_whole(), default=3, metavar="K", help="runs that medians are over")
+    add(
+        "--mbit-per-s",
+        type=float,
+        default=400.0,
+        metavar="X",
+        help="bandwidth of the emulated network",
+    )
+    add("--json", action="store_true", help="print one object per measurement")
+    add("--output", type=Path, metavar="FILE", help="also plot the result as PNG")
     given = parser.parse_args(words)
     try:
         settings = Settings(

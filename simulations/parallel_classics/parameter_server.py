@@ -199,7 +199,7 @@ def main() -> None:
     for name, buffer_size, max_staleness in (
         ("strong: waits for all workers", NUM_WORKERS, 0),
         ("bounded staleness: waits for two", 2, 2),
-        ("weak: waits for nobody", 1, 1000),
+        ("weak: waits for no worker", 1, 1000),
     ):
         trained = train(buffer_size=buffer_size, max_staleness=max_staleness)
         steps = sum(trained.ages.values()) // buffer_size
