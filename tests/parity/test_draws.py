@@ -100,20 +100,20 @@ UPDATES: dict[str, LocalUpdate] = {
 
 
 def sent(trained: TrainedBlock, place: int) -> dict[str, Tensor]:
-    """Return what one client sends, and its new state."""
+    """Return one client's update and new state from a trained block."""
     rows = {**trained.lanes, **trained.kept, "delta": trained.deltas_KP}
     return {name: value[place].clone() for name, value in rows.items()}
 
 
 def by_executor(local: LocalUpdate, kind: ExecutorKind, *, num_clients: int) -> dict[str, Tensor]:
-    """Return what client 0 sends in round 3, in a block of ``num_clients``."""
+    """Return the update of client 0 in round 3, in a block of ``num_clients``."""
     work: Work = replace(job(local).work(np.arange(num_clients)), round_num=3)
     trained = make_executor(job(local), kind).train(work)
     return sent(trained, work.client_ids.tolist().index(0))
 
 
 def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:
-    """Return what the same client sends if it is deployed."""
+    """Return the update of the same client in a deployment."""
     work = job(local).work(np.arange(1))
     rows = torch.from_numpy(work.rows_K[0])
     trainer = TorchTrainer.of(

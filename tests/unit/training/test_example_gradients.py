@@ -226,7 +226,7 @@ def centred(outputs: Tensor, labels: Tensor) -> Tensor:
 def test_what_couples_examples_is_refused(
     module: nn.Module, objective: Objective, reason: str
 ) -> None:
-    """The error names the module and a replacement; a client refuses too, whoever asks it."""
+    """The error names the module and a replacement; a client refuses it for any coordinator."""
     keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
     with pytest.raises(SettingsRefused, match=reason):
         by_example(module, objective)(MODELS["mlp"][1], LABELS, keys=keys)
