@@ -167,7 +167,7 @@ def forking(start: Any) -> Any:
             os.environ.update(environ)
             sys.argv = [module, str(link.fileno())]
             child.main()
-        with suppress(OSError):  # it may have connected, or even exited, already
+        with suppress(OSError):  # the child may have done so, or exited, already
             os.setpgid(pid, pid)
         os.close(reading)
         return Forked(pid, open(writing, "wb", buffering=0))  # noqa: PTH123 (a descriptor)

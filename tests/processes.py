@@ -136,7 +136,7 @@ class Process:
         return found
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal; freezing, continuing and killing also reach a client's training."""
+        """Send a signal; freezing and continuing also reach a client's training."""
         signal.pidfd_send_signal(self.descriptor, number)
         if number in (signal.SIGSTOP, signal.SIGCONT):
             self._send_training(number)

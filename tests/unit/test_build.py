@@ -757,7 +757,7 @@ def test_every_kind_of_sampling_has_its_sampler() -> None:
 
 
 def test_the_straggler_policy_is_that_of_the_configuration() -> None:
-    """Thirteen are asked for ten reports, and the deadline bounds the wait."""
+    """Thirteen are asked for ten reports, and the deadline "none" waits for all of them."""
     built = _built({"stragglers": {"deadline_s": "none", "min_reports": 3}})
     assert built.policy == built.config.straggler_policy()
     assert (built.policy.num_asked, built.policy.deadline_s) == (13, math.inf)

@@ -77,7 +77,7 @@ def test_before_the_first_start_there_is_no_run(
 
 @pytest.mark.slow
 def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixture[str]) -> None:
-    """The invitation creates the authority and the database."""
+    """The authority and the database exist by then."""
     typed(capsys, "init")
     assert "no clients yet" in typed(capsys, "clients")
     typed(capsys, "invite", "clinic-a", "--tag", "country=ch", "-o", "a.json")

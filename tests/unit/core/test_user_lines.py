@@ -86,7 +86,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder that looks like one of pip's."""
+    """Return a folder on the module path that looks like an environment's site-packages."""
     folder = tmp_path / "environment" / "lib" / "site-packages"
     folder.mkdir(parents=True)
     monkeypatch.syspath_prepend(folder)

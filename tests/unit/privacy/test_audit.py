@@ -104,7 +104,7 @@ def test_coins_and_directions_are_nobodys() -> None:
 
 
 def test_of_a_single_update_the_numbers_of_its_own_canaries_are_kept() -> None:
-    """An attacker sees each canary in its client's update as the sum over clients."""
+    """The sum over clients then has, for each canary, its score in its own client's update."""
     canaries = Canaries.draw(num_pairs=10, opposite=False)
     rows = torch.from_numpy(Seed(4).numpy().standard_normal((4, LAYOUT.size))).float()
     ids = [ClientId(each) for each in (2, 0, 1, 3)]

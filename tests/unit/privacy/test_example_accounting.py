@@ -187,7 +187,7 @@ def lengthened(local: LocalUpdate) -> Strategy:
     ],
 )
 def test_training_that_is_not_known_is_refused(inner: Strategy, reason: str) -> None:
-    """So are metrics that would be reported; control: the strategies above."""
+    """So are weights that reveal numbers of examples; control: the strategies above."""
     with pytest.raises(ValueError, match=reason):
         plan().wrap_strategy(inner)
 

@@ -139,7 +139,7 @@ def shown_by(
 
 
 def losses_of(updates: Updates, *, rate: float, spacing: float, num: int) -> NDArray[np.float64]:
-    """Return an upper bound of the probability of each loss, from -num to num spacings."""
+    """Return probabilities of the losses from -num to num spacings, rounded pessimistically."""
     epsilons = np.asarray(np.arange(num + 1) * spacing, np.float64)
     above = shown_by(updates, epsilons, rate=rate)
     mirrored = shown_by((updates[1], updates[0]), epsilons[:0:-1], rate=rate)

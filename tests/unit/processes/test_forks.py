@@ -39,7 +39,7 @@ def test_a_child_holds_what_is_not_kept_from_it_and_nothing_else() -> None:
 
 
 def hear_twice(link: Link) -> None:
-    """Echo the first message, then whatever follows it."""
+    """Echo two messages; exit with 3 if the link is closed before."""
     for _ in range(2):
         try:
             link.send(link.recv())

@@ -96,7 +96,7 @@ def test_too_few_for_a_session_is_an_error(
 
 @dataclass(frozen=True)
 class RootMean(WeightedMean):
-    """A strategy that weighs clients by the square root of their number of examples."""
+    """An aggregation that weighs clients by the square root of their number of examples."""
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         return num_examples_B.sqrt()

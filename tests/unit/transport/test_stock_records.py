@@ -89,7 +89,7 @@ def test_a_model_is_sent_as_its_state_dict() -> None:
 
 
 def test_an_evaluation_has_a_config_of_its_own() -> None:
-    """Its round is the one that it follows: Flower numbers rounds from 1, like its evaluations."""
+    """It names the round that it follows; Flower counts from 1, so the number is the same."""
     request = EvaluateRequest(round_num=4, tensors=REQUEST.tensors)
     config = RECORDS.content(request).config_records["config"]
     assert config == ConfigRecord({"split": "val", "server-round": 4})
