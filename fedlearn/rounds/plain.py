@@ -214,8 +214,11 @@ class _RoundAttempt:
 
     def run(self, held: Mapping[ClientId, _ArrivedUpdate]) -> None:
         """Ask clients and take replies until the round closes or no client can answer any more."""
+        # A held update may have grown too stale meanwhile, so that its task was given up. Look
+        # before asking: its client may be drawn again, with a new task.
+        still_held = [each for each in held.values() if self.collection.awaits(each.task.client_id)]
         self._refill()
-        for each in held.values():
+        for each in still_held:
             self._count(each._replace(task=self.collection.land(each.task.client_id)))
         while not self.collection.is_closed:
             self._refill()

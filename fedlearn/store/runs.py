@@ -297,7 +297,7 @@ class StoredRun:
             return _build_run_record(row, self.database.runs_dir, is_deployed=is_deployed)
 
     def hold(self) -> AbstractContextManager[None]:
-        """Lock the run for this process while it runs: see :func:`fedlearn.store.holding.hold`.
+        """Lock the run for this process while it runs: see :func:`fedlearn.store.holding.hold_run`.
 
         Raises:
             RunHeld: Another process holds it.

@@ -2,11 +2,14 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import fedlearn as fl
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
@@ -68,3 +71,59 @@ def test_flower_keeps_late_updates_as_memory_does(deadline_s: float) -> None:
     assert (found_ages, found_late) == (ages, num_late)
     assert (num_late > 0) == math.isfinite(deadline_s)
     assert any(age for each in ages for age in each) == math.isfinite(deadline_s)
+
+
+X = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+Y = (X[:, 0] > 0).astype(np.int64)
+
+
+def skipping(folder: Path, transport: str, *, max_staleness: int) -> fl.Run:
+    """Simulate eight rounds, most of them with too few reports, that keep late updates."""
+    clients = fl.Iid(num_clients=20)
+    data = fl.from_arrays(X, Y, partition=clients, test_fraction=0.2, seed=0)
+    torch.manual_seed(0)
+    return fl.simulate(
+        lambda: nn.Linear(4, 2),
+        data,
+        fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)),
+        num_rounds=8,
+        cohort={"num_wanted": 6},
+        stragglers={
+            "deadline_s": 1.0,
+            "min_reports": 5,
+            "below_minimum": "skip",
+            "over_selection": 1.0,
+        },
+        late_updates={"mode": "keep"},
+        staleness={"max_staleness": max_staleness},
+        devices={"kind": "lognormal", "median_ms_per_example": 90.0},
+        engine={"transport": transport},
+        store={"runs_dir": str(folder / transport)},
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [1, 9])
+def test_updates_held_over_skipped_rounds_grow_too_stale(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    """Sessions then drop them as the engine does. Control: with 9 none grows too stale.
+
+    A held update is one that arrived in a round that was skipped; a later round may count it.
+    """
+    engine, sessions = (
+        skipping(tmp_path, transport, max_staleness=max_staleness)
+        for transport in ("engine", "memory")
+    )
+    rows = [
+        [(row.outcome, row.participations.codes.tolist()) for row in run.history]
+        for run in (engine, sessions)
+    ]
+    assert rows[0] == rows[1]
+    outcomes = [row.outcome.value for row in engine.history]
+    assert "skipped" in outcomes
+    num_stale = sum(row.participations.num(Status.STALE) for row in engine.history)
+    assert (num_stale > 0) == (max_staleness < 9)
+    torch.testing.assert_close(
+        list(engine.load_model().parameters()), list(sessions.load_model().parameters())
+    )

@@ -23,7 +23,7 @@ LARGE = 3 * (1 << 20) + 5
 
 
 def use(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "num_cores", lambda: num)
+    monkeypatch.setattr(cores, "count_cores", lambda: num)
 
 
 @pytest.mark.parametrize("num", [1, 2, 3, 64])

@@ -251,7 +251,7 @@ def ended_in(folder: Path) -> TrainingState:
 
 
 def without_clip(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankTrainer, "_scaled_gradients", lambda *_: True)
+    patch.setattr(RankTrainer, "_unscale_and_clip", lambda *_: True)
 
 
 def clipped_by_stage(patch: pytest.MonkeyPatch) -> None:
