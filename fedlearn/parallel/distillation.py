@@ -96,7 +96,7 @@ class Taught:
         return features, (total / len(self._members)).softmax(dim=1)
 
 
-def _tell_nobody(_progress: Progress) -> None: ...
+def _ignore_progress(_progress: Progress) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class DistillationObserver:
     """
 
     control: Control = UNATTENDED
-    report: Callable[[Progress], None] = _tell_nobody
+    report: Callable[[Progress], None] = _ignore_progress
     report_every: Count = 100
 
 

@@ -104,7 +104,7 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
     coordinator = site.serving("--set", "num_rounds=5000")
     waiting = site.type("why")
     assert "it needs 2 clients" in waiting
-    assert "goes on" in site.type("resume")
+    assert "continues" in site.type("resume")
     site.type("pause")
     until(lambda: "it is paused" in site.type("why"))
     for number in range(NUM_CLIENTS):

@@ -29,7 +29,7 @@ GONE_S = 1.0
 
 
 @dataclass
-class DistillationObserver:
+class ProgressRecorder:
     """Records a job's reports, and may cancel it.
 
     Attributes:
@@ -126,7 +126,7 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     assert sorted(path.name for path in (tmp_path / "job" / "checkpoints").iterdir()) == ["step-2"]
 
     handlers = [signal.getsignal(each) for each in signal.valid_signals()]
-    watch = DistillationObserver()
+    watch = ProgressRecorder()
     job = job_in(tmp_path, faults={"3": "stall", "5": "kill"})
     state = train(job, start=None, control=watch, report=watch.report)
     assert [signal.getsignal(each) for each in signal.valid_signals()] == handlers
@@ -145,7 +145,7 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
 
 def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path: Path) -> None:
     """Otherwise its ranks would continue, and no process would end them."""
-    watch = DistillationObserver()
+    watch = ProgressRecorder()
     job = job_in(tmp_path, faults={"3": "kill torchrun", "4": "stall"})
     with pytest.raises(EngineError, match=r"failed \(exit code -9\)"):
         train(job, start=None, control=watch, report=watch.report)
@@ -165,7 +165,7 @@ def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path
 def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
     fault: str, kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    watch = DistillationObserver()
+    watch = ProgressRecorder()
     job = job_in(tmp_path, faults={"3": fault}, max_restarts=3)
     with pytest.raises(kind, match=message):
         train(job, start=None, control=watch, report=watch.report)
@@ -176,7 +176,7 @@ def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
 
 def test_a_job_that_is_called_off_leaves_nobody(tmp_path: Path) -> None:
     """Even while its processes are about to start."""
-    watch = DistillationObserver(calls_off=lambda: bool(left_in(tmp_path)))
+    watch = ProgressRecorder(calls_off=lambda: bool(left_in(tmp_path)))
     job = job_in(tmp_path, faults={})
     with pytest.raises(Cancelled):
         train(job, start=None, control=watch, report=watch.report)

@@ -41,7 +41,7 @@ from tests.trainings import (
 SAME = 1e-10
 
 
-class DistillationObserver:
+class ProgressRecorder:
     """Records progress, and cancels a job after a number of reports.
 
     Args:
@@ -75,7 +75,7 @@ def job_in(
 
 def result_of(job: Job) -> Outcome:
     """Train all steps; return the result."""
-    watch = DistillationObserver()
+    watch = ProgressRecorder()
     state = train(job, start=None, control=watch, report=watch.told.append)
     return outcome([each.loss for each in watch.told], state)
 
@@ -141,7 +141,7 @@ def test_a_checkpoint_of_a_gpu_is_gone_on_from(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the GPU and on the CPU."""
-    first, second = DistillationObserver(after=5), DistillationObserver()
+    first, second = ProgressRecorder(after=5), ProgressRecorder()
     with pytest.raises(Cancelled):
         train(job_in(tmp_path, task_of()), start=None, control=first, report=first.told.append)
     if device == "cpu":

@@ -90,7 +90,7 @@ class Silent:
 
 
 @dataclass
-class DistillationObserver:
+class ProgressRecorder:
     """A callback that stores the model after each round, and stops the process after some."""
 
     stops_at: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ def run(c: Configuration) -> Run | Refusal:
         Exception: Any error that is raised after the first round began.
     """
     name = f"run-{os.urandom(6).hex()}"
-    silent, watch, recording = Silent(), DistillationObserver(), Recording(Path(f"noise-of-{name}"))
+    silent, watch, recording = Silent(), ProgressRecorder(), Recording(Path(f"noise-of-{name}"))
     structlog.configure(logger_factory=lambda *_: structlog.testing.CapturingLogger())
     if c.interrupted != "no":
         watch.stops_at = [1] if c.interrupted == "after_first" else [0, 2]
@@ -166,7 +166,7 @@ def streams(c: Configuration) -> Streams:
     return Streams(order, key)
 
 
-def _finish(simulate: Any, watch: DistillationObserver, *, name: str) -> fl.Run:
+def _finish(simulate: Any, watch: ProgressRecorder, *, name: str) -> fl.Run:
     try:
         finished: fl.Run = simulate(name=name)
     except Interruption:
@@ -506,7 +506,7 @@ def _algorithm(c: Configuration) -> Any:
     return made
 
 
-def _observe(finished: fl.Run, watch: DistillationObserver) -> Run:
+def _observe(finished: fl.Run, watch: ProgressRecorder) -> Run:
     saved = {each.round_num: load_file(each.path) for each in finished.stored.checkpoints()}
     rounds = []
     for record in finished.history:

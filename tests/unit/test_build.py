@@ -840,10 +840,12 @@ def test_what_is_watched_must_be_measured(user_file: Path, tmp_path: Path) -> No
         watching = _built(settings | {"early_stopping": {"metric": name}}).early_stopping()
         assert (watching.metric, watching.direction) == (recorded, direction)
     for name in ("accuracy", "bais", "clients/accuracy_mean"):
-        with pytest.raises(ConfigError, match=rf'"{name}", which nobody.*loss, bias, clients/loss'):
+        with pytest.raises(
+            ConfigError, match=rf'"{name}", which is not measured.*loss, bias, clients/loss'
+        ):
             _built(settings | {"early_stopping": {"metric": name}})
     nobody = {"early_stopping": {"metric": "clients/bias_mean"}, "evaluation": {"clients": 0}}
-    with pytest.raises(ConfigError, match=r"which nobody measures; give one of: loss, bias$"):
+    with pytest.raises(ConfigError, match=r"which is not measured; give one of: loss, bias$"):
         _built(settings | nobody)
 
 

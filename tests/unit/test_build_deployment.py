@@ -67,7 +67,7 @@ def test_a_metric_that_only_clients_measure_needs_no_more_than_its_direction(
     stopping = built(without_data | own).early_stopping()
     assert (stopping.metric, stopping.direction) == ("clients/dose_mean", "min")
     assert built(own).early_stopping().metric == "clients/dose_mean", "nothing central has it"
-    with pytest.raises(ConfigError, match=r'"dose", which nobody.*one of: loss, accuracy'):
+    with pytest.raises(ConfigError, match=r'"dose", which is not measured.*one of: loss, accuracy'):
         built(without_data | {"early_stopping": {"metric": "dose"}})
     with pytest.raises(ConfigError, match="measures 'loss' already"):
         built(without_data | {"metrics": {"loss": {"direction": "max"}}})

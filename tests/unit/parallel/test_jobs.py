@@ -16,7 +16,7 @@ from fedlearn.parallel.task import Progress, Task
 from tests.trainings import BATCH_SIZE, NUM_STEPS, InOrder, alone, outcome, task_of
 
 
-class DistillationObserver:
+class ProgressRecorder:
     """Records the reports of a job, and cancels it after a number of them.
 
     Args:
@@ -46,7 +46,7 @@ def job_in(folder: Path, task: Task | None = None, **changes: Any) -> Job:  # An
 
 
 def test_a_job_that_was_called_off_goes_on_where_it_stood(tmp_path: Path) -> None:
-    first, second = DistillationObserver(after=5), DistillationObserver()
+    first, second = ProgressRecorder(after=5), ProgressRecorder()
     with pytest.raises(Cancelled):
         train(job_in(tmp_path), start=None, control=first, report=first.told.append)
     state = train(job_in(tmp_path), start=None, control=second, report=second.told.append)
@@ -57,7 +57,7 @@ def test_a_job_that_was_called_off_goes_on_where_it_stood(tmp_path: Path) -> Non
 
 
 def test_a_folder_of_another_job_is_begun_anew(tmp_path: Path) -> None:
-    first, second = DistillationObserver(after=5), DistillationObserver()
+    first, second = ProgressRecorder(after=5), ProgressRecorder()
     with pytest.raises(Cancelled):
         train(job_in(tmp_path), start=None, control=first, report=first.told.append)
     other = job_in(tmp_path, arguments={"of": "another"})
@@ -66,7 +66,7 @@ def test_a_folder_of_another_job_is_begun_anew(tmp_path: Path) -> None:
 
 
 def test_a_job_may_begin_where_another_ended(tmp_path: Path) -> None:
-    first, second = DistillationObserver(), DistillationObserver()
+    first, second = ProgressRecorder(), ProgressRecorder()
     begun = train(job_in(tmp_path, until=3), start=None, control=first, report=first.told.append)
     assert begun.step_num == 3
     state = train(job_in(tmp_path), start=begun, control=second, report=second.told.append)
@@ -85,7 +85,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_not_begun_from(tmp_path: Path) -
         folder,
         job=job,
         saves_last=False,
-        control=DistillationObserver(),
+        control=ProgressRecorder(),
         report=told.append,
     )
     assert [each.step_num for each in told] == list(range(1, NUM_STEPS + 1))
@@ -102,7 +102,7 @@ def test_a_start_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
             folder,
             job=job,
             saves_last=False,
-            control=DistillationObserver(),
+            control=ProgressRecorder(),
             report=lambda _: None,
         )
 
@@ -110,7 +110,7 @@ def test_a_start_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
 def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
     job, watch = (
         job_in(tmp_path, replace(task_of(), stream=_infinite(BATCH_SIZE))),
-        DistillationObserver(),
+        ProgressRecorder(),
     )
     with pytest.raises(Diverged, match="the loss is nan after step 2; lower the learning rate"):
         train(job, start=None, control=watch, report=watch.told.append)
@@ -118,7 +118,7 @@ def test_a_loss_that_is_not_finite_ends_the_job(tmp_path: Path) -> None:
 
 
 def test_a_first_loss_that_is_not_finite_is_no_matter_of_the_learning_rate(tmp_path: Path) -> None:
-    job, watch = job_in(tmp_path, replace(task_of(), stream=_infinite(0))), DistillationObserver()
+    job, watch = job_in(tmp_path, replace(task_of(), stream=_infinite(0))), ProgressRecorder()
     with pytest.raises(DataError, match=r"first batch is not finite, .* look for NaN"):
         train(job, start=None, control=watch, report=watch.told.append)
     assert not watch.told
@@ -132,7 +132,7 @@ def _infinite(first: int) -> InOrder:
 
 
 def test_other_processes_need_names(tmp_path: Path) -> None:
-    watch = DistillationObserver()
+    watch = ProgressRecorder()
     job = job_in(tmp_path, task_of(Mesh(shard=2)))
     with pytest.raises(ConfigError, match=r"the mesh is shard 2, .*\"module:function\""):
         train(job, start=None, control=watch, report=watch.told.append)
@@ -143,7 +143,7 @@ def test_each_process_needs_a_gpu_where_there_are_some(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    watch = DistillationObserver()
+    watch = ProgressRecorder()
     job = job_in(tmp_path, task_of(Mesh(replicate=4)), name="tests.trainings:fragile_task")
     with pytest.raises(ConfigError, match="the mesh is replicate 4, but this machine has 3 GPUs"):
         train(job, start=None, control=watch, report=watch.told.append)
@@ -153,7 +153,7 @@ def test_what_does_not_fit_starts_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("subprocess.Popen", None)  # starting a process would fail
-    watch = DistillationObserver()
+    watch = ProgressRecorder()
     job = job_in(tmp_path, task_of(Mesh(tensor=8)), name="tests.trainings:fragile_task")
     with pytest.raises(ConfigError, match="tensor is 8"):
         train(job, start=None, control=watch, report=watch.told.append)
