@@ -156,8 +156,8 @@ def _names(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
 
 def _unreadable(checkpoint: Path, error: BaseException) -> StoreError:
     return StoreError(
-        f"{checkpoint} cannot be read ({_cause(error)}); remove the folder to go on from the one "
-        "before it, or to begin the training again"
+        f"{checkpoint} cannot be read ({_cause(error)}); remove the folder to continue from the "
+        "checkpoint before it, or to restart the training"
     )
 
 

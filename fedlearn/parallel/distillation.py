@@ -205,19 +205,19 @@ class Distilling(StrategyWrapper):
         rule, mesh = self.inner.aggregation, self.task.plan.spread.mesh
         if not isinstance(rule, WeightedMean):
             raise ConfigError(
-                f"distil_steps is {self.num_steps}, whose student begins at the mean, but updates "
-                f"are combined by {type(rule).__name__}; set one of them aside"
+                f"distil_steps is {self.num_steps}, whose student starts at the mean, but updates "
+                f"are combined by {type(rule).__name__}; remove one of the two"
             )
         loss = self.task.objective
         if not isinstance(loss, CrossEntropy) or loss.class_weights or loss.label_smoothing:
             raise ConfigError(
-                f"distil_steps is {self.num_steps}, which teaches the probabilities of classes, "
-                f"but the loss is {loss}, not plain cross-entropy; set distil_steps to 0"
+                f"distil_steps is {self.num_steps}, which distils class probabilities, but the "
+                f"loss is {loss}, not plain cross-entropy; set distil_steps to 0"
             )
         if mesh.world_size > 1:
             raise ConfigError(
-                f"distil_steps is {self.num_steps}, but the mesh is {mesh}: other processes have "
-                "no models of clients; train in one process, or set distil_steps to 0"
+                f"distil_steps is {self.num_steps}, but the mesh is {mesh}: other processes do "
+                "not have the clients' models; train in one process, or set distil_steps to 0"
             )
 
     @property

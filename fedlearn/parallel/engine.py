@@ -234,7 +234,7 @@ class RankTrainer:
             tensors = name_inputs(features) | {"labels": labels}
             descriptions = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
             raise DataError(
-                f"the model, or its loss, cannot take the examples of step {self.step_num}, "
+                f"the model or its loss fails on the examples of step {self.step_num}, "
                 f"{', '.join(descriptions)}: {error}; change the data or the model"
             ) from error
 
@@ -251,9 +251,9 @@ class RankTrainer:
             idle = [name for name, each in self._parameters.items() if each.grad is None]
             if idle:
                 raise ConfigError(
-                    f"parameter {idle[0]!r} has no gradient in step {self.step_num}, and copies of "
-                    "the model wait for those of all parameters: freeze it "
-                    "(requires_grad_(False)), leave it out, or take shard in place of replicate"
+                    f"parameter {idle[0]!r} has no gradient in step {self.step_num}, but copies "
+                    "of the model wait for the gradients of all parameters: freeze it "
+                    "(requires_grad_(False)), leave it out, or use shard instead of replicate"
                 )
         if mesh.data > 1 and not self._has_stepped:
             self._require_same_buffers()
@@ -271,8 +271,8 @@ class RankTrainer:
             most, least = extremes.chunk(2)
             if not torch.equal(most, -least):
                 raise ConfigError(
-                    f"buffer {name!r} has other values in each process after a step: it is "
-                    "computed from a process's share of a batch; leave it as it is in training, or "
+                    f"buffer {name!r} has different values in each process after a step: it is "
+                    "computed from a process's share of a batch; do not change it in training, or "
                     "set replicate and shard to 1"
                 )
 
@@ -407,9 +407,8 @@ def run(
             # and for the other processes.
             if engine.step_num == 1 and not math.isfinite(engine.mean_losses(losses).item()):
                 raise DataError(
-                    "the loss of the first batch is not finite, before any weight has moved; look "
-                    "for NaN or infinity in the examples, and in the weights that the model begins "
-                    "with"
+                    "the loss of the first batch is not finite, before any training step; look "
+                    "for NaN or infinity in the examples and in the initial weights"
                 )
             is_due = evaluator is not None and evaluator.is_due(engine.step_num)
             if engine.step_num % report_every == 0 or engine.step_num == until or is_due:

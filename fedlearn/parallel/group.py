@@ -76,8 +76,8 @@ class Group:
             yield
         except RuntimeError as error:
             raise ProcessesParted(
-                f"process {self.rank + 1} of {self.world_size} lost another one in the middle of "
-                f"their work ({type(error).__name__})"
+                f"process {self.rank + 1} of {self.world_size} lost another process in the middle "
+                f"of the work ({type(error).__name__})"
             ) from error
 
 

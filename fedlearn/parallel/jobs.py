@@ -181,13 +181,12 @@ def train(
     if mesh.world_size > num_devices:
         raise ConfigError(
             f"the mesh is {mesh}, but this machine has {num_devices} GPUs, and each of "
-            f"{mesh.world_size} processes takes one; lower a degree of the mesh"
+            f"{mesh.world_size} processes needs one; lower a degree of the mesh"
         )
     if mesh.world_size > 1 and job.name is None:
         raise ConfigError(
-            f"the mesh is {mesh}, but other processes cannot make a model or data that were made "
-            'in this one; name the functions that make them ("module:function"), or train in one '
-            "process"
+            f"the mesh is {mesh}, but other processes cannot use a model or data built in this "
+            'one; name the functions that build them ("module:function"), or train in one process'
         )
     folder = Folder(job.folder)
     if mesh.world_size > 1:
@@ -458,8 +457,9 @@ def _require_steps_left(job: Job, folder: Folder) -> None:
     num_steps = checkpoints.step_of(last)
     if num_steps > job.until:
         raise ConfigError(
-            f"the training in {folder.path} has taken {num_steps} steps, and {job.until} are "
-            f"asked for; ask for {num_steps} at least, or remove the folder to train from the start"
+            f"the training in {folder.path} has taken {num_steps} steps, but {job.until} are "
+            f"requested; request at least {num_steps}, or remove the folder to train from the "
+            "start"
         )
 
 
@@ -503,8 +503,8 @@ def _apart(
     result = checkpoints.latest(folder.checkpoints)
     if process.returncode or result is None:
         raise EngineError(
-            f"the training in {folder.path} failed (exit code {process.returncode}), after it was "
-            f"started again {job.max_restarts} times at most; {_last_words(folder)}"
+            f"the training in {folder.path} failed (exit code {process.returncode}), after at "
+            f"most {job.max_restarts} restarts; {_last_words(folder)}"
         )
     return result
 
@@ -570,9 +570,9 @@ def _end(process: "subprocess.Popen[bytes]", reader: threading.Thread) -> None:
 def _last_words(folder: Folder) -> str:
     """Describe why a job failed: by the last error of a rank, or by the end of the log."""
     if folder.error.exists():
-        return f"a process ended by {folder.error.read_text()}"
+        return f"a process failed: {folder.error.read_text()}"
     said = folder.log.read_text(errors="replace")[-_LOG_SPEC:]
-    return f"its processes wrote last:\n{said}"
+    return f"the last output of its processes:\n{said}"
 
 
 def _read_final_error(folder: Folder) -> Exception:

@@ -67,7 +67,7 @@ class Hogwild:
         self, trainer: TorchTrainer, *, num_processes: int, is_locked: bool = False
     ) -> None:
         if num_processes < 1:
-            raise ValueError(f"num_processes is {num_processes}; it is at least 1")
+            raise ValueError(f"num_processes is {num_processes}; give a number >= 1")
         self._trainer = _divisible(trainer)
         self._num_processes, self._is_locked = num_processes, is_locked
         self._is_shared = False
@@ -178,18 +178,18 @@ def _divisible(trainer: LocalTrainer) -> TorchTrainer:
     """Return the trainer if several processes can take its steps; else raise DeploymentError."""
     if not isinstance(trainer, TorchTrainer) or type(trainer).train is not TorchTrainer.train:
         raise DeploymentError(
-            f"the trainer is a {type(trainer).__name__} with a training of its own, whose steps "
-            "only itself can take; take a TorchTrainer"
+            f"the trainer is a {type(trainer).__name__} with its own training loop, which cannot "
+            "be shared; use a TorchTrainer"
         )
     if trainer.device.type != "cpu":
         raise DeploymentError(
-            f"the trainer computes on {trainer.device}, whose memory forks of a process cannot "
-            'use; set device="cpu", or share each batch among GPUs (num_workers)'
+            f"the trainer computes on {trainer.device}, whose memory forked processes cannot use; "
+            'set device="cpu", or share each batch among GPUs (num_workers)'
         )
     if (layer := trainer.batch_statistics) is not None:
         raise DeploymentError(
-            f"{layer} has statistics of batches, which all processes would write at once; take "
-            "GroupNorm or LayerNorm in its place"
+            f"{layer} has batch statistics, which all processes would write at once; use "
+            "GroupNorm or LayerNorm instead"
         )
     return trainer
 
@@ -200,12 +200,12 @@ def _require_memoryless(local: LocalUpdate) -> None:
     remembered = [*lasting, *(lane.name for lane in local.lanes)]
     if remembered:
         raise SettingsRefused(
-            f"the local update remembers {remembered[0]!r} from step to step, of which each "
-            "process of Hogwild would have one of its own, with some of the steps; ask for SGD "
-            "without momentum, or train by one process"
+            f"the local update remembers {remembered[0]!r} from step to step, but each process of "
+            "Hogwild would keep its own, from some of the steps; use SGD without momentum, or "
+            "train with one process"
         )
     if isinstance(local, NoisedGradients):
         raise SettingsRefused(
-            "gradients with noise are accounted for as steps one after another; train by one "
+            "privacy accounting assumes that steps with noise follow each other; train with one "
             "process, or share each batch (num_workers)"
         )

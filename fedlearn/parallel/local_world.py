@@ -78,8 +78,8 @@ def in_processes(
         raise ConfigError(f"world_size is {world_size}; give a number >= 1")
     if dist.is_initialized():
         raise EngineError(
-            "this process is in a world of torch.distributed already, and its forks would be, "
-            "too; start another world from outside of it"
+            "this process already belongs to a world of torch.distributed, and so would its "
+            "forks; start another world from another process"
         )
     with TemporaryDirectory(prefix="fedlearn-world-") as folder:
         store = Path(folder) / "store"
@@ -145,9 +145,9 @@ def _collect_results(
             raise error
     if waited_for:
         raise EngineError(
-            f"no result after {timeout_s:g} s of rank {', '.join(map(str, waited_for))} of "
-            f"{len(links)}, and all were stopped; allow more time, or look for what they wait for: "
-            "every rank must take part in each collective operation"
+            f"no result after {timeout_s:g} s from rank {', '.join(map(str, waited_for))} of "
+            f"{len(links)}, and all were stopped; allow more time, or look for what they wait "
+            "for: every rank must take part in each collective operation"
         )
     done = (outcomes[rank] for rank in links)
     return [outcome.value for outcome in done if isinstance(outcome, _Done)]

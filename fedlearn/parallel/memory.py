@@ -522,9 +522,9 @@ def _without_data() -> Iterator[None]:
         raise
     except Exception as error:  # user code runs here: a model and a loss
         raise ConfigError(
-            f"the model cannot be followed on tensors without data ({type(error).__name__}: "
-            f"{error}); let neither it nor the loss ask for values of tensors (.item(), .numpy(), "
-            "an if), or give a number of parameters: `fedlearn memory --parameters N`"
+            f"the model cannot be traced on tensors without data ({type(error).__name__}: "
+            f"{error}); do not read values of tensors in the model or its loss (.item(), "
+            ".numpy(), an if), or give a number of parameters: `fedlearn memory --parameters N`"
         ) from error
 
 

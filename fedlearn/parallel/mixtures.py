@@ -151,7 +151,8 @@ def passes_over(
 def _shares(weights: Sequence[float], *, num_streams: int) -> list[Fraction]:
     if not weights or len(weights) != num_streams:
         raise DataError(
-            f"{len(weights)} weights for {num_streams} data sets; give one for each of at least one"
+            f"{len(weights)} weights for {num_streams} data sets; give one weight per data set, "
+            "for at least one data set"
         )
     for place, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
@@ -186,8 +187,8 @@ def _require_alike(streams: Sequence[Stream]) -> None:
     for place, form in enumerate(forms):
         if form != forms[0]:
             raise DataError(
-                f"data set {place} has {form}, data set 0 {forms[0]}; what is mixed has the same "
-                "inputs, shapes and dtypes: change columns or convert them"
+                f"data set {place} has {form}, data set 0 {forms[0]}; mixed data sets must have "
+                "the same inputs, shapes and dtypes: change columns or convert them"
             )
 
 

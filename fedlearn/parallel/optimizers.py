@@ -63,11 +63,11 @@ class AdamKin(Ranged):
     weight_decay: Annotated[
         NotNegative,
         doc(
-            "Weight decay, >= 0: AdamW applies it apart from the gradient, Adam adds it to the "
-            "gradient."
+            "Weight decay, >= 0: AdamW applies it separately from the gradient, Adam adds it to "
+            "the gradient."
         ),
     ] = 0.0
-    decoupled: Annotated[bool, doc("Whether it is AdamW.")] = True
+    decoupled: Annotated[bool, doc("Whether to use AdamW.")] = True
 
     def over(self, groups: Groups) -> Optimizer:
         """Create torch's AdamW or Adam."""
@@ -172,8 +172,8 @@ class Rate(Ranged):
     base_batch_size: Annotated[
         Count | None,
         doc(
-            "Batch size that the base rate is for; a larger batch gets a larger rate. Not set: "
-            "the rate is for the configured batch."
+            "Batch size for which the base rate is chosen; a larger batch gets a larger rate. Not "
+            "set: the rate is for the configured batch."
         ),
     ] = None
     scaling: Annotated[

@@ -195,23 +195,23 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
         if mesh.pipeline > 1 and not any(each.requires_grad for each in named.values()):
             raise ConfigError(
                 f"pipeline is {mesh.pipeline}, but stage {place} ({', '.join(named)}) is frozen, "
-                "and a stage trains something; lower pipeline"
+                "and each stage must train something; lower pipeline"
             )
         cuts = cuts_of(part, mesh.tensor) if mesh.tensor > 1 else {}
         for name, each in named.items():
             if mesh.is_sharded and not each.dim():
                 raise ConfigError(
-                    f"parameter {name!r} is one number without a dimension, which cannot be "
-                    "sharded; give it the shape [1], or set shard to 1"
+                    f"parameter {name!r} is a scalar without dimensions, which cannot be sharded; "
+                    "give it the shape [1], or set shard to 1"
                 )
             is_cut = name.rpartition(".")[0] in cuts
             owner_of[name] = (place, name if is_cut else "")
     for names in _find_tied_names(module):
         if len({owner_of[name] for name in names}) > 1:
             raise ConfigError(
-                f"{names[0]!r} and {names[1]!r} are one parameter, and on the mesh {mesh} they "
-                "would be two; set pipeline and tensor to 1, put the layers that share it into one "
-                "module of a stage, or make them two"
+                f"{names[0]!r} and {names[1]!r} are one parameter, but on the mesh {mesh} they "
+                "would be two; set pipeline and tensor to 1, put the layers that share it into "
+                "one module of a stage, or use two parameters"
             )
 
 
@@ -241,9 +241,9 @@ def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:
     cuts = dict(_cuts(module, ""))
     if not cuts:
         raise ConfigError(
-            f"tensor is {degree}, but the model has no two linear layers in a chain, with nothing "
-            "but elementwise layers between them, and no method tensor_cuts that names others; "
-            "give it one, or set tensor to 1"
+            f"tensor is {degree}, but the model has neither two linear layers with only "
+            "elementwise layers between them, nor a method tensor_cuts that names others; add "
+            "one, or set tensor to 1"
         )
     for name, cut in cuts.items():
         layer = module.get_submodule(name)
@@ -255,8 +255,8 @@ def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:
         if width % (degree * cut.unit):
             whole = "" if cut.unit == 1 else f" of {cut.unit} together"
             raise ConfigError(
-                f"tensor is {degree}, but layer {name!r} has {width} {cut.along}{whole}, which "
-                f"that does not divide; take a degree that divides {width // cut.unit}"
+                f"tensor is {degree}, but layer {name!r} has {width} {cut.along}{whole}, which it "
+                f"does not divide; use a degree that divides {width // cut.unit}"
             )
     return cuts
 
@@ -287,15 +287,15 @@ def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
     """Return the names of each stage's children."""
     if not _is_chain(module):
         raise ConfigError(
-            f"pipeline is {num_stages}, but the model is a {type(module).__name__}, which may call "
-            "its parts in any order; give it as an nn.Sequential, each of whose layers takes what "
-            "the one before it returns, or set pipeline to 1"
+            f"pipeline is {num_stages}, but the model is a {type(module).__name__}, which may "
+            "call its parts in any order; make it an nn.Sequential in which each layer takes the "
+            "output of the one before it, or set pipeline to 1"
         )
     units = _units(module)
     if len(units) < num_stages:
         raise ConfigError(
             f"pipeline is {num_stages}, but the model has {len(units)} layers with parameters; a "
-            f"stage has at least one: set pipeline to {len(units)} at most"
+            f"stage needs at least one: set pipeline to at most {len(units)}"
         )
     sizes = [sum(_num_parameters(module.get_submodule(name)) for name in unit) for unit in units]
     bounds = _balance(sizes, num_stages)

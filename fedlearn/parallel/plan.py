@@ -97,12 +97,12 @@ class Spread(Ranged):
         if mesh.pipeline > 1 and self.schedule == "1f1b" and parts < mesh.pipeline:
             raise ConfigError(
                 f"num_micro_batches is {parts}, but 1F1B keeps all {mesh.pipeline} stages busy "
-                f'only with at least as many; raise it to {mesh.pipeline}, or take "gpipe"'
+                f'only with at least as many; raise it to {mesh.pipeline}, or use "gpipe"'
             )
         if mesh.pipeline > 1 and self.precision is TrainingPrecision.FLOAT16:
             raise ConfigError(
-                'precision is "float16", whose loss scale no stage but the last knows, and '
-                f'pipeline is {mesh.pipeline}; take "bfloat16", which needs none'
+                'precision is "float16", whose loss scale only the last stage knows, but pipeline '
+                f'is {mesh.pipeline}; use "bfloat16", which needs none'
             )
         if self.offload and mesh.shard == 1:
             raise ConfigError(
@@ -119,7 +119,7 @@ class TrainingPlan(Ranged):
         ConfigError: A batch cannot be divided into equal parts.
     """
 
-    batch_size: Annotated[Count, doc("Examples a step, over all processes, >= 1.")]
+    batch_size: Annotated[Count, doc("Examples per step, over all processes, >= 1.")]
     num_steps: Annotated[Whole, doc("Steps of the training, >= 0.")]
     optimizer: Annotated[MakesOptimizer, doc("The optimizer.")]
     rate: Annotated[Rate, doc("The learning rate by step.")] = field(default_factory=Rate)
@@ -142,7 +142,8 @@ class TrainingPlan(Ranged):
             fits = -(-self.batch_size // (data * parts)) * data * parts
             raise ConfigError(
                 f"batch_size is {self.batch_size}, which {data} processes times {parts} "
-                f"micro-batches do not divide; every one takes as many examples: make it {fits}"
+                "micro-batches do not divide; all must have the same number of examples: set it "
+                f"to {fits}"
             )
 
     def learning_rate(self, step: int) -> float:

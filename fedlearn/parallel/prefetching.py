@@ -266,9 +266,8 @@ def _start(loader: DataLoader[_Reading]) -> Any:  # Any: the iterator's class is
             return iter(loader)
     except (TypeError, AttributeError, PickleError) as error:
         raise DataError(
-            f"the examples cannot be sent to the processes that would read them: {error}; define "
-            "the classes and functions that they use at the top of a module, or read without "
-            "workers"
+            f"the examples cannot be sent to the reader processes: {error}; define their classes "
+            "and functions at the top of a module, or read without workers"
         ) from error
 
 
@@ -280,8 +279,8 @@ def _read(readings: Iterator[_Reading], *, has_workers: bool) -> Iterator[tuple[
             if not has_workers or "in DataLoader worker process" in str(error):
                 raise  # raised by the application's dataset
             raise DataError(
-                f"a process that reads examples was killed: {error}; it may lack memory, or shared "
-                "memory (/dev/shm): take fewer workers or smaller windows"
+                f"a reader process was killed: {error}; it may lack memory, or shared memory "
+                "(/dev/shm): use fewer workers or smaller windows"
             ) from error
         if isinstance(reading.batch, DataError):
             raise reading.batch

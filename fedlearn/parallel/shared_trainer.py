@@ -146,14 +146,14 @@ def _shareable(trainer: LocalTrainer, *, num_workers: int) -> TorchTrainer:
     """
     if not isinstance(trainer, TorchTrainer) or type(trainer).train is not TorchTrainer.train:
         raise DeploymentError(
-            f"num_workers is {num_workers}, but the trainer is a {type(trainer).__name__} with a "
-            "training of its own, which only itself can share; take a TorchTrainer, or set "
+            f"num_workers is {num_workers}, but the trainer is a {type(trainer).__name__} with "
+            "its own training loop, which cannot be shared; use a TorchTrainer, or set "
             "num_workers to 1"
         )
     if (what := trainer.coupling) is not None:
         raise DeploymentError(
             f"num_workers is {num_workers}, but {what} computes with all examples of a batch, of "
-            "which each process has a share; set num_workers to 1, or take a loss that is a mean "
-            "over examples and GroupNorm or LayerNorm in place of BatchNorm"
+            "which each process has a share; set num_workers to 1, or use a loss that is a mean "
+            "over examples and GroupNorm or LayerNorm instead of BatchNorm"
         )
     return trainer

@@ -39,8 +39,8 @@ class TableFiles(Ranged):
     feature_columns: Annotated[
         Inputs[Sequence[str]] | None,
         doc(
-            "Columns of numbers or of fixed-size lists of them, laid side by side; not set: all "
-            "but the label. A tuple of such lists are the positional, a dict the keyword "
+            "Columns of numbers or of fixed-size lists of them, which are concatenated; not set: "
+            "all but the label. A tuple of such lists are the positional, a dict the keyword "
             "arguments of the model's forward."
         ),
     ]

@@ -89,21 +89,20 @@ class Task:
         num_parts, size, num_examples = self._num_parts, self.plan.batch_size, len(self.stream)
         if size > num_examples:
             raise ConfigError(
-                f"batch_size is {size}, but there are {num_examples} examples, and a batch has "
-                f"none of them twice; set batch_size to {num_examples} at most"
+                f"batch_size is {size}, but there are {num_examples} examples, and a batch has no "
+                f"example twice; set batch_size to at most {num_examples}"
             )
         loss = self.objective
         if num_parts > 1 and isinstance(loss, CrossEntropy) and loss.class_weights is not None:
             raise ConfigError(
-                "class_weights divide the loss of a batch by the weights of its labels, and of a "
-                f"batch in {num_parts} parts it would be another loss; leave class_weights out, or "
-                "set replicate, shard and num_micro_batches to 1"
+                "class_weights divide the loss of a batch by the weights of its labels, so it "
+                f"would differ for a batch in {num_parts} parts; leave class_weights out, or set "
+                "replicate, shard and num_micro_batches to 1"
             )
         if num_parts > 1 and not self.objective.per_example:
             raise ConfigError(
-                "the loss couples the examples of a batch, and of a batch in "
-                f"{num_parts} parts it would be another loss; set replicate, shard and "
-                "num_micro_batches to 1"
+                "the loss couples the examples of a batch, so it would differ for a batch in "
+                f"{num_parts} parts; set replicate, shard and num_micro_batches to 1"
             )
         if num_parts > 1 or mesh.world_size > 1 or spread.recompute:
             module = self.make_model().train()
@@ -134,38 +133,38 @@ class Task:
             return
         if bool((weights < labels.shape[1:].numel()).any()):
             raise DataError(
-                f"a batch has labels to ignore, and in {self._num_parts} parts its loss would be "
-                "another one; leave such examples out, or set replicate, shard and "
-                "num_micro_batches to 1"
+                f"a batch has labels to ignore, so its loss would differ in {self._num_parts} "
+                "parts; leave such examples out, or set replicate, shard and num_micro_batches to "
+                "1"
             )
 
     def _refuse_statistics(self, layer: str, num_parts: int) -> None:
         spread = self.plan.spread
-        instead = "take one with GroupNorm or LayerNorm in its place, or set"
+        instead = "use GroupNorm or LayerNorm instead, or set"
         if num_parts > 1:
             raise ConfigError(
-                f"{layer} computes with all examples of a batch, and of a batch in {num_parts} "
-                f"parts it would be another model; {instead} replicate, shard and "
-                "num_micro_batches to 1"
+                f"{layer} computes with all examples of a batch, so the model would differ for a "
+                f"batch in {num_parts} parts; {instead} replicate, shard and num_micro_batches to "
+                "1"
             )
         if spread.mesh.pipeline > 1:
             raise ConfigError(
-                f"{layer} keeps statistics of batches, and a pipeline tries each stage with a "
-                f"batch of zeros, which would count; {instead} pipeline to 1"
+                f"{layer} keeps batch statistics, and a pipeline tries each stage with a batch of "
+                f"zeros, which would count; {instead} pipeline to 1"
             )
         if spread.recompute:
             raise ConfigError(
-                f"{layer} keeps statistics of batches, and computed again each batch would count "
-                f"twice; {instead} recompute to false"
+                f"{layer} keeps batch statistics, and recomputation would count each batch twice; "
+                f"{instead} recompute to false"
             )
 
     def _require_saving(self) -> None:
         kept, kept_anyway = (self._activations(recompute=each) for each in (False, True))
         if kept is not None and kept == kept_anyway:
             raise ConfigError(
-                f"recompute saves nothing: with it and without, a process keeps {kept:,} bytes of "
-                "activations of this model; set recompute to false, or have the layers of each "
-                "part of the model in a module of their own, and these in an nn.ModuleList or "
+                f"recompute saves nothing: with or without it, a process keeps {kept:,} bytes of "
+                "activations of this model; set recompute to false, or group the layers of each "
+                "part of the model in a module, and these modules in an nn.ModuleList or "
                 "nn.Sequential"
             )
 
@@ -189,7 +188,7 @@ class Task:
         except DataError as error:
             raise ConfigError(
                 f"pipeline is {self.plan.spread.mesh.pipeline}, and a stage takes one tensor, but "
-                f"{error}; join the inputs in one, or set pipeline to 1"
+                f"{error}; join the inputs into one, or set pipeline to 1"
             ) from error
 
 

@@ -109,8 +109,8 @@ def train_as_rank(
     mesh, started = task.plan.spread.mesh, int(os.environ["WORLD_SIZE"])
     if mesh.world_size != started:
         raise ConfigError(
-            f"the mesh is {mesh}, {mesh.world_size} in all, but torchrun has started {started} "
-            "processes; make their product so many, or start as many"
+            f"the mesh {mesh} needs {mesh.world_size} processes, but torchrun has started "
+            f"{started}; change the mesh, or start {mesh.world_size}"
         )
     device = join()
     if dist.get_rank() == 0:

@@ -102,7 +102,7 @@ class WorkerProcess:
         except subprocess.TimeoutExpired:
             return "does not answer"
         if code < 0:
-            return f"was ended by {Signals(-code).name}"
+            return f"was killed by {Signals(-code).name}"
         return f"ended with exit code {code}, and its output says why"
 
 
@@ -134,9 +134,9 @@ class Workers:
                 raise DeploymentError(f"{who} {worker.ending()}") from error
             if said["plan"] != ours:
                 raise DeploymentError(
-                    f"{who} has other examples, another model or other limits than the first: "
-                    f"{said['plan']}, not {ours}; let the trainer be made alike in each process, "
-                    "with the same examples in the same order: seed what divides them"
+                    f"{who} has different examples, a different model or different limits than "
+                    f"the first: {said['plan']}, not {ours}; build the same trainer in each "
+                    "process, with the same examples in the same order: seed their split"
                 )
             devices[rank] = said["device"]
         backend, world_size = backend_for(devices), len(processes) + 1
@@ -202,8 +202,8 @@ class Workers:
         for rank, (worker, answer) in enumerate(zip(self.processes, answers, strict=True), start=1):
             if answer.get("digest") != ours:
                 words = _words(answer, worker) or (
-                    "has another model after the training; its steps must be functions of the "
-                    "gradients and of context.seed alone, and its buffers no statistics of batches"
+                    "has a different model after the training; its steps must depend only on the "
+                    "gradients and on context.seed, and its buffers must not hold batch statistics"
                 )
                 raise ProcessesParted(f"{_who(rank, self.processes)} {words}")
 

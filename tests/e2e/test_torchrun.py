@@ -107,4 +107,4 @@ def test_a_mesh_of_another_number_of_processes_is_refused(
     sets = [word for each in words for word in ("--set", each)]
     assert main(["train", *sets, "--set", "coordinator.training.batch_size=3"]) != 0
     said = capsys.readouterr().err
-    assert "the mesh is replicate 3, 3 in all, but torchrun has started 2 processes" in said
+    assert "the mesh replicate 3 needs 3 processes, but torchrun has started 2" in said

@@ -232,7 +232,7 @@ def test_a_mesh_of_more_processes_than_gpus_is_refused(tmp_path: Path) -> None:
     task = replace(task_of(), plan=replace(task_of().plan, batch_size=48 * mesh.replicate))
     spread = replace(task.plan.spread, mesh=mesh)
     job = job_in(tmp_path, replace(task, plan=replace(task.plan, spread=spread)), name="not:called")
-    with pytest.raises(ConfigError, match=r"each of .* processes takes one"):
+    with pytest.raises(ConfigError, match=r"each of .* processes needs one"):
         result_of(job)
 
 

@@ -262,9 +262,12 @@ def test_settings_that_all_refuse_leave_the_workers_where_they_are(shared: Share
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("Own", "num_workers is 2, but the trainer is a Own with a training of its own"),
+        ("Own", "num_workers is 2, but the trainer is a Own with its own training loop"),
         ("normalised", r"layer 1 \(BatchNorm1d\) computes with all examples of a batch"),
-        ("divided", "process 2 of the 2 .* has other examples, another model or other limits"),
+        (
+            "divided",
+            "process 2 of the 2 .* has different examples, a different model or different limits",
+        ),
     ],
 )
 def test_a_trainer_that_cannot_be_shared_is_refused_at_the_start(
@@ -283,6 +286,6 @@ def test_a_model_that_is_another_in_each_process_is_told_from_one(file: Path) ->
     trainer = make_client_trainer(options(file, "drifting", 2))
     assert isinstance(trainer, SharedTrainer)
     tensors = {**weights(), "seen": torch.zeros(1, dtype=torch.float64)}
-    with pytest.raises(ProcessesParted, match="has another model after the training"):
+    with pytest.raises(ProcessesParted, match="has a different model after the training"):
         trainer.train(tensors, context=CONTEXT)
     trainer.close()

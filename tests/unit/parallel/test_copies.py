@@ -92,8 +92,8 @@ def spread(make_model: Callable[[], nn.Module], mesh: Mesh) -> None:
             Mesh(replicate=2),
             r"ConfigError: parameter 'idle\.weight' has no gradient in step 0",
         ),
-        (Remembers, Mesh(replicate=2), "ConfigError: buffer 'mean' has other values in each"),
-        (Remembers, Mesh(shard=2), "ConfigError: buffer 'mean' has other values in each"),
+        (Remembers, Mesh(replicate=2), "ConfigError: buffer 'mean' has different values in each"),
+        (Remembers, Mesh(shard=2), "ConfigError: buffer 'mean' has different values in each"),
     ],
     ids=["idle", "replicas", "shards"],
 )

@@ -181,7 +181,7 @@ def test_a_training_that_is_kept_takes_more_steps(tmp_path: Path) -> None:
     same = run(job_in(tmp_path, scores, is_kept=True), again)
     assert again.told == []
     assert all(torch.equal(same.model[name], each) for name, each in expected.model.items())
-    with pytest.raises(ConfigError, match="has taken 6 steps, and 5 are asked for"):
+    with pytest.raises(ConfigError, match="has taken 6 steps, but 5 are requested"):
         run(job_in(tmp_path, scores, until=5, is_kept=True))
 
 

@@ -229,7 +229,7 @@ REMEMBERING: Mapping[str, LocalUpdate] = {
     ),
     "control": ControlVariates(inner=SGD, control_bound=None),
     "own_model": ElasticForce(inner=SGD, elasticity=0.1),
-    "gradients with noise": NoisedGradients(
+    "steps with noise": NoisedGradients(
         inner=SGD, example_clip_norm=1.0, example_noise_multiplier=1.0
     ),
 }
@@ -262,9 +262,9 @@ def normalised() -> nn.Module:
 def test_trainers_whose_steps_cannot_be_divided_are_refused() -> None:
     """Refused on creation; the message says what to do."""
     own: Any = Own()
-    with pytest.raises(DeploymentError, match="a Own with a training of its own"):
+    with pytest.raises(DeploymentError, match="a Own with its own training loop"):
         Hogwild(own, num_processes=2)
-    with pytest.raises(DeploymentError, match=r"layer 1 \(BatchNorm1d\) has statistics"):
+    with pytest.raises(DeploymentError, match=r"layer 1 \(BatchNorm1d\) has batch statistics"):
         Hogwild(TorchTrainer.of(normalised, *examples(), device="cpu"), num_processes=2)
     with pytest.raises(ValueError, match="num_processes is 0"):
         Hogwild(trainer(), num_processes=0)

@@ -185,7 +185,7 @@ def test_a_model_that_asks_for_values_is_refused() -> None:
             return made
 
     features, labels = examples((4,))
-    with pytest.raises(ConfigError, match="cannot be followed on tensors without data"):
+    with pytest.raises(ConfigError, match="cannot be traced on tensors without data"):
         predict(Asks, plan_of(SGD), features=features, labels=labels, objective=CrossEntropy())
 
 

@@ -128,7 +128,7 @@ def test_several_inputs_are_mixed_by_name() -> None:
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([1.0], r"1 weights for 2 data sets; give one for each"),
+        ([1.0], r"1 weights for 2 data sets; give one weight per data set"),
         ([1.0, 0.0], r"weight 1 is 0\.0; give a finite one above zero"),
         ([1.0, -1.0], r"weight 1 is -1\.0"),
         ([float("nan"), 1.0], r"weight 0 is nan"),

@@ -130,13 +130,13 @@ def test_a_loss_scale_doubles_after_two_thousand_good_steps() -> None:
         (
             18,
             {"mesh": Mesh(replicate=2, shard=2)},
-            "batch_size is 18, which 4 processes times 1 micro-batches .* examples: make it 20",
+            "batch_size is 18, which 4 processes times 1 micro-batches .* examples: set it to 20",
         ),
         (16, {"num_micro_batches": 5}, "1 processes times 5 micro-batches do not divide.* 20"),
         (
             16,
             {"mesh": Mesh(pipeline=4), "num_micro_batches": 2},
-            'num_micro_batches is 2, but 1F1B keeps all 4 stages .* raise it to 4, or take "gpipe"',
+            'num_micro_batches is 2, but 1F1B keeps all 4 stages .* raise it to 4, or use "gpipe"',
         ),
         (
             16,
@@ -145,7 +145,7 @@ def test_a_loss_scale_doubles_after_two_thousand_good_steps() -> None:
                 "num_micro_batches": 2,
                 "precision": TrainingPrecision.FLOAT16,
             },
-            'precision is "float16", whose loss scale .* pipeline is 2; take "bfloat16"',
+            'precision is "float16", whose loss scale .* pipeline is 2; use "bfloat16"',
         ),
         (16, {"offload": True}, "offload keeps sharded parameters .* but shard is 1; raise it"),
         (16, {"mesh": Mesh(replicate=2), "offload": True}, "but shard is 1"),

@@ -237,7 +237,7 @@ def test_a_stream_that_cannot_be_sent_is_refused() -> None:
         """A class that pickle cannot find by its name."""
 
     stream = Shuffled(DatasetData(Local(), device=_CPU), seed=Seed(0))
-    with pytest.raises(DataError, match="cannot be sent to the processes that would read them"):
+    with pytest.raises(DataError, match="cannot be sent to the reader processes"):
         _read(stream, num_workers=1, steps=range(2))
 
 

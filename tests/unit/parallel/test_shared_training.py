@@ -324,7 +324,7 @@ def test_a_process_that_is_gone_is_no_reason_to_wait(tmp_path: Path) -> None:
 
     def run(group: Cluster) -> LocalResult:
         if group.rank == 0:
-            with pytest.raises(ProcessesParted, match="process 1 of 2 lost another one"):
+            with pytest.raises(ProcessesParted, match="process 1 of 2 lost another process"):
                 trained(SGD, group)
         return trained(SGD)
 
