@@ -180,8 +180,8 @@ def _warn_of_single_examples(simulation: Simulation) -> Iterator[str]:
         more = f" and {found.size - _LISTED} more" if found.size > _LISTED else ""
         yield (
             f"{found.size} of {population.num_clients} clients have a last batch of one example, "
-            f"which {layer} may not train on: {listed}{more}; set client.drop_last, or another "
-            "client.batch_size"
+            f"which {layer} may fail to train on: {listed}{more}; set client.drop_last, or "
+            "another client.batch_size"
         )
 
 
@@ -198,7 +198,7 @@ def _note_server_training(simulation: Simulation) -> tuple[str, ...]:
     if not section.is_on:
         return ()
     if own is None:
-        return (f"the coordinator trains on files of its own: {', '.join(section.files)}",)
+        return (f"the coordinator trains on its own files: {', '.join(section.files)}",)
     num_examples = int(own.num_examples(np.arange(own.num_clients)).sum())
     left = simulation.population.num_clients
     whose = f"{own.num_clients} clients, which are set aside: {left} clients are left"
@@ -262,7 +262,7 @@ def _choose_num_workers(
     if asked != "auto":
         used = count_workers_used(simulation, asked)
         if used < asked:
-            return used, f"{asked} were asked for, but a round has {used} clients to train"
+            return used, f"{asked} were requested, but a round has {used} clients to train"
         return asked, "as configured"
     if config.engine.transport == "memory":
         return 1, "sessions in this process"
@@ -271,8 +271,8 @@ def _choose_num_workers(
     if _estimate_flop(simulation, params) < _SMALL_JOB_FLOP:
         return 1, "the job is small"
     if not can_fork():
-        return 1, "workers do not share data on this system; ask for them: engine.num_workers"
-    return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one a core"
+        return 1, "workers do not share data on this system; request them with engine.num_workers"
+    return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one per core"
 
 
 def count_workers_used(simulation: Simulation, asked: int) -> int:

@@ -82,7 +82,7 @@ def _require_one_input(model: ModelSection, test: Examples) -> None:
     if not isinstance(test.features, Tensor):
         raise ConfigError(
             f'model.kind: "{model.kind}" takes one tensor, but the features are '
-            f"{', '.join(inputs)}; bring a model whose forward takes them {remedy}"
+            f"{', '.join(inputs)}; use a model whose forward takes them {remedy}"
         )
 
 
@@ -93,9 +93,9 @@ def _num_outputs(loss: LossSection, test: Examples) -> int:
         return values
     if values > 1:
         raise ConfigError(
-            f"model.kind: the networks that come with fedlearn classify an example as a whole, "
-            f"but its labels have shape {list(test.labels.shape[1:])}; bring a model of your own "
-            '(model.kind = "python")'
+            "model.kind: the networks that come with fedlearn classify an example as a whole, but "
+            f"its labels have shape {list(test.labels.shape[1:])}; use your own model (model.kind "
+            '= "python")'
         )
     return test.num_classes
 
@@ -117,9 +117,9 @@ def _require_binary(test: Examples) -> None:
     largest = high if test.num_classes is None else test.num_classes - 1
     if test.labels.shape[1:].numel() != 1 or low < 0 or largest > 1:
         raise ConfigError(
-            'loss.kind: "bce_with_logits" needs one label an example in 0..1, but labels have '
-            f"shape {list(test.labels.shape[1:])} and lie in {low:g}..{largest:g}; "
-            'use "cross_entropy" for classes or "mse" for numbers'
+            'loss.kind: "bce_with_logits" needs one label per example in 0..1, but labels have '
+            f"shape {list(test.labels.shape[1:])} and lie in {low:g}..{largest:g}; use "
+            '"cross_entropy" for classes or "mse" for numbers'
         )
 
 

@@ -81,12 +81,13 @@ def require_algorithm(algorithm: object) -> None:
     if isinstance(algorithm, type) or inspect.isfunction(algorithm):
         name = algorithm.__name__
         raise ConfigError(
-            f"simulate(): algorithm is {name} itself; call it, such as {_suggest_call(name)}"
+            f"simulate(): algorithm is {name} itself; call it, as in {_suggest_call(name)}"
         )
     if hasattr(algorithm, "step") and not hasattr(algorithm, "aggregation"):
         raise ConfigError(
-            f"simulate(): algorithm is {algorithm!r}, which is what one client does; say how "
-            f"updates are aggregated as well, such as fl.FedAvg({type(algorithm).__name__}(...))"
+            f"simulate(): algorithm is {algorithm!r}, which is only the update of one client; "
+            "also say how updates are aggregated, such as "
+            f"fl.FedAvg({type(algorithm).__name__}(...))"
         )
     if not all(hasattr(algorithm, name) for name in ("local", "aggregation", "step")):
         raise ConfigError(

@@ -197,7 +197,7 @@ class Audit:
         if self.is_refuted:
             yield "REFUTED", "the run does not keep its promise: do not release its models"
             return
-        yield "", "which does not contradict the claim; it is no proof of it either"
+        yield "", "which is consistent with the claim, but does not prove it"
         for name, odds in self.power.items():
             yield "power", f"{name} of the noise would have been refuted with odds of {odds:.3g}"
 
@@ -286,8 +286,8 @@ def _num_pairs(real: Simulation, plan: PrivacyPlan, num_canaries: int) -> int:
     groups = plan.num_groups
     if room < 2 * groups:
         raise ConfigError(
-            f"there is room for {room} canaries, the fewer of --canaries and the model's numbers, "
-            f"but a pair in each group of users takes {2 * groups}; raise --canaries, take a "
+            f"there is room for {room} canaries, the smaller of --canaries and the model's size, "
+            f"but a pair in each group of users needs {2 * groups}; raise --canaries, use a "
             "larger model, or raise cohort.num_wanted"
         )
     return room // (2 * groups) * groups
@@ -369,17 +369,17 @@ def _require_auditable(config: Config, num_canaries: int, confidence: float) -> 
     section = config.privacy
     if not section.is_on or section.reproducible:
         raise ConfigError(
-            "an audit holds a run to its ε, and this one claims none; set privacy.mode to "
-            '"central", and privacy.reproducible to false'
+            "an audit tests the ε that a run claims, but this run claims none; set privacy.mode "
+            'to "central", and privacy.reproducible to false'
         )
     if config.engine.transport == "memory":
         raise ConfigError(
-            'engine.transport is "memory", over which clients train what they are asked to, and '
-            'canaries do not; set it to "engine"'
+            'engine.transport is "memory", over which each client trains, but canaries do not '
+            'train; set it to "engine"'
         )
     if num_canaries < _FEWEST:
         raise ConfigError(
-            f"there are {num_canaries} canaries, of whom nothing can be concluded; take at least "
+            f"there are {num_canaries} canaries, too few for a conclusion; use at least "
             f"{_FEWEST}, better thousands"
         )
     if not 0.0 < confidence < 1.0:

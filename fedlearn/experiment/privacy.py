@@ -77,9 +77,9 @@ def _find_ledger(found: Fingerprint, charged: list[ChargedExamples], *, by_user:
     """
     if not found.is_stable:
         raise ConfigError(
-            'privacy.population is "auto", which knows examples again by their values, but these '
-            "are others each time they are read, as with random augmentation; name the population, "
-            'as in privacy.population = "ward 5", the same in each run on these examples'
+            'privacy.population is "auto", which recognizes examples by their values, but these '
+            "change each time they are read, as with random augmentation; name the population, as "
+            'in privacy.population = "ward 5", and use the same name in each run on these examples'
         )
     same = [one for one in charged if found.overlaps(np.frombuffer(one.sketch, "<u8"))]
     ledgers = sorted({one.population for one in same})
@@ -88,17 +88,18 @@ def _find_ledger(found: Fingerprint, charged: list[ChargedExamples], *, by_user:
     if len(ledgers) > 1:
         raise ConfigError(
             "privacy.population: some of the examples were charged to each of the ledgers "
-            f"{', '.join(ledgers)}, and none of them has the whole cost; leave out the examples of "
-            "all but one, or name the population in privacy.population, and so decide which counts"
+            f"{', '.join(ledgers)}, and none of them has the whole cost; leave out the examples "
+            "of all but one, or name the population in privacy.population, to decide which ledger "
+            "counts"
         )
     (ledger,) = ledgers
     if by_user and all(one.users != found.users for one in same):
         raise ConfigError(
             f"privacy.population: the ledger {ledger} was charged for some of these examples, but "
-            "they were divided among other clients, and what is promised to one user then does not "
-            "add up; divide them as before (the same data, partition and seed). If the clients "
-            f"stand for the same users, name the population: privacy.population = {ledger!r}. If "
-            "the data are others', say so in privacy.other_data_because"
+            "they were divided among other clients, so the costs of one user do not add up; "
+            "divide them as before (the same data, partition and seed). If the clients stand for "
+            f"the same users, name the population: privacy.population = {ledger!r}. If the data "
+            "are others', say so in privacy.other_data_because"
         )
     return ledger
 
@@ -173,9 +174,9 @@ def start_accounting(
     if len(kinds) > 1:
         raise ConfigError(
             f"cohort.sampling, privacy.mode: earlier runs on the clients {ledger.population!r} "
-            f"were accounted for otherwise ({' and '.join(sorted(kinds))}), and both have no "
-            "common guarantee; sample as they did, in the same mode, or, if the data are others', "
-            "say so in privacy.other_data_because"
+            f"were accounted for differently ({' and '.join(sorted(kinds))}), so there is no "
+            "common guarantee; use the same sampling and mode, or, if the data are others', say "
+            "so in privacy.other_data_because"
         )
     charging = Charging(
         ledger,
@@ -186,15 +187,15 @@ def start_accounting(
         clock=clock,
     )
     due = max(components.config.num_rounds, stored.record.num_rounds) - num_finished
-    notes = [f"{noise}; metrics of clients and training losses are without noise: keep them"]
+    notes = [f"{noise}; metrics of clients and training losses have no noise: do not publish them"]
     if components.config.coordinator.training.is_on:
         notes.append(
-            "the coordinator trains on what is released and on examples of its own: "
-            "post-processing, which costs no ε; nothing hides the examples that it has itself"
+            "the coordinator trains on the released models and on its own examples: this is "
+            "post-processing, which costs no ε, but its own examples are not protected"
         )
     affordable = charging.count_affordable(due) if due > 0 else due
     if affordable < due:
-        notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds to come")
+        notes.append(f"the privacy budget is enough for {affordable} of the {due} remaining rounds")
     num_lost = sum(ledger.load_spent_by_run().values()) - num_finished
     if num_lost > 0 and plan.takes_turns:
         notes.append(f"{num_lost} turns of earlier processes were lost: others are asked first")

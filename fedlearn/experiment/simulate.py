@@ -138,8 +138,8 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
         if record.is_deployed:
             raise ConfigError(
                 f"{name} is a deployed run, which its coordinator continues: start that again "
-                f"with `fedlearn coordinator FILE`, or on Flower with `flwr run` (overrides: "
-                f"name={name}); `fedlearn resume` without a name takes back a pause"
+                "with `fedlearn coordinator FILE`, or on Flower with `flwr run` (overrides: "
+                f"name={name}); `fedlearn resume` without a name cancels a pause"
             )
         if PYTHON_OBJECTS in record.config:
             raise ConfigError(
@@ -297,7 +297,7 @@ def _devices_table(devices: ClientBehaviour, settings: Mapping[str, object]) -> 
     """
     if settings.get("centralized"):
         raise ConfigError(
-            "simulate(): centralized asks no device, but devices= is given; remove one"
+            "simulate(): centralized uses no devices, but devices= is given; remove one"
         )
     if not all(hasattr(devices, name) for name in ("durations_s", "failures")):
         raise ConfigError(
@@ -319,7 +319,7 @@ def _split_buffered(
         return algorithm, dict(settings)
     if given := sorted({"asynchronous", "staleness"} & settings.keys()):
         raise ConfigError(
-            f"simulate(): {given[0]} is given, but the algorithm says itself when it steps; "
+            f"simulate(): {given[0]} is given, but the algorithm already decides when it steps; "
             "remove one of the two"
         )
     staleness = asdict(algorithm.asynchrony)
@@ -336,8 +336,8 @@ def _require_compatible_sampler(config: Config, settings: Mapping[str, object]) 
     cohort = settings.get("cohort")
     if isinstance(cohort, Mapping) and "sampling" in cohort:
         raise ConfigError(
-            f"simulate(): cohort.sampling is {cohort['sampling']!r}, but sampler= says who is "
-            "asked; remove one of the two"
+            f"simulate(): cohort.sampling is {cohort['sampling']!r}, but sampler= chooses the "
+            "clients; remove one of the two"
         )
     if config.centralized:
         raise ConfigError(
@@ -345,8 +345,8 @@ def _require_compatible_sampler(config: Config, settings: Mapping[str, object]) 
         )
     if config.privacy.is_on:
         raise ConfigError(
-            f"simulate(): privacy.mode is {config.privacy.mode!r}, whose ε rests on how clients "
-            'are drawn, but sampler= draws them; leave it out, or set the mode to "off"'
+            f"simulate(): privacy.mode is {config.privacy.mode!r}, whose ε depends on how clients "
+            'are drawn, but sampler= draws them; leave sampler= out, or set the mode to "off"'
         )
     if config.secure_aggregation.is_on:
         raise ConfigError(
@@ -427,8 +427,8 @@ def _load_recorded_config(
     started = record.config.get(PYTHON_OBJECTS)
     if not isinstance(started, Mapping):
         raise ConfigError(
-            f"simulate(): {name} was started from a configuration, which is in its record; go on "
-            f"with it by `fedlearn resume {name}`"
+            f"simulate(): {name} was started from a configuration, which is in its record; resume "
+            f"it with `fedlearn resume {name}`"
         )
     config = config_of(record)
     # The record has the resolved values, so an "auto" that is given again cannot be compared.

@@ -178,9 +178,9 @@ def _require_same_decay(job: Job, task: Task) -> None:
     before = earlier.until
     if before != job.until:
         raise ConfigError(
-            f'coordinator.training.decay is "{decay}", and in the training in {job.folder} the '
-            f"rate falls over {before} steps; with num_steps {job.until} it would be another "
-            f'training: set num_steps to {before}, or decay to "none" from the start, or remove '
+            f'coordinator.training.decay is "{decay}", and the training in {job.folder} was '
+            f"started with a rate that falls over {before} steps; num_steps {job.until} would "
+            f'change it: set num_steps to {before}, or decay to "none" from the start, or remove '
             "the folder to train from the start"
         )
 
@@ -197,14 +197,14 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
             given: dict[str, Tensor] = load_file(path)
         except SafetensorError as error:
             raise StoreError(
-                f"{path} is no safetensors file ({error}); give one that fedlearn train or "
-                "fedlearn export has written"
+                f"{path} is not a safetensors file ({error}); give one written by fedlearn train "
+                "or fedlearn export"
             ) from error
     own = params.to_tensors()
     wrong = [f"{name} is missing" for name in own.keys() - given.keys()]
-    wrong += [f"{name} is no part of the model" for name in given.keys() - own.keys()]
+    wrong += [f"{name} is not part of the model" for name in given.keys() - own.keys()]
     wrong += [
-        f"{name} is {given[name].dtype} {tuple(given[name].shape)} and not {value.dtype} "
+        f"{name} is {given[name].dtype} {tuple(given[name].shape)} not {value.dtype} "
         f"{tuple(value.shape)}"
         for name, value in own.items()
         if name in given and (given[name].shape, given[name].dtype) != (value.shape, value.dtype)
@@ -217,7 +217,7 @@ def _read_weights(path: Path, params: Params) -> dict[str, Tensor]:
     if wrong:
         listed = "; ".join(sorted(wrong)[:_MOST_NAMES])
         more = f"; and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
-        raise ConfigError(f"the weights in {path} are not those of this model: {listed}{more}")
+        raise ConfigError(f"the weights in {path} do not fit this model: {listed}{more}")
     return given
 
 
@@ -233,8 +233,8 @@ def _add_evaluation(
     if not every:
         if patience is not None:
             raise ConfigError(
-                f"patience is {patience}, but there are no evaluations to count; give the steps "
-                "from one to the next, as with --evaluate-every 100"
+                f"patience is {patience}, but there are no evaluations to count; give the number "
+                "of steps between them, as with --evaluate-every 100"
             )
         return task
     if components.test is None:
@@ -245,8 +245,8 @@ def _add_evaluation(
     stopping = components.early_stopping()
     if split_statistic(stopping.metric)[1] is not None:
         raise ConfigError(
-            f'early_stopping.metric is "{stopping.metric}", which clients measure, and none is '
-            "asked; watch what the test set measures"
+            f'early_stopping.metric is "{stopping.metric}", which clients measure, but no client '
+            "is asked; use a metric of the test set"
         )
     measure = _build_measure(components)
     evaluation = Evaluation(measure=measure, every=every, goal=stopping, patience=patience)

@@ -141,7 +141,7 @@ def test_a_build_without_noise_is_refuted(
         (["--set", "privacy.epsilon=1.0", "--confidence", "1.0"], "between 0 and 1"),
         (
             ["--set", "cohort.num_wanted=2", "--canaries", "40", *CLAIM, *MODES["bands"][:4]],
-            "a pair in each group of users takes 60",
+            "a pair in each group of users needs 60",
         ),
     ],
 )

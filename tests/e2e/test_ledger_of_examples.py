@@ -98,6 +98,6 @@ def test_examples_that_cannot_be_known_again_need_a_name() -> None:
     data = fl.from_dataset(
         Augmented(FEATURES, LABELS), labels=LABELS, partition=fl.Iid(4), test=test, seed=0
     )
-    with pytest.raises(ConfigError, match=r"others each time they are read.* name the population"):
+    with pytest.raises(ConfigError, match=r"change each time they are read.* name the population"):
         spent(data, EXAMPLE)
     assert spent(data, EXAMPLE | {"population": "ward 5"}) > 0.0

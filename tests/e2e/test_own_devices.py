@@ -231,7 +231,7 @@ def test_what_is_no_behaviour_is_refused() -> None:
     """Devices that would never be called are refused too."""
     with pytest.raises(ConfigError, match=r"devices is 'slow'; give a table.*durations_s"):
         run(devices="slow")
-    with pytest.raises(ConfigError, match="centralized asks no device"):
+    with pytest.raises(ConfigError, match="centralized uses no devices"):
         run(devices=TwoSpeeds(), centralized=True)
 
 

@@ -441,7 +441,7 @@ def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
         ({"stragglers": {"over_selection": 1.3}}, "must not displace another"),
         (
             {"sampler": fl.UniformSampler(), "cohort": {"num_wanted": 15}},
-            "ε rests on how clients are drawn",
+            "ε depends on how clients are drawn",
         ),
         ({"early_stopping": {"metric": "clients/loss_mean"}}, "measured by the clients"),
         ({"centralized": True}, "pools the examples"),

@@ -252,7 +252,7 @@ def test_files_of_its_own_take_none_from_clients() -> None:
     training = {"num_steps": 8, "share": 1.0, "files": files}
     cohort = {"num_wanted": NUM_CLIENTS}
     finished = run(STILL, training, told=told, cohort=cohort)
-    assert "the coordinator trains on files of its own: mine" in told.notes
+    assert "the coordinator trains on its own files: mine" in told.notes
     assert {len(each.participations) for each in finished.history} == {NUM_CLIENTS}
     untrained = run(STILL, {"share": 1.0}, cohort=cohort)
     assert not same(finished, untrained), "the control"
@@ -373,7 +373,7 @@ def spent(num_clients: int, training: dict[str, Any]) -> tuple[float, Sequence[s
 @pytest.mark.slow
 def test_what_the_coordinator_does_costs_no_privacy_and_hides_nothing_of_its_own() -> None:
     """ε is that of the remaining clients; with more of them it would be smaller."""
-    note = "which costs no ε; nothing hides the examples that it has itself"
+    note = "which costs no ε, but its own examples are not protected"
     training = {"num_steps": 3, "every_rounds": 1}
     trained, notes = spent(NUM_CLIENTS, training)
     assert any(note in each for each in notes)
@@ -390,7 +390,7 @@ def test_what_the_coordinator_does_costs_no_privacy_and_hides_nothing_of_its_own
 def test_other_processes_cannot_make_what_python_has_made() -> None:
     """Model and data are arguments, which other processes cannot build; the error has a remedy."""
     training = {"num_steps": 2, "replicate": 2}
-    with pytest.raises(ConfigError, match=r"replicate 2, but other processes cannot make"):
+    with pytest.raises(ConfigError, match=r"replicate 2, but other processes cannot use"):
         run(fl.FedAvg(SGD), training)
 
 

@@ -92,8 +92,8 @@ def test_the_command_tells_a_person_lines(capsys: pytest.CaptureFixture[str]) ->
             'early_stopping.metric is "clients/loss_mean", which clients measure',
         ),
         ([*sets(*TRAINING), "--weights", "nowhere"], "nowhere"),
-        ([*sets(*TRAINING), "--weights", "there"], "there is no safetensors file"),
-        ([*sets(*TRAINING), "--weights", "other"], "3.weight is missing; bias is no part"),
+        ([*sets(*TRAINING), "--weights", "there"], "there is not a safetensors file"),
+        ([*sets(*TRAINING), "--weights", "other"], "3.weight is missing; bias is not part"),
     ],
     ids=[
         *("no steps", "no data", "no folder", "a folder", "a file", "no evaluations", "clients"),
@@ -157,11 +157,11 @@ def test_a_training_goes_on_with_more_steps_or_from_weights(
     assert equal(Path("second"), Path("whole"))
     assert not equal(Path("first"), Path("whole")), "the control"
     assert main([*kept, *sets(*TRAINING, few), "--output", "third"]) != 0
-    assert "has taken 12 steps, and 6 are asked for" in capsys.readouterr().err
+    assert "has taken 12 steps, but 6 are requested" in capsys.readouterr().err
     decays = (*TRAINING, "coordinator.training.decay=linear")
     assert main([*kept, *sets(*decays, few), "--output", "fourth"]) == 0
     assert main([*kept, *sets(*decays, all_of_them), "--output", "fifth"]) != 0
-    assert "the rate falls over 6 steps" in capsys.readouterr().err
+    assert "a rate that falls over 6 steps" in capsys.readouterr().err
     still = "coordinator.training.learning_rate=1e-30"
     command = ["train", *sets(*TRAINING, few, still), "--weights", "whole", "--output", "still"]
     assert main(command) == 0

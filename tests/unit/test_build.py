@@ -468,7 +468,7 @@ def test_several_inputs_need_a_model_that_takes_them(tmp_path: Path, user_file: 
         (captions, dict, "input 'mask', input 'tokens'"),
     ]
     for data, form, inputs in several:
-        with pytest.raises(ConfigError, match=f'"mlp" takes one tensor, .* {inputs}; bring a'):
+        with pytest.raises(ConfigError, match=f'"mlp" takes one tensor, .* {inputs}; use a'):
             _built({"data": data})
         features = _built({"data": data, "model": own}).test.features
         assert isinstance(features, form)

@@ -101,7 +101,7 @@ def test_pooled_training_is_not_deployed() -> None:
 
 def test_a_loss_that_the_test_set_has_no_meaning_for_is_refused() -> None:
     """Before any client is asked, as in a simulation."""
-    with pytest.raises(ConfigError, match=r"loss\.kind.*one label an example"):
+    with pytest.raises(ConfigError, match=r"loss\.kind.*one label per example"):
         built({"loss": {"kind": "bce_with_logits"}})
 
 

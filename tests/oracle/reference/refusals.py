@@ -231,12 +231,12 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.privacy != "off" and c.bound != "none",
     ),
     Rule(
-        "whose ε rests on how clients are drawn",
+        "whose ε depends on how clients are drawn",
         "how-to/own-sampler-and-callbacks.md",
         lambda c: c.privacy not in ("off", "banded") and c.sampling == "own",
     ),
     Rule(
-        "sampler= says who is asked",
+        "sampler= chooses the clients",
         "how-to/own-sampler-and-callbacks.md: banded noise has clients take turns",
         lambda c: c.privacy == "banded" and c.sampling == "own",
     ),

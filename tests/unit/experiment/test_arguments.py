@@ -81,7 +81,7 @@ def test_data_are_divided_among_clients_first(data: object, says: str) -> None:
         ("fed_prox", r"fl\.FedProx\(fl\.LocalSgd\(.*proximal=\.\.\.\)"),
         ("nonsense", r"fl\.FedAvg\("),
         (fl.FedAvg, r"algorithm is FedAvg itself; call it"),
-        (_LOCAL, r"what one client does; .*fl\.FedAvg\(LocalSgd"),
+        (_LOCAL, r"the update of one client; .*fl\.FedAvg\(LocalSgd"),
         (None, r"algorithm is None; give a strategy"),
     ],
 )

@@ -67,7 +67,7 @@ def test_no_more_workers_are_started_than_a_round_has_clients() -> None:
         site = Site(resolve_addresses(config, environ={}), {}, SystemClock(), Told())
         resolved = resolve_config(config, site)
         assert resolved.config.engine.num_workers == started
-        told = any("1000 were asked for, but a round has 13 clients" in n for n in resolved.notes)
+        told = any("1000 were requested, but a round has 13 clients" in n for n in resolved.notes)
         assert told is (asked > started)
 
 

@@ -252,7 +252,7 @@ def test_a_block_trains_again_without_those_that_fail(
 def test_clients_with_a_last_batch_of_one_are_named_before_the_first_round(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    told = "1 of 5 clients have a last batch of one example, which layer 1 (BatchNorm1d) may not"
+    told = "1 of 5 clients have a last batch of one example, which layer 1 (BatchNorm1d) may fail"
     for make, drop_last, is_told in (
         (normed, False, True),
         (normed, True, False),
