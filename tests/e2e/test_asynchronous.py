@@ -105,7 +105,7 @@ def test_clients_that_add_noise_are_accounted_for_without_amplification(tmp_path
         (
             fl.Scaffold(LOCAL, num_clients=30, server_learning_rate=1.0),
             {"asynchronous": {"mode": "buffered", "concurrency": 12}},
-            "asynchronous.mode is on, but ScaffoldAveraging cannot be asynchronous: a client's",
+            "asynchronous.mode is on, but ScaffoldAveraging cannot be asynchronous: the server's",
         ),
         (fedbuff(concurrency=16, buffer_size=8), {}, "concurrency: 16 clients are in flight"),
         (fedbuff(), {"asynchronous": {"mode": "off"}}, "asynchronous is given, but the algorithm"),

@@ -132,7 +132,7 @@ class Renaming(Plain):
 @pytest.mark.parametrize(
     ("strategy", "complaint"),
     [
-        (InPlace(), r"InPlace\.step wrote to the tensors"),
+        (InPlace(), r"InPlace\.step wrote to its input tensors"),
         (Forgetful(), r"Forgetful\.step returned NoneType; it returns a Stepped"),
         (Double(), r"Double\.step returned a model of shape \(8,\), torch.float64"),
         (Exploding(), r"Exploding\.step gave values that are not finite"),
@@ -230,7 +230,7 @@ class Talkative(Silent):
     [
         (Returning, "Returning.step changes nothing"),
         (Putting, "Putting.step changes nothing"),
-        (Overwriting, "wrote to the tensors|a second training of the same clients"),
+        (Overwriting, "wrote to its input tensors|a second training of the same clients"),
         (Silent, r"the updates of Silent do not fit: it has missing or extra lanes: \['extra'\]"),
         (Talkative, r"the updates of Talkative do not fit: .*'surprise'"),
     ],
@@ -328,7 +328,7 @@ class Transforming:
 @pytest.mark.parametrize(
     ("what", "complaint"),
     [
-        ("forget", "Transforming returned NoneType; it returns Updates"),
+        ("forget", "Transforming returned NoneType; return Updates"),
         ("drop", "Transforming do not fit: it lacks the lane 'delta'"),
         ("double", "Transforming do not fit: lane 'delta' is torch.float64"),
         ("more", r"Transforming returned \[2\] rows for 1 clients"),

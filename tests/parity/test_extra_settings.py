@@ -271,5 +271,5 @@ def test_what_nobody_would_act_on_is_refused(
         ConfigError, match=r"client\.extra has shift, but .* fedlearn's own trainer"
     ):
         fl.simulate(make_model, data(), FedAvg(local), extra={"shift": 1.0})
-    with pytest.raises(ConfigError, match=r"client\.extra\.shift is inf; give a text"):
+    with pytest.raises(ConfigError, match=r"client\.extra\.shift is inf; give a string"):
         fl.simulate(make_model, data(), FedAvg(local), trainer=shifting, extra={"shift": math.inf})
