@@ -412,12 +412,12 @@ class CohortCollection(Collection):
             self._deadline_s = self._late.deadline_s(
                 self.of.durations, so_far_s, longest_s=self.policy.deadline_s
             )
-        asked = list(self._drawn)
+        tasks = list(self._drawn)
         self._drawn.clear()
-        self._pending |= {each.client_id: each for each in asked}
-        self._cohort = frozenset(each.client_id for each in asked)
+        self._pending |= {each.client_id: each for each in tasks}
+        self._cohort = frozenset(each.client_id for each in tasks)
         self.waited_for = set(self._cohort or self._pending)
-        return asked
+        return tasks
 
     def limit(self, most: int) -> None:
         """Do nothing: the whole cohort is asked at once."""
@@ -556,14 +556,14 @@ class BufferCollection(Collection):
 
     def ask(self, now_s: float) -> list[PendingTask]:
         """Move queued clients in flight, as many as are allowed, and return their tasks to send."""
-        asked = list[PendingTask]()
+        tasks = list[PendingTask]()
         while self._drawn and self._num_askable:
             each = self._drawn.popleft()._replace(asked_s=now_s)
             # After a resume, replies may arrive in another order, so a drawn client may be busy.
             if each.client_id not in self._pending and each.client_id not in self._answered:
                 self._pending[each.client_id] = each
-                asked.append(each)
-        return asked
+                tasks.append(each)
+        return tasks
 
     @property
     def has_missed_any(self) -> bool:

@@ -33,8 +33,8 @@ class ExtraSettings(LocalUpdateWrapper):
 
     Example:
         >>> from fedlearn.algorithms.own_training import OwnTraining
-        >>> told = ExtraSettings(inner=OwnTraining(), extra=(("penalty", "l1"),))
-        >>> told.settings()
+        >>> update = ExtraSettings(inner=OwnTraining(), extra=(("penalty", "l1"),))
+        >>> update.settings()
         {'extra.penalty': 'l1'}
     """
 
@@ -85,9 +85,9 @@ class WithExtra(StrategyWrapper):
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return each client's local update; all get the same free-form settings."""
-        usual, told = self.inner.local, self.local
+        usual, wrapped = self.inner.local, self.local
         return [
-            told if each is usual else self._with_extra(each)
+            wrapped if each is usual else self._with_extra(each)
             for each in self.inner.locals_for(client_ids)
         ]
 

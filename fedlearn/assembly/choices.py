@@ -223,7 +223,7 @@ def _note_cohort(simulation: Simulation) -> tuple[str, ...]:
     has_deadline = math.isfinite(policy.deadline_s)
     deadline = f"deadline {policy.deadline_s:g} s" if has_deadline else "no deadline"
     cohort = f"cohort {policy.num_asked} of {population} clients"
-    why = "stragglers and drop-outs are asked for, not given"
+    why = "stragglers and drop-outs occur only if you configure them"
     return (f"{cohort}, {deadline}, {config.devices.kind} devices: {why}",)
 
 
@@ -246,24 +246,24 @@ def _choose_num_workers(
     simulation: Simulation, params: Params, environ: Mapping[str, str]
 ) -> tuple[int, str]:
     config, on_gpu = simulation.config, params.vector.is_cuda
-    asked, started = config.engine.num_workers, read_torchrun_size(environ)
+    requested, started = config.engine.num_workers, read_torchrun_size(environ)
     if started is not None:
-        if asked not in ("auto", started):
+        if requested not in ("auto", started):
             raise EngineError(
-                f"engine.num_workers is {asked}, but torchrun has started {started} processes; "
+                f"engine.num_workers is {requested}, but torchrun has started {started} processes; "
                 "leave it out"
             )
         return started, "started by torchrun"
-    if asked not in ("auto", 1) and on_gpu:
+    if requested not in ("auto", 1) and on_gpu:
         raise EngineError(
-            f"engine.num_workers is {asked}, but workers cannot share a GPU; start the run "
-            f"with `torchrun --nproc-per-node {asked} -m fedlearn simulate`, one process a GPU"
+            f"engine.num_workers is {requested}, but workers cannot share a GPU; start the run "
+            f"with `torchrun --nproc-per-node {requested} -m fedlearn simulate`, one process a GPU"
         )
-    if asked != "auto":
-        used = count_workers_used(simulation, asked)
-        if used < asked:
-            return used, f"{asked} were requested, but a round has {used} clients to train"
-        return asked, "as configured"
+    if requested != "auto":
+        used = count_workers_used(simulation, requested)
+        if used < requested:
+            return used, f"{requested} were requested, but a round has {used} clients to train"
+        return requested, "as configured"
     if config.engine.transport == "memory":
         return 1, "sessions in this process"
     if on_gpu:
@@ -275,11 +275,13 @@ def _choose_num_workers(
     return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one per core"
 
 
-def count_workers_used(simulation: Simulation, asked: int) -> int:
+def count_workers_used(simulation: Simulation, requested: int) -> int:
     """Return how many of the requested workers have a client to train."""
     if isinstance(simulation.sampler, SeededSampler):
-        return min(asked, simulation.policy.num_asked)
-    return min(asked, simulation.population.num_clients)  # a user's sampler may select all clients
+        return min(requested, simulation.policy.num_asked)
+    return min(
+        requested, simulation.population.num_clients
+    )  # a user's sampler may select all clients
 
 
 def _estimate_flop(simulation: Simulation, params: Params) -> float:

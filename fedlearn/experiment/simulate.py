@@ -448,8 +448,8 @@ def _load_recorded_config(
     if "a ClientBehaviour" in kinds:
         _require_same({"devices": kinds[0]}, {"devices": kinds[1]}, name)
     # The record has the number of workers used, which may be fewer than were requested.
-    if isinstance(asked := now.get(_WORKERS), int):
-        now[_WORKERS] = count_workers_used(components, asked)
+    if isinstance(requested := now.get(_WORKERS), int):
+        now[_WORKERS] = count_workers_used(components, requested)
     _require_same(before, now, name)
     _require_same(started, _describe_arguments(components), name)
     return config

@@ -293,10 +293,10 @@ def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
         link.send_bytes(
             json.dumps({"plan": trainer.plan(), "device": str(trainer.device)}).encode()
         )
-        told = json.loads(link.recv_bytes())
-        file, world_size = Path(told["file"]), told["world_size"]
+        start = json.loads(link.recv_bytes())
+        file, world_size = Path(start["file"]), start["world_size"]
         group = _join_group(
-            trainer, file, backend=told["backend"], rank=rank, world_size=world_size
+            trainer, file, backend=start["backend"], rank=rank, world_size=world_size
         )
         while True:
             head, tensors = json.loads(link.recv_bytes()), _split_by_purpose(link.recv_bytes())

@@ -153,14 +153,14 @@ class Engine:
         if not drawn:
             return []
         client_ids = np.asarray([each.client_id for each in drawn], np.int64)
-        asked = self.describe_work(client_ids, replace(request, attempt=drawn[0].attempt))
-        told = zip(
+        work = self.describe_work(client_ids, replace(request, attempt=drawn[0].attempt))
+        forecasts = zip(
             drawn,
-            self.behaviour.durations_s(asked).tolist(),
-            self.behaviour.failures(asked).tolist(),
+            self.behaviour.durations_s(work).tolist(),
+            self.behaviour.failures(work).tolist(),
             strict=True,
         )
-        return [PendingTask(*each[:5], lasts_s, fails) for each, lasts_s, fails in told]
+        return [PendingTask(*each[:5], lasts_s, fails) for each, lasts_s, fails in forecasts]
 
     def train(
         self,
@@ -200,18 +200,18 @@ class Engine:
         blocks = _cut_blocks(mine, work, self.block_size, is_apart=is_apart)
 
         def train(some: NDArray[np.int64]) -> tuple[TrainedBlock, Updates]:
-            asked = [requests[place] for place in some.tolist()]
-            trained = self._train_block(client_ids[some], asked, updates[some[0]])
-            return trained, _build_sent_updates(client_ids[some], trained, asked)
+            block_requests = [requests[place] for place in some.tolist()]
+            trained = self._train_block(client_ids[some], block_requests, updates[some[0]])
+            return trained, _build_sent_updates(client_ids[some], trained, block_requests)
 
         attempted = chain.from_iterable(attempts(train, each, errors) for each in blocks)
         for block, (trained, left) in attempted:
-            asked = [requests[place] for place in block.tolist()]
+            block_requests = [requests[place] for place in block.tolist()]
             lowered = None if factors is None else factors[block]
-            sent = _attach_weights(left, trained, asked, reduction, factors=lowered)
+            sent = _attach_weights(left, trained, block_requests, reduction, factors=lowered)
             refused = _fold_block(
                 sent,
-                asked,
+                block_requests,
                 reduction,
                 places=block,
                 num_examples=trained.num_examples_K,
@@ -225,7 +225,7 @@ class Engine:
             if trained.kept or request.kept:
                 kept |= split_states(client_ids[block][sound].tolist(), trained.kept, mine=sound)
             places = zip(block.tolist(), trained.metrics_K, strict=False)
-            metrics |= {place: told for place, told in places if report[2, place] == REPORTED}
+            metrics |= {place: each for place, each in places if report[2, place] == REPORTED}
         report[2, list(errors)] = RAISED
         reduction.share(self.cluster, more=torch.from_numpy(report))
         verdicts = report[2].astype(np.int64)
@@ -237,7 +237,7 @@ class Engine:
             self._require_another(client_ids, request, reasons, errors)
         if isinstance(self.executor, TrainerExecutor):
             everyone = gather(metrics, self.cluster)
-            metrics = {place: told for each in everyone for place, told in each.items()}
+            metrics = {place: reported for each in everyone for place, reported in each.items()}
         everything = share_client_states(
             kept,
             client_ids[verdicts == REPORTED].tolist(),
@@ -266,8 +266,8 @@ class Engine:
             others = pick_spread_clients(self.population, _TRIED)
             others = others[~np.isin(others, client_ids)]
             trains = any(self._trains(each, request) for each in others.tolist())
-            told = f"client {client_ids[0]}: {reasons[0]}"
-            problem = "" if trains else f"no client can be trained; {told}"
+            failure = f"client {client_ids[0]}: {reasons[0]}"
+            problem = "" if trains else f"no client can be trained; {failure}"
         problem = self.cluster.broadcast(problem)
         if problem:
             cause = next(iter(errors.values()), None)
@@ -459,8 +459,8 @@ def _fold_block(
         heavy, rows = np.flatnonzero(is_heavy).tolist(), np.flatnonzero(~is_heavy)
         refused = {row: bounds.too_heavy(int(num_examples[row])) for row in heavy}
     if len(rows):
-        some, asked = select_rows(sent, rows), [requests[row] for row in rows.tolist()]
-        current = _rebase(some, asked, reduction.params)
+        some, some_requests = select_rows(sent, rows), [requests[row] for row in rows.tolist()]
+        current = _rebase(some, some_requests, reduction.params)
         reasons = reduction.fold(some, places[rows], current=current)
         found = zip(rows.tolist(), reasons, strict=True)
         refused |= {row: reason for row, reason in found if reason is not None}

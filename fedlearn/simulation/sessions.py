@@ -192,8 +192,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         self, clients: Sequence[ClientId], train: TrainRequest
     ) -> DeviceRound:
         client_ids = np.asarray(clients, np.int64)
-        told: dict[str, Any] = {n: each for n, each in train.settings.items() if n in _AMOUNTS}
-        work = replace(self.work, **told)
+        amounts: dict[str, Any] = {n: each for n, each in train.settings.items() if n in _AMOUNTS}
+        work = replace(self.work, **amounts)
         num_bytes = sum(tensor.nbytes for tensor in train.tensors.values())
         return DeviceRound(
             client_ids=client_ids,

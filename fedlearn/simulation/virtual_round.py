@@ -61,8 +61,8 @@ class Wave:
 
     def add_metrics(self, means: WeightedMeans) -> None:
         """Add the clients' training metrics to the means, in order of arrival."""
-        for place, told in sorted(self.metrics.items()):
-            means.add(told, num_examples=int(self.num_examples[place]))
+        for place, reported in sorted(self.metrics.items()):
+            means.add(reported, num_examples=int(self.num_examples[place]))
 
 
 class SimulatedClients(Protocol):
@@ -168,10 +168,10 @@ class VirtualRound:
             return closes_s
         return min(closes_s, max([0.0, *known_s]) if known_s else math.inf)
 
-    def _expect(self, asked: Sequence[PendingTask]) -> None:
+    def _expect(self, tasks: Sequence[PendingTask]) -> None:
         """Queue the arrival or timeout of each client in flight, if it has either."""
         patience_s, arrivals, turns = self.collection.patience_s, self._arrivals, self._turns
-        for each in asked:
+        for each in tasks:
             lasts_s = min(each.duration_s, patience_s)
             if math.isfinite(lasts_s):
                 heappush(arrivals, (each.asked_s + lasts_s, next(turns), each))
@@ -212,8 +212,8 @@ class VirtualRound:
         self.kept = replace_states(self.kept, trained.kept)
         trained.add_metrics(self.collection.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
-        told = zip(wave, *(column.tolist() for column in columns), strict=True)
-        for place, (task, verdict, loss, num_examples) in enumerate(told):
+        outcomes = zip(wave, *(column.tolist() for column in columns), strict=True)
+        for place, (task, verdict, loss, num_examples) in enumerate(outcomes):
             client_id, took_s = task.client_id, task.duration_s
             if verdict == REPORTED:
                 row = Participation(client_id, Status.REPORTED, took_s, num_examples, loss)

@@ -420,8 +420,8 @@ class ResidentModel:
             clipped = [each.unsqueeze(0) for each in whole if each is not None]  # none is None
             noised = rule.add_noise(clipped, [num_examples], like=self.trainable_stack)
             own = [grad[0] for grad in noised]
-        told, *_ = together.sum_gradients(own, torch.zeros_like(total), weight=0.0)
-        return [grad for grad in told if grad is not None], total / num_examples
+        grads, *_ = together.sum_gradients(own, torch.zeros_like(total), weight=0.0)
+        return [grad for grad in grads if grad is not None], total / num_examples
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the state for :meth:`restore`, as views that the next step changes."""
