@@ -279,9 +279,8 @@ def count_workers_used(simulation: Simulation, requested: int) -> int:
     """Return how many of the requested workers have a client to train."""
     if isinstance(simulation.sampler, SeededSampler):
         return min(requested, simulation.policy.num_asked)
-    return min(
-        requested, simulation.population.num_clients
-    )  # a user's sampler may select all clients
+    # A user's sampler may select all clients.
+    return min(requested, simulation.population.num_clients)
 
 
 def _estimate_flop(simulation: Simulation, params: Params) -> float:
