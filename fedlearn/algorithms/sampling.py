@@ -102,10 +102,13 @@ class Users:
 
 
 class SeededSampler(ABC):
-    """Base class of fedlearn's samplers, which are reproducible and fit for privacy accounting.
+    """Base class of fedlearn's samplers: reproducible, with a scheme for privacy accounting.
 
     The cohort depends on the arguments alone, so each process of a simulation draws it itself. A
     sampler of any other class runs on rank 0 only.
+
+    Under differential privacy :meth:`sample` is not used: :meth:`cohorts` names the scheme, and
+    the privacy plan draws cohorts by that scheme from secret coins.
 
     Attributes:
         draws_each_alone: See :func:`draws_each_alone`.

@@ -24,7 +24,8 @@ class StragglerPolicy(Ranged):
 
     A round asks ``ceil(num_wanted * over_selection)`` clients and closes at the first of:
     ``num_wanted`` usable reports, every client settled, or ``deadline_s`` after the
-    broadcast. Updates that arrive later are recorded as late and dropped.
+    broadcast. Clients that report later are recorded as late. ``late_updates.mode`` decides whether
+    their updates are dropped or count in a later round.
 
     References:
         Bonawitz et al., 2019, `Towards Federated Learning at Scale: System Design

@@ -14,7 +14,7 @@ from fedlearn.algorithms.aggregations import FullAggregation
 from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.sampling import SeededSampler
 from fedlearn.assembly.components import Components, Simulation
-from fedlearn.assembly.plan import build_initial_params, build_release
+from fedlearn.assembly.plan import build_initial_params, choose_release
 from fedlearn.assembly.server_training import build_server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
@@ -74,7 +74,7 @@ def resolve(
     if _has_noisy_updates(simulation) and params.layout.statistics:
         simulation = _freeze_constant_buffers(simulation, params)
         params = build_initial_params(simulation, device)
-    build_release(
+    choose_release(
         simulation, params, Alone(), has_sessions=False
     )  # raises where noise does not fit
     if simulation.config.coordinator.training.is_on:

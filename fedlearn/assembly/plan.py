@@ -14,7 +14,7 @@ from fedlearn.core.cluster import Cluster
 from fedlearn.core.features import move_to_device
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import ConfigError, SettingsRefused
-from fedlearn.rounds.distributed_noise import DistributedMean
+from fedlearn.rounds.distributed_mean import DistributedMean
 from fedlearn.rounds.evaluation import Evaluator, Evaluators
 from fedlearn.rounds.opening import (
     ChargedDraw,
@@ -82,10 +82,13 @@ def build_run_plan(
     )
 
 
-def build_release(
+def choose_release(
     components: Components, params: Params, cluster: Cluster, *, has_sessions: bool
 ) -> Release | None:
-    """Build the mechanism that adds noise to each aggregate before release.
+    """Build the mechanism that makes each aggregate fit for release.
+
+    In mode "central" it adds noise; in mode "distributed" the clients have added it, and the sum is
+    only divided.
 
     Args:
         components: The components of the run.

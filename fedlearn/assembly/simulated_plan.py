@@ -13,8 +13,8 @@ from fedlearn.assembly.components import Simulation
 from fedlearn.assembly.plan import (
     build_central_evaluator,
     build_initial_params,
-    build_release,
     build_run_plan,
+    choose_release,
 )
 from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.assembly.user_code import SharedSampler, UserDevices, UserSampler
@@ -90,7 +90,7 @@ def assemble(
         charging=charging,
         collector=collector,
         host=host,
-        release=build_release(simulation, params, cluster, has_sessions=channel is not None),
+        release=choose_release(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_build_evaluators(simulation, model, cluster, channel),
         clock=clock,
     )

@@ -70,7 +70,7 @@ def build_terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
     )
 
 
-def noise_share(settings: Settings) -> float | None:
+def local_noise_ratio(settings: Settings) -> float | None:
     """Return the update's noise standard deviation over its largest norm; ``None`` if no noise."""
     try:
         return last_noise(settings)
@@ -293,7 +293,7 @@ class Judge:
 
     def _judge_update(self, settings: Settings, spent: float) -> None:
         """Require enough noise in an update that the coordinator could read."""
-        share = noise_share(settings)
+        share = local_noise_ratio(settings)
         if share is None:
             raise PolicyViolation(
                 rule="privacy.mode",

@@ -17,7 +17,7 @@ from fedlearn.client.conversation import Event, WorkAbandoned, WorkFinished
 from fedlearn.client.events import AgentEvent, EventKind
 from fedlearn.client.expansion import MaskExpander
 from fedlearn.client.home import Home
-from fedlearn.client.judging import Judge, noise_share
+from fedlearn.client.judging import Judge, local_noise_ratio
 from fedlearn.client.keyring import Enrolment
 from fedlearn.client.policy import Policy
 from fedlearn.client.tasks import OpenTask
@@ -292,7 +292,7 @@ class Worker:
 
     def _charge_update(self, request: TrainRequest) -> None:
         """Charge the daily ε budget for an update that has its own noise."""
-        if share := noise_share(request.settings):
+        if share := local_noise_ratio(request.settings):
             squared = lane_squared_distance(share)
             self.home.spend(self.home.training_id, squared, self.clock.unix_s())
 

@@ -42,7 +42,7 @@ class Participation(NamedTuple):
             seconds in a simulation.
         num_examples: Examples trained on; 0 unless reported.
         loss: Mean training loss over the local steps; NaN unless reported.
-        reason: Why it failed; empty otherwise.
+        reason: Why it failed or is stale; empty otherwise.
     """
 
     client_id: ClientId

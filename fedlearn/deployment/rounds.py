@@ -15,8 +15,8 @@ from fedlearn.assembly.client_link import ClientLink, build_collector
 from fedlearn.assembly.plan import (
     build_central_evaluator,
     build_initial_params,
-    build_release,
     build_run_plan,
+    choose_release,
 )
 from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.assembly.user_code import AfterRound, LoggedCallback
@@ -106,7 +106,7 @@ def run_rounds(
         evaluators=list(_evaluators(components, reach.channel, collector)),
         clock=clock,
         host=host,
-        release=build_release(components, params, Alone(), has_sessions=True),
+        release=choose_release(components, params, Alone(), has_sessions=True),
     )
     plan = replace(
         plan,

@@ -67,7 +67,7 @@ def refuse_unusable(reason: str) -> Ruling:
 
 
 ACCEPTED = Ruling(Verdict.ACCEPTED)
-LATE = Ruling(Verdict.LATE, "the exchange has closed without it")
+LATE = Ruling(Verdict.LATE, "the coordinator no longer waits for this reply")
 
 Judgement: TypeAlias = Ruling | ReplyState
 

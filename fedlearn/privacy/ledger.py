@@ -1,4 +1,6 @@
-"""The privacy ledger: releases are charged before their round starts, and never refunded.
+"""The privacy ledger: releases are charged before their round starts.
+
+A round that began is never refunded; only charges for rounds that never began are taken back.
 
 A ledger belongs to a population, not to a run: a second run on the same clients continues it. A
 charge is durable before the first client is sent a task, so no release is missing whichever process

@@ -361,7 +361,7 @@ class _RoundAttempt:
         # The client may have begun early, on a prefetched model of an older round.
         task = task._replace(based_on=update.round_num)
         if staleness is not None and self.collection.age(task) > staleness.max_staleness:
-            arrival.refuse(f"it is based on round {task.based_on}, which is too old")
+            arrival.refuse(f"it is based on round {task.based_on + 1}, which is too old")
             self.collection.settle(task, Status.STALE)
             self.collection.excuse(arrival.client_id)  # no update of it is in the buffer
             return

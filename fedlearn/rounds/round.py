@@ -9,7 +9,8 @@
 
 :mod:`fedlearn.rounds.run` evaluates the model and saves a checkpoint after a round. Everything
 below is a function of the state, the plan and what the collector returns. A simulation and a
-deployment differ only in the draw and the collector, and so do synchronous and buffered rounds.
+deployment differ only in the draw and the collector; kinds of round differ in the collector's state
+machine.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -122,7 +122,7 @@ class ModularSum:
     Updates are clipped and rounded to levels, as clients do it. The sum of levels is below 2**53,
     so it is exact in float64, in any order and over any number of workers. Noise that clients would
     add is not included: if there is noise, the result is the sum of levels, to which
-    :class:`fedlearn.rounds.distributed_noise.DistributedMean` adds all of it.
+    :class:`fedlearn.rounds.distributed_mean.DistributedMean` adds all of it.
 
     Attributes:
         plan: The parameters of the sessions that are simulated.

@@ -3,7 +3,8 @@
 When a client would reply depends on its device alone. So arrivals are simulated in order until
 the round would close. Only then are the clients trained whose updates count, each from the model
 that it was sent. If an update turns out to be unusable, the round continues with the next arrival.
-A client that is late, fails, or becomes too stale is never trained.
+A client that is late is trained later if late updates are kept, or never. A client that fails or
+becomes too stale is never trained.
 """
 
 import math

@@ -37,7 +37,7 @@ from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.bounded_sum import NoisyMean
 from fedlearn.privacy.secret import DrawnNoise
 from fedlearn.rounds import run as rounds_run
-from fedlearn.rounds.distributed_noise import DistributedMean
+from fedlearn.rounds.distributed_mean import DistributedMean
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation import (
     engine,
@@ -586,7 +586,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a simulated secure sum has one client's noise",
         DistributedMean,
-        "_add_noise",
+        "_add_simulated_noise",
         lambda right: lambda self, lane, levels, _, labels: right(self, lane, levels, 1, labels),
         lambda c: c.privacy == "distributed" and c.secure == "modular_sum",
     ),

@@ -15,7 +15,7 @@ from fedlearn.algorithms.collecting import RoundRequest
 from fedlearn.algorithms.lanes import LaneSpec, stack_rows
 from fedlearn.algorithms.settings import require_honoured, settings_of, transforms_from
 from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, Transform
-from fedlearn.client.judging import noise_share
+from fedlearn.client.judging import local_noise_ratio
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import Params
@@ -258,9 +258,9 @@ def test_what_cannot_travel_is_refused_before_the_first_round() -> None:
 def test_noise_that_a_transform_follows_is_none_to_a_clients_policy() -> None:
     """The transform before the noise is the control."""
     noise = NoisedUpdates(clip_norm=1.0, noise_multiplier=2.0)
-    assert noise_share(settings_of(SGD, (SCALE, noise))) == 2.0
-    assert noise_share(settings_of(SGD, (noise, SCALE))) is None
-    assert noise_share(settings_of(SGD, (noise, CLIP))) is None
+    assert local_noise_ratio(settings_of(SGD, (SCALE, noise))) == 2.0
+    assert local_noise_ratio(settings_of(SGD, (noise, SCALE))) is None
+    assert local_noise_ratio(settings_of(SGD, (noise, CLIP))) is None
 
 
 def test_order_and_values_survive_the_wire() -> None:

@@ -1,4 +1,6 @@
-"""Turns a secure sum into a mean under distributed differential privacy: clients added the noise.
+"""Divides a secure sum by the expected number of clients, in mode "distributed".
+
+The clients added the noise, in :func:`fedlearn.secagg.terms.to_words`.
 
 References:
     Kairouz, Liu and Steinke, 2021, `The Distributed Discrete Gaussian Mechanism for Federated
@@ -58,7 +60,7 @@ class DistributedMean:
         for name, lanes in self.plan.vector_lanes(layout).items():
             parts = aggregate.lanes[name].split([lane.size for lane in lanes])
             scaled = [
-                self._add_noise(lane, part, aggregate.num_clients, labels).mul_(
+                self._add_simulated_noise(lane, part, aggregate.num_clients, labels).mul_(
                     lane.step / self.expected
                 )
                 for lane, part in zip(lanes, parts, strict=True)
@@ -66,7 +68,7 @@ class DistributedMean:
             means[name] = torch.cat(scaled).to(layout.dtype)
         return Aggregate(lanes=means, num_clients=max(1, round(self.expected))), state
 
-    def _add_noise(
+    def _add_simulated_noise(
         self, lane: Lane, levels: Tensor, num_clients: int, labels: tuple[int, int]
     ) -> Tensor:
         if self.simulated is None:

@@ -9,7 +9,7 @@ from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
-from fedlearn.rounds.distributed_noise import DistributedMean
+from fedlearn.rounds.distributed_mean import DistributedMean
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
