@@ -150,7 +150,7 @@ class Layout:
 
         Example:
             >>> Layout.of(nn.Linear(2, 2).bfloat16()).dtypes()
-            "trains and travels in the model's own dtypes: torch.bfloat16 ('weight', ...)"
+            "trains and is sent in the model's own dtypes: torch.bfloat16 ('weight', ...)"
         """
         if not self.others:
             return None

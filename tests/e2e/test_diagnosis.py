@@ -380,7 +380,7 @@ def unset():
     [
         ("narrow", "RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
         ("fits", None),
-        ("unset", "trainer.py:13, in unset: KeyError: 'FEDLEARN_NO_SUCH_VARIABLE'; mend"),
+        ("unset", "trainer.py:13, in unset: KeyError: 'FEDLEARN_NO_SUCH_VARIABLE'; fix"),
     ],
 )
 def test_data_that_the_model_does_not_take_are_found(

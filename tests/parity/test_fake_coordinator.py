@@ -280,13 +280,13 @@ LIES = [
     Lie(
         "no signature",
         sealed(lambda about: about.ClearField("signature")),
-        "the signature is not of this client's identity key",
+        "the signature is not by this client's identity key",
         is_answer=False,
     ),
     Lie(
         "the signature of another client",
         of_another_client,
-        "the signature is not of this client's identity key",
+        "the signature is not by this client's identity key",
         is_answer=False,
     ),
     Lie(

@@ -428,7 +428,7 @@ def test_a_roster_without_a_folder_is_refused(tmp_path: Path) -> None:
     """Without one, the client's own key would be new in every run, and never in a roster."""
     path = roster(tmp_path / "roster.json", folders(tmp_path), coordinator=Identity.create())
     superlink = Superlink(node_config={"roster": str(path)})
-    with pytest.raises(DeploymentError, match="no folder"):
+    with pytest.raises(DeploymentError, match=r"identity \(a folder\) is not"):
         Coordinator(superlink).collect()
 
 

@@ -861,7 +861,7 @@ def test_what_happens_in_each_round_is_built_from_a_file(user_file: Path) -> Non
     assert built.by_round is not None
     assert built.by_round(2) == {"learning_rate": 0.25}
     assert [vars(each) for each in built.callbacks] == [{"name": "first"}, {"name": "none"}]
-    with pytest.raises(ConfigError, match=r"tells temperature, but .* trainer, which acts on none"):
+    with pytest.raises(ConfigError, match=r"has temperature, but .* trainer, which acts on none"):
         _built({"client": {"by_round": f"{user_file}:told"}})
 
 

@@ -147,7 +147,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.secure != "off" and sends_more(c),
     ),
     Rule(
-        "its terms name one training for all",
+        "its terms prescribe one training for all",
         f"{SECURE}: the signed terms of a session",
         lambda c: c.secure != "off" and c.own == "locals",
     ),

@@ -592,7 +592,7 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
         ("flower.train_config={lr=1.0}", "flower.train_config: .* it is client.extra now"),
         ("flower.client_apps=stock", "flower.client_apps"),
         ("model.factory={file}:make_half", "'0.weight' is torch.bfloat16"),
-        ('algorithm.name="{file}:clipping"', "algorithm.name: .* changes updates"),
+        ('algorithm.name="{file}:clipping"', "algorithm.name: .* transforms updates"),
     ],
 )
 def test_what_other_apps_cannot_honour_is_refused(

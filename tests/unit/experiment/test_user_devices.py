@@ -54,9 +54,9 @@ def test_proper_answers_are_passed_on() -> None:
 @pytest.mark.parametrize(
     ("answers", "complaint"),
     [
-        (Answers(durations=[1.0, -1.0]), r"durations_s returned -1\.0 for client 4; seconds are"),
-        (Answers(durations=[np.nan, 1.0]), "durations_s returned nan for client 7; seconds are"),
-        (Answers(durations=[1.0, np.inf]), "inf for client 4; .*never answers is one of `fail"),
+        (Answers(durations=[1.0, -1.0]), r"durations_s returned -1\.0 for client 4; a duration is"),
+        (Answers(durations=[np.nan, 1.0]), "durations_s returned nan for client 7; a duration is"),
+        (Answers(durations=[1.0, np.inf]), "inf for client 4; .*never answers belongs in `fail"),
         (Answers(durations=[1.0]), r"durations_s returned float64 of shape \(1,\) for 2 clients"),
         (Answers(durations=3.0), r"durations_s returned float64 of shape \(\) for 2 clients"),
         (Answers(durations=None), "durations_s returned None for 2 clients; return an array"),
