@@ -217,7 +217,7 @@ def _row(cells: Iterable[Cell]) -> nodes.row:
 
 
 def command_helps() -> dict[str, str]:
-    """Return what ``fedlearn COMMAND --help`` prints by ``fedlearn COMMAND``, itself first."""
+    """Return the text of ``fedlearn COMMAND --help`` by command, fedlearn itself first."""
     group = typer.main.get_command(command_line)
     assert isinstance(group, typer.core.TyperGroup)
     with group.make_context("fedlearn", ["runs"]) as root:
