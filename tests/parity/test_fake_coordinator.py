@@ -298,7 +298,7 @@ LIES = [
     Lie(
         "no digest",
         sealed(lambda about: about.ClearField("digest")),
-        "0 bytes are no digest",
+        "0 bytes are not a digest",
         is_answer=False,
     ),
     Lie("too large a reply", large, "at most", is_answer=False),

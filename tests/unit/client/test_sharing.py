@@ -224,7 +224,7 @@ def test_a_task_that_was_interrupted_goes_on_to_the_bit(
         train(shared, control)
     if happens == "kill":
         assert str(error.value) == (
-            "process 2 of the 2 that share this training was ended by SIGKILL"
+            "process 2 of the 2 that share this training was killed by SIGKILL"
         )
     control.num_checks, control.nth = 0, -1
     assert same(train(shared, control), whole)
