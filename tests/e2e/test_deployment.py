@@ -103,7 +103,7 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
     """From another process, through the database."""
     coordinator = site.serving("--set", "num_rounds=5000")
     waiting = site.type("why")
-    assert "it needs 2 clients" in waiting
+    assert "it needs 2 eligible clients" in waiting
     assert "continues" in site.type("resume")
     site.type("pause")
     until(lambda: "it is paused" in site.type("why"))
