@@ -39,7 +39,7 @@ _MAX_QUOTED = 60
 #: What a client is willing to send if its policy demands noise.
 _NOISED: dict[PrivacyMode, str] = {
     "distributed": "only a sum to which each client adds noise",
-    "local": "only an update with enough noise of its own",
+    "local": "only an update with enough of its own noise",
 }
 #: Requests whose replies the coordinator can read, and what it could read.
 _IN_THE_CLEAR = {

@@ -153,10 +153,10 @@ class PrivacyPolicy:
     mode: Annotated[
         PrivacyMode,
         doc(
-            '"any" demands no noise; "distributed": everything it sends has noise of its own and '
-            'is seen only in a sum; "local": it sends only updates that have enough noise without '
-            "a sum. The last two refuse everything else that the coordinator could read, including"
-            " evaluations."
+            '"any" demands no noise; "distributed": the client adds noise to everything it sends, '
+            'and only a sum of it is seen; "local": it sends only updates that have enough noise '
+            "without a sum. The last two refuse everything else that the coordinator could read, "
+            "including evaluations."
         ),
     ] = "any"
     min_noise_share: Annotated[

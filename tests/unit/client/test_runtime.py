@@ -1019,7 +1019,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "an update without noise",
-        "only an update with enough noise of its own",
+        "only an update with enough of its own noise",
         local(),
         TRAINING,
         Policy(),
@@ -1027,7 +1027,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "an evaluation that the coordinator could read",
-        "only an update with enough noise of its own",
+        "only an update with enough of its own noise",
         local(),
         EVALUATION,
         Policy(),
@@ -1035,7 +1035,7 @@ RULES = [
     Rule(
         "privacy.mode",
         "a sum to which each client adds a share of the noise, or none",
-        "only an update with enough noise of its own",
+        "only an update with enough of its own noise",
         local(),
         advert(noise_multiplier=3.0),
         noised(),
