@@ -101,9 +101,9 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     from fedlearn.parallel.jobs import train
-    from tests.e2e.test_training_jobs import Watch, job_in
+    from tests.e2e.test_training_jobs import ProgressRecorder, job_in
 
-    class Killed(Watch):
+    class Killed(ProgressRecorder):
         def report(self, progress):
             if progress.step_num == 3:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -146,7 +146,7 @@ class Kept(fl.Strategy):
     aggregation = fl.WeightedMean(by_examples=True)
 
     def step(self, params, aggregate, state):
-        return fl.Stepped(params, state)
+        return fl.StepResult(params, state)
 
 
 def decayed(round_num):

@@ -284,7 +284,7 @@ def test_differential_privacy_is_a_table_of_the_configuration(tmp_path: Path) ->
     assert heard.rounds[-1].metrics["accuracy"] > 0.8
     assert heard.summary.privacy.num_charged == 2
     weighted = "cohort.sampling=poisson; algorithm.weight_by_examples=true"
-    with pytest.raises(ConfigError, match="weighted by their examples"):
+    with pytest.raises(ConfigError, match="weighted by their numbers of examples"):
         run_of(federation(3, overrides=f"{table}; {weighted}"), tmp_path, heard)
 
 
