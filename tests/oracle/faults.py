@@ -664,7 +664,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a client of a gateway forgets what it keeps",
         Home,
-        "state",
+        "load_state",
         _constant(lambda *_: b""),
         lambda c: c.place == "grpc" and _keeps(c),
     ),
@@ -707,7 +707,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "devices are those of the round before",
         engine.Engine,
-        "asked",
+        "describe_work",
         _first_attempt,
         lambda c: c.devices != "ideal",
     ),

@@ -264,7 +264,7 @@ LIES = [
     Lie(
         "another dtype",
         delta(torch.zeros(SIZE, dtype=torch.float64)),
-        "lane 'delta' is torch.float64, the model torch.float32",
+        "lane 'delta' is torch.float64, but the model is torch.float32",
     ),
     Lie("a NaN", delta(torch.full((SIZE,), torch.nan)), NAN),
     Lie("infinity", delta(torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, -torch.inf])), NAN),
