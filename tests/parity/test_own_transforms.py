@@ -246,7 +246,7 @@ def test_what_cannot_travel_is_refused_before_the_first_round() -> None:
 
     half = simulated((Scaled(factor=0.5),), ENGINE)
     assert torch.equal(simulated((halve,), ENGINE), half)
-    with pytest.raises(ConfigError, match="function cannot travel"):
+    with pytest.raises(ConfigError, match="function cannot be sent to clients"):
         simulated((halve,), MEMORY)
     with pytest.raises(ConfigError, match="'factor' belongs to two components"):
         simulated((SCALE, SCALE), MEMORY)
