@@ -171,7 +171,8 @@ def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
         train(job, start=None, control=watch, report=watch.report)
     until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
     assert made_in(tmp_path) == 3  # this process, to check it, and two ranks
-    assert watch.steps[:3] == [1, 2, 3]
+    # No step twice. The error may overtake the report of the last step.
+    assert watch.steps == list(range(1, len(watch.steps) + 1)) and len(watch.steps) >= 2
 
 
 def test_a_job_that_is_called_off_leaves_nobody(tmp_path: Path) -> None:
