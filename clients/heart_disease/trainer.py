@@ -21,7 +21,7 @@ NUM_FEATURES = 13
 
 
 def make_model() -> nn.Module:
-    """Build a logistic regression: two logits from 13 standardised values."""
+    """Build a logistic regression: two logits from 13 standardized values."""
     return nn.Linear(NUM_FEATURES, 2)
 
 
@@ -37,7 +37,7 @@ def make_trainer() -> TorchTrainer:
             "FEDLEARN_PART", "name the hospital: cleveland, hungarian, switzerland or va"
         ),
     )
-    features = _standardise(x, is_test)
+    features = _standardize(x, is_test)
     labels, test = torch.tensor(y, dtype=torch.int64), torch.tensor(is_test)
     return TorchTrainer.of(
         make_model, features[~test], labels[~test], test=(features[test], labels[test])
@@ -66,7 +66,7 @@ def _load_patients(
         raise DataError(f"FEDLEARN_DATA: {path} is not the heart disease file: {error}") from error
 
 
-def _standardise(x: NDArray[np.float32], is_test: NDArray[np.bool_]) -> Tensor:
+def _standardize(x: NDArray[np.float32], is_test: NDArray[np.bool_]) -> Tensor:
     """Scale the values to mean 0 and deviation 1 over this hospital's training patients.
 
     Each hospital uses its own statistics, so that none of them leave it. A constant column, such

@@ -1,7 +1,7 @@
 """A client that classifies images: a share of scikit-learn's digits, or a file of your own.
 
 Environment:
-    FEDLEARN_DATA: An npz file with ``x``, grey images [n, height, width] (uint8, or floats in
+    FEDLEARN_DATA: An npz file with ``x``, gray images [n, height, width] (uint8, or floats in
         [0, 1]), and ``y``, their classes [n]. Without it, the digits inside scikit-learn.
     FEDLEARN_PART: This client's share of the digits, such as 0/3 for the first of three.
 """
@@ -79,7 +79,7 @@ def _load_file(path: Path) -> tuple[Tensor, Tensor]:
     if not is_shaped or not 0 <= labels.min() <= labels.max() < NUM_CLASSES:
         raise DataError(
             f"FEDLEARN_DATA: {path} has x of shape {list(images.shape)} and y of shape "
-            f"{list(labels.shape)}; give grey images [n, height, width] and their classes, "
+            f"{list(labels.shape)}; give gray images [n, height, width] and their classes, "
             f"0 to {NUM_CLASSES - 1}"
         )
     scale = 255.0 if images.dtype == np.uint8 else 1.0

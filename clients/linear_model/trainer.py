@@ -34,10 +34,10 @@ def make_model(num_features: int) -> nn.Module:
 class LogisticRegression:
     """A trainer that trains on four fifths of the rows and evaluates on every fifth.
 
-    Values are standardised by this client's own training rows, whose statistics do not leave it.
+    Values are standardized by this client's own training rows, whose statistics do not leave it.
     """
 
-    honours = ("epochs", "extra.learning_rate", "extra.alpha")
+    honors = ("epochs", "extra.learning_rate", "extra.alpha")
 
     def __init__(self, x: NDArray[np.float64], y: NDArray[np.int64]) -> None:
         held_out = np.arange(len(y)) % 5 == 0
@@ -94,6 +94,6 @@ def make_trainer() -> LogisticRegression:
     if len(labels) < MIN_ROWS or not (np.isfinite(x).all() and np.isin(labels, CLASSES).all()):
         raise DataError(
             f"FEDLEARN_DATA: {path} has {len(labels)} rows; give {MIN_ROWS} or more, of finite "
-            "numbers, labelled 0 and 1"
+            "numbers, labeled 0 and 1"
         )
     return LogisticRegression(x, labels.astype(np.int64))

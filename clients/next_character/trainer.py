@@ -43,7 +43,7 @@ def make_model() -> nn.Module:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """A text in windows of 80 characters, each labelled with the characters that follow."""
+    """A text in windows of 80 characters, each labeled with the characters that follow."""
 
     def __init__(self, text: Tensor) -> None:
         self._text = text

@@ -1,4 +1,4 @@
-r"""Adam and AdamW as local optimisers; clients reset their moments each round or keep them."""
+r"""Adam and AdamW as local optimizers; clients reset their moments each round or keep them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -64,7 +64,7 @@ class UpdateBounds(Ranged):
         )
 
 
-#: Default bounds, which no honest update reaches. At 1e8, neighbouring float32 numbers are 8 apart,
+#: Default bounds, which no honest update reaches. At 1e8, neighboring float32 numbers are 8 apart,
 #: so no model trained in float32 gets there. And a device that trains on 10,000 examples a second
 #: would take three hours for one epoch of 1e8.
 GENEROUS = UpdateBounds(max_norm=1e8, max_examples=10**8)

@@ -8,7 +8,7 @@ from fedlearn.core.ranges import Count, Ranged
 
 
 class Adjacency(StrEnum):
-    """Neighbouring data sets of a privacy guarantee: how they differ in one user or one example."""
+    """Neighboring data sets of a privacy guarantee: how they differ in one user or one example."""
 
     ADD_OR_REMOVE = "add_or_remove"
     REPLACE = "replace"
@@ -41,7 +41,7 @@ class PoissonCohorts(Ranged):
 
     @property
     def adjacency(self) -> Adjacency:
-        """Neighbours differ by the presence of one user."""
+        """Neighbors differ by the presence of one user."""
         return Adjacency.ADD_OR_REMOVE
 
     @property
@@ -86,7 +86,7 @@ class FixedCohorts(Ranged):
 
     @property
     def adjacency(self) -> Adjacency:
-        """Neighbours differ in the data of one user: the number of users is public."""
+        """Neighbors differ in the data of one user: the number of users is public."""
         return Adjacency.REPLACE
 
     def participations(self, num_rounds: int) -> int:
@@ -128,7 +128,7 @@ class CyclicCohorts(Ranged):
 
     @property
     def adjacency(self) -> Adjacency:
-        """Neighbours differ by the presence of one user, which moves no other to another group."""
+        """Neighbors differ by the presence of one user, which moves no other to another group."""
         return Adjacency.ADD_OR_REMOVE
 
     @property

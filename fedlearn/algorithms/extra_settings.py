@@ -14,7 +14,7 @@ from fedlearn.algorithms.local import LocalUpdate, LocalUpdateWrapper
 from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.core.messages import ClientId, Scalar, Settings
 
-#: Prefix of free-form settings. A trainer whose ``honours`` has it accepts all of them.
+#: Prefix of free-form settings. A trainer whose ``honors`` has it accepts all of them.
 EXTRA = "extra"
 
 _PREFIX = f"{EXTRA}."

@@ -105,7 +105,7 @@ class Measures:
     """All measures of a model: the objective's loss and metrics, and metrics of whole sets.
 
     Attributes:
-        objective: The loss to minimise, with its own metrics.
+        objective: The loss to minimize, with its own metrics.
         metrics: Metrics of whole sets, by name.
 
     Raises:

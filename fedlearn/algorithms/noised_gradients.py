@@ -145,7 +145,7 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
 
     @property
     def level(self) -> float:
-        """Distance between two neighbouring points of the grid to which sums are truncated."""
+        """Distance between two neighboring points of the grid to which sums are truncated."""
         return self.example_clip_norm / _LEVELS
 
     def sensitivity(self, *, num_examples: int, size: int) -> float:

@@ -1,4 +1,4 @@
-"""Objectives: a loss to minimise, and metrics to measure with it.
+"""Objectives: a loss to minimize, and metrics to measure with it.
 
 Most objectives return one number per example. The caller computes the means, since it knows which
 examples are padding and adds up over batches and clients.
@@ -271,7 +271,7 @@ class CustomLoss:
     Attributes:
         function: Maps outputs and labels to one loss per example, shape [batch]; or, if examples
             are coupled, to one number.
-        per_example: Whether the function returns one loss per example. Training then minimises the
+        per_example: Whether the function returns one loss per example. Training then minimizes the
             mean.
 
     Example:

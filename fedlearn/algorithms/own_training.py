@@ -18,7 +18,7 @@ from fedlearn.core.ranges import Count
 
 @dataclass(frozen=True, kw_only=True)
 class OwnTraining(LocalWork):
-    """Leaves the optimiser to the clients' own trainers; sets only the amount of work.
+    """Leaves the optimizer to the clients' own trainers; sets only the amount of work.
 
     Use it with a trainer that you write yourself, if it needs no settings or only these two.
 
@@ -35,7 +35,7 @@ class OwnTraining(LocalWork):
             "long simulated devices take, and clients' policies may limit it."
         ),
     ] = 1
-    batch_size: Annotated[Count | None, doc("Examples per step, for trainers that honour it.")] = (
+    batch_size: Annotated[Count | None, doc("Examples per step, for trainers that honor it.")] = (
         None
     )
 

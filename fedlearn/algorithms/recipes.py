@@ -1,7 +1,7 @@
 """Recipes for well-known algorithms: FedAvg, FedProx, FedAdam and others.
 
 A recipe is a function that returns an :class:`Algorithm`: a local update, an aggregation and a
-server optimiser. An algorithm that does not fit this form has its own
+server optimizer. An algorithm that does not fit this form has its own
 :class:`~fedlearn.algorithms.strategy.Strategy`, such as
 :class:`~fedlearn.algorithms.scaffold.ScaffoldAveraging`.
 """
@@ -72,11 +72,11 @@ class Algorithm(Strategy):
         require_update(self.local, name="local")
 
     def init(self, params: Params) -> State:
-        """Return the optimiser's state."""
+        """Return the optimizer's state."""
         return self.server_optimizer.init(params)
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
-        """Take the optimiser's step with the aggregated delta."""
+        """Take the optimizer's step with the aggregated delta."""
         return StepResult(*self.server_optimizer.step(params, aggregate.lanes[DELTA.name], state))
 
 

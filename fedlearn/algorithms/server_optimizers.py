@@ -1,7 +1,7 @@
 r"""Server optimizers: compute the next global model from the aggregated delta.
 
 The aggregate :math:`\Delta` is local minus global, so it is *added*: :math:`-\Delta` is the
-pseudo-gradient. Only the layout's trainable prefix passes through the optimiser; floating-point
+pseudo-gradient. Only the layout's trainable prefix passes through the optimizer; floating-point
 statistics (BatchNorm) move by their mean delta, since dividing a running variance by the root of
 its own second moment has no meaning and can make it negative.
 """
@@ -108,7 +108,7 @@ class ServerSgd(Ranged):
 
 
 class SecondMoment(StrEnum):
-    """How an adaptive server optimiser tracks the squared delta.
+    """How an adaptive server optimizer tracks the squared delta.
 
     Example:
         >>> import fedlearn as fl

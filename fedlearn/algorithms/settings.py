@@ -272,14 +272,14 @@ def settings_names(known: Collection[_Kind] = ()) -> frozenset[str]:
     return frozenset(fields_of_all | {kind.__name__ for kind in known})
 
 
-def require_honoured(settings: Settings, honoured: Collection[str], *, who: str) -> None:
+def require_honored(settings: Settings, honored: Collection[str], *, who: str) -> None:
     """Refuse settings that a trainer would ignore.
 
     Settings at their default are allowed, and so are transforms, which the session applies.
 
     Args:
         settings: Settings from the coordinator.
-        honoured: Names of the settings, and of updates without settings, that the trainer acts on.
+        honored: Names of the settings, and of updates without settings, that the trainer acts on.
         who: Name of the trainer in error messages.
 
     Raises:
@@ -287,17 +287,17 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
 
     Example:
         >>> sgd = settings_of(LocalSgd(epochs=1, batch_size=8, learning_rate=0.1))
-        >>> require_honoured(sgd, {"epochs", "batch_size", "learning_rate"}, who="Mine")
+        >>> require_honored(sgd, {"epochs", "batch_size", "learning_rate"}, who="Mine")
     """
     rest, extra = split_settings(settings)
     for name, value in extra.items():
-        if EXTRA not in honoured and f"{EXTRA}.{name}" not in honoured:
+        if EXTRA not in honored and f"{EXTRA}.{name}" not in honored:
             raise SettingsRefused(
-                f"{who} does not honour the free-form setting {name!r}, which is {value!r}: act on "
+                f"{who} does not honor the free-form setting {name!r}, which is {value!r}: act on "
                 f'context.extra["{name}"] and add "{EXTRA}.{name}", or "{EXTRA}" for all, to the '
-                "trainer's `honours`, or have the coordinator leave it out (client.extra)"
+                "trainer's `honors`, or have the coordinator leave it out (client.extra)"
             )
-    _require_known(settings, honoured, who=who)
+    _require_known(settings, honored, who=who)
     left = {name: value for name, value in rest.items() if name != PIECES}
     for name in _names(settings):
         kind = UPDATES.get(name) or TRANSFORMS.get(name)
@@ -306,22 +306,22 @@ def require_honoured(settings: Settings, honoured: Collection[str], *, who: str)
             if field_name not in left:  # the coordinator's version does not have the field
                 continue
             value = left.pop(field_name)
-            if name in UPDATES and value != field.default and field_name not in honoured:
+            if name in UPDATES and value != field.default and field_name not in honored:
                 raise _explain_ignored(field_name, value, who)
     of_work = _fields(LocalWork)  # fields that users' own updates inherit
     for name, value in left.items():
         is_default = name in of_work and value == of_work[name].default
-        if not (is_default or name in honoured):
+        if not (is_default or name in honored):
             raise _explain_ignored(name, value, who)
 
 
-def _require_known(settings: Settings, honoured: Collection[str], *, who: str) -> None:
+def _require_known(settings: Settings, honored: Collection[str], *, who: str) -> None:
     """Refuse classes that the coordinator names and the trainer lacks or does not declare."""
-    known = {*UPDATES, *TRANSFORMS, *honoured}
+    known = {*UPDATES, *TRANSFORMS, *honored}
     unknown = [name for name in _names(settings) if name not in known]
     if not unknown:
         return
-    if settings_names() <= set(honoured):  # fedlearn's own trainer, or a wrapper of it
+    if settings_names() <= set(honored):  # fedlearn's own trainer, or a wrapper of it
         raise SettingsRefused(_describe_unknown(unknown[0]))
     name = unknown[0]
     raise SettingsRefused(
@@ -340,9 +340,9 @@ def _build(kind: _Kind, values: Mapping[str, Scalar], **inner: LocalUpdate) -> A
 
 def _explain_ignored(name: str, value: Scalar, who: str) -> SettingsRefused:
     return SettingsRefused(
-        f"{who} does not honour the setting {name!r}, which is {value!r}: act on "
-        f'context.settings["{name}"] and add the name to the trainer\'s `honours`, or have the '
-        "coordinator ask only for settings that it honours"
+        f"{who} does not honor the setting {name!r}, which is {value!r}: act on "
+        f'context.settings["{name}"] and add the name to the trainer\'s `honors`, or have the '
+        "coordinator ask only for settings that it honors"
     )
 
 

@@ -25,7 +25,7 @@ from fedlearn.privacy.plan import PrivacyPlan
 from fedlearn.rounds.run import EarlyStopping, RoundCallback
 from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.plan import SecurePlan
-from fedlearn.simulation.behaviour import ClientBehaviour
+from fedlearn.simulation.behavior import ClientBehavior
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.population import Population
 from fedlearn.simulation.sources import Examples
@@ -192,14 +192,14 @@ class Simulation(Components):
     Attributes:
         test: The central test set.
         population: The clients.
-        behaviour: How long the simulated devices take, and which of them fail.
+        behavior: How long the simulated devices take, and which of them fail.
         make_trainer: Makes the clients' trainers if the user brings them; else ``None``.
         notes: Explanations of the automatic choices, for the user.
     """
 
     test: Examples
     population: Population
-    behaviour: ClientBehaviour
+    behavior: ClientBehavior
     make_trainer: MakeTrainer | None = None
     notes: tuple[str, ...] = ()
 

@@ -24,7 +24,7 @@ from fedlearn.core.messages import Scalar
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.run import RoundCallback
-from fedlearn.simulation.behaviour import ClientBehaviour, Instant
+from fedlearn.simulation.behavior import ClientBehavior, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import PooledPopulation, Population
@@ -57,7 +57,7 @@ class Experiment:
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     by_round: RoundSettings | None = None
     sampler: CohortSampler | None = None
-    devices: ClientBehaviour | None = None
+    devices: ClientBehavior | None = None
     callbacks: tuple[RoundCallback, ...] = ()
 
 
@@ -140,7 +140,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         )
     devices = experiment.devices
     if devices is None and not pooled:
-        devices = config.devices.build_behaviour(data.population, data_dir=data_dir)
+        devices = config.devices.build_behavior(data.population, data_dir=data_dir)
     components = Simulation(
         make_model=ModelFactory.of(experiment.make_model),
         objective=experiment.objective,
@@ -150,7 +150,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         algorithm=experiment.algorithm,
         sampler=experiment.sampler or (UniformSampler() if pooled else config.cohort.build()),
         policy=policy,
-        behaviour=Instant() if devices is None else devices,
+        behavior=Instant() if devices is None else devices,
         config=config,
         make_trainer=experiment.make_trainer,
         own=own,

@@ -30,7 +30,7 @@ from fedlearn.rounds.opening import (
 )
 from fedlearn.rounds.run import RunPlan
 from fedlearn.secagg.terms import RUN_BYTES
-from fedlearn.simulation.behaviour import Behaviour, ClientBehaviour, Instant
+from fedlearn.simulation.behavior import Behavior, ClientBehavior, Instant
 from fedlearn.simulation.choice import (
     ExecutorKind,
     TrainingJob,
@@ -74,7 +74,7 @@ def assemble(
     channel: MemoryChannel | None = None
     if simulation.config.engine.transport == "memory":
         channel, collector = _build_sessions(
-            simulation, model, _build_behaviour(simulation, cluster)
+            simulation, model, _build_behavior(simulation, cluster)
         )
     else:
         collector = _build_engine(simulation, job, cluster)
@@ -111,17 +111,17 @@ def _build_sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
     return SharedSampler(UserSampler(given), cluster)
 
 
-def _build_behaviour(simulation: Simulation, cluster: Cluster) -> ClientBehaviour:
+def _build_behavior(simulation: Simulation, cluster: Cluster) -> ClientBehavior:
     """Return a device model that gives the same answers in every process.
 
     The built-in ones do so by themselves, from the seed. A user's is called on rank 0 only.
     """
-    given = simulation.behaviour
-    return given if isinstance(given, Behaviour | Instant) else UserDevices(given, cluster)
+    given = simulation.behavior
+    return given if isinstance(given, Behavior | Instant) else UserDevices(given, cluster)
 
 
 def _build_sessions(
-    simulation: Simulation, model: ResidentModel, behaviour: ClientBehaviour
+    simulation: Simulation, model: ResidentModel, behavior: ClientBehavior
 ) -> tuple[MemoryChannel, Collector]:
     """Build the channel to real client sessions, and the collector of their updates."""
     population, strategy, plan = simulation.population, simulation.algorithm, simulation.secure
@@ -130,7 +130,7 @@ def _build_sessions(
     require_travels(locals_, strategy.transforms)
     sessions = SimulatedSessions(
         population,
-        behaviour,
+        behavior,
         simulation.make_trainer or trainers_on(model, local_updates=own_classes(locals_)),
         work=strategy.local.work,
         further_bytes=further_bytes(strategy, model.layout),
@@ -164,7 +164,7 @@ def _build_engine(simulation: Simulation, job: TrainingJob, cluster: Cluster) ->
     assert isinstance(config.engine.block_size, int)  # resolved
     return Engine(
         population=simulation.population,
-        behaviour=_build_behaviour(simulation, cluster),
+        behavior=_build_behavior(simulation, cluster),
         executor=make_executor(job, ExecutorKind(config.engine.executor)),
         policy=simulation.policy,
         cluster=cluster,

@@ -24,7 +24,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.privacy.bounded_sum import Noise
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.rounds.run import RoundCallback
-from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
+from fedlearn.simulation.behavior import ClientBehavior, DeviceRound
 
 
 @dataclass(frozen=True)
@@ -131,14 +131,14 @@ class UserDevices:
         Exception: What the user's code raises.
     """
 
-    behaviour: ClientBehaviour
+    behavior: ClientBehavior
     cluster: Cluster
 
     def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
         """Return the user's durations: [B]."""
         durations_s = None
         if self.cluster.rank == 0:
-            answer = self.behaviour.durations_s(asked)
+            answer = self.behavior.durations_s(asked)
             durations_s = self._require_array(
                 answer, asked, "durations_s", kinds="iuf", of="number"
             )
@@ -149,7 +149,7 @@ class UserDevices:
         """Return the user's failures, true where a client fails: [B]."""
         fails = None
         if self.cluster.rank == 0:
-            answer = self.behaviour.failures(asked)
+            answer = self.behavior.failures(asked)
             fails = self._require_array(answer, asked, "failures", kinds="b", of="boolean")
         return self.cluster.broadcast(fails)
 
@@ -180,7 +180,7 @@ class UserDevices:
         return array
 
     def _describe_place(self, asked: DeviceRound) -> str:
-        return f"devices: {type(self.behaviour).__name__}, round {asked.round_num + 1}"
+        return f"devices: {type(self.behavior).__name__}, round {asked.round_num + 1}"
 
 
 @dataclass(frozen=True)

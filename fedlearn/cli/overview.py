@@ -78,7 +78,7 @@ def _best_accuracy(history: Brief) -> float | None:
 
 
 def run_page(run: Run, *, width: int | None) -> str:
-    """Format everything about a run, one labelled fact a line, wrapped to ``width`` columns."""
+    """Format everything about a run, one labeled fact a line, wrapped to ``width`` columns."""
     return facts_text(_describe_run(run), width=width)
 
 

@@ -1,8 +1,8 @@
 """Expand the masks of secure aggregation early, while the client waits for the network.
 
 Once a client has shared its secrets, it knows the seeds of all its masks, but does not have the
-model to train on yet. It uses this time to expand the masks for all its neighbours. Masks of
-neighbours that turn out not to have shared are subtracted again later.
+model to train on yet. It uses this time to expand the masks for all its neighbors. Masks of
+neighbors that turn out not to have shared are subtracted again later.
 """
 
 import os

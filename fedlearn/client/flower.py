@@ -132,7 +132,7 @@ def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
     """Merge the config of one of Flower's own strategies into the client's training settings.
 
     Every entry of the config is a setting, with dashes read as underscores. It overrides the same
-    setting of ``local``; a setting that the trainer does not honour is refused later. ``lr`` and
+    setting of ``local``; a setting that the trainer does not honor is refused later. ``lr`` and
     ``local-epochs``, the names in Flower's examples, mean ``learning_rate`` and ``epochs``.
     ``proximal-mu``, from Flower's FedProx, adds the proximal term.
 
@@ -219,8 +219,8 @@ class _LazyTrainer:
         return self.make_trainer(self.node)
 
     @property
-    def honours(self) -> Collection[str]:
-        return self._trainer.honours
+    def honors(self) -> Collection[str]:
+        return self._trainer.honors
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:

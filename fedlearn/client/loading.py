@@ -136,10 +136,10 @@ def make_trainer(name: str) -> "LocalTrainer":
     for method in ("train", "evaluate"):
         if not callable(getattr(trainer, method, None)):
             raise DeploymentError(f"{made} without a method {method}; it must be a LocalTrainer")
-    if not isinstance(getattr(trainer, "honours", None), Collection):
+    if not isinstance(getattr(trainer, "honors", None), Collection):
         raise DeploymentError(
-            f"{made} without `honours`, the settings that its train uses; add them, such as "
-            '`honours = ("epochs", "batch_size", "learning_rate")`'
+            f"{made} without `honors`, the settings that its train uses; add them, such as "
+            '`honors = ("epochs", "batch_size", "learning_rate")`'
         )
     return trainer
 

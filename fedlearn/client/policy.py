@@ -76,7 +76,7 @@ class SecureAggregationPolicy:
         BelowOne,
         doc(
             "Largest fraction of the asked clients that this client assumes to collude with the "
-            "coordinator, [0, 1). It sets lower bounds on threshold, quorum and neighbours."
+            "coordinator, [0, 1). It sets lower bounds on threshold, quorum and neighbors."
         ),
     ] = 0.1
     min_cohort: Annotated[

@@ -294,7 +294,7 @@ class Runtime:
         if live is None:
             return
         # A lost upload ends with an error, so it needs no repetition here. An inline reply can get
-        # lost without an error; the coordinator recognises a duplicate.
+        # lost without an error; the coordinator recognizes a duplicate.
         is_due = is_asked_again and held.is_inline
         if held.key in live.sent_replies and not is_due:
             return

@@ -17,7 +17,7 @@ from fedlearn.config.user_functions import (
     require_attributes,
 )
 from fedlearn.core.ranges import Count, Positive
-from fedlearn.simulation import behaviour, sources
+from fedlearn.simulation import behavior, sources
 from fedlearn.simulation.population import Population
 
 #: Defaults that replace those below if the data are not the default job's digits. Stragglers and
@@ -97,11 +97,11 @@ class UpdatesSection(Section):
 class BandwidthSection(DeclaredSection):
     """How fast devices communicate."""
 
-    kind: str = Field(description="How bandwidths are modelled.")
+    kind: str = Field(description="How bandwidths are modeled.")
 
-    def build_bandwidth(self, data_dir: Path) -> behaviour.Bandwidth:
+    def build_bandwidth(self, data_dir: Path) -> behavior.Bandwidth:
         """Build the model of the devices' bandwidths."""
-        made: behaviour.Bandwidth = self.build()
+        made: behavior.Bandwidth = self.build()
         return made
 
 
@@ -112,7 +112,7 @@ class TracesBandwidthSection(BandwidthSection):
         None, description="The npz file; without it, bandwidth_traces.npz in the data directory."
     )
 
-    def build_bandwidth(self, data_dir: Path) -> behaviour.Bandwidth:
+    def build_bandwidth(self, data_dir: Path) -> behavior.Bandwidth:
         """Load the recorded bandwidths; raises DataError if they are missing or damaged."""
         return sources.bandwidth_traces(Path(self.path or data_dir / "bandwidth_traces.npz"))
 
@@ -123,7 +123,7 @@ BANDWIDTHS = kinds(
     kind(
         "lognormal",
         "Bandwidths that are log-normal over the population, fixed over the run.",
-        behaviour.LognormalBandwidth,
+        behavior.LognormalBandwidth,
         median_mbit_per_s=5.0,
         sigma=1.0,
     ),
@@ -136,11 +136,9 @@ class DevicesSection(DeclaredSection):
 
     kind: str = Field(description="What the simulated devices do.")
 
-    def build_behaviour(
-        self, population: Population, *, data_dir: Path
-    ) -> behaviour.ClientBehaviour:
-        """Build the simulated behaviour of the devices of ``population``."""
-        made: behaviour.ClientBehaviour = self.build()
+    def build_behavior(self, population: Population, *, data_dir: Path) -> behavior.ClientBehavior:
+        """Build the simulated behavior of the devices of ``population``."""
+        made: behavior.ClientBehavior = self.build()
         return made
 
 
@@ -149,39 +147,35 @@ class LognormalDevicesSection(DevicesSection):
 
     bandwidth: Annotated[BandwidthSection, BANDWIDTHS] = BANDWIDTHS.of("lognormal")
 
-    def build_behaviour(
-        self, population: Population, *, data_dir: Path
-    ) -> behaviour.ClientBehaviour:
-        """Build their behaviour; raises DataError if bandwidth traces are missing or damaged."""
+    def build_behavior(self, population: Population, *, data_dir: Path) -> behavior.ClientBehavior:
+        """Build their behavior; raises DataError if bandwidth traces are missing or damaged."""
         return build_component(
-            behaviour.Behaviour, self, bandwidth=self.bandwidth.build_bandwidth(data_dir)
+            behavior.Behavior, self, bandwidth=self.bandwidth.build_bandwidth(data_dir)
         )
 
 
 class PythonDevicesSection(UserFunctionSection, DevicesSection):
     """Devices from a user function, which is called with the population, then ``args``."""
 
-    def build_behaviour(
-        self, population: Population, *, data_dir: Path
-    ) -> behaviour.ClientBehaviour:
-        """Call the user function; raises ConfigError if it does not return a behaviour."""
+    def build_behavior(self, population: Population, *, data_dir: Path) -> behavior.ClientBehavior:
+        """Call the user function; raises ConfigError if it does not return a behavior."""
         key, needed = "devices.factory", ("durations_s", "failures")
-        made: behaviour.ClientBehaviour = bind_user_function(
+        made: behavior.ClientBehavior = bind_user_function(
             key, self.factory, self.args, given=(population,)
         )()
-        require_attributes(key, self.factory, made, needed, "it must be a ClientBehaviour")
+        require_attributes(key, self.factory, made, needed, "it must be a ClientBehavior")
         return made
 
 
 DEVICES = kinds(
     "kind",
     DevicesSection,
-    kind("ideal", "Ideal devices: they take no time and never fail.", behaviour.Instant),
+    kind("ideal", "Ideal devices: they take no time and never fail.", behavior.Instant),
     kind(
         "lognormal",
         "Devices whose speeds differ, and which sometimes fail.",
         LognormalDevicesSection,
-        behaviour.Behaviour,
+        behavior.Behavior,
         median_ms_per_example=20.0,
         speed_sigma=1.0,
         dropout_rate=0.05,

@@ -98,7 +98,7 @@ class ServerTrainingSection(DeclaredSection):
 
     @property
     def has_steps(self) -> bool:
-        """Whether it trains on labelled examples, before the first round or between rounds."""
+        """Whether it trains on labeled examples, before the first round or between rounds."""
         return bool(self.model_dump()["num_steps"]) or self.every_rounds > 0
 
     def problems(self) -> Iterator[Problem]:

@@ -87,9 +87,9 @@ MODELS = kinds(
 
 
 class LossSection(DeclaredSection):
-    """The loss that local training minimises."""
+    """The loss that local training minimizes."""
 
-    kind: str = Field(description="The loss that local training minimises.")
+    kind: str = Field(description="The loss that local training minimizes.")
 
 
 class PythonLossSection(UserFunctionSection, LossSection):
@@ -387,7 +387,7 @@ def _make_trainer(
     name: str, make: Callable[..., LocalTrainer], features: Tensor, labels: Tensor
 ) -> LocalTrainer:
     made = make(features, labels)
-    needed, remedy = ("train", "evaluate", "honours"), "it must be a LocalTrainer"
+    needed, remedy = ("train", "evaluate", "honors"), "it must be a LocalTrainer"
     require_attributes("client.trainer", name, made, needed, remedy)
     return made
 
@@ -419,7 +419,7 @@ CLIENTS = kinds(
     ),
     kind(
         "own",
-        "Whatever the clients' trainers do: they choose the optimiser, and receive only how much "
+        "Whatever the clients' trainers do: they choose the optimizer, and receive only how much "
         "to train.",
         OwnTraining,
         epochs=1,

@@ -151,7 +151,7 @@ class EngineSection(Section):
     )
 
     def problems(self) -> Iterator[Problem]:
-        """Refuse engine options that real client sessions cannot honour."""
+        """Refuse engine options that real client sessions cannot honor."""
         sessions = {
             "executor": ("auto", "sequential"),
             "num_workers": ("auto", 1),
@@ -387,7 +387,7 @@ class Config(Section):
         whose = f'flower.client_apps is "{self.flower.client_apps}", whose ClientApps'
         if self.secure_aggregation.is_on:
             text = (
-                f"is {quote(self.secure_aggregation.mode)}, but {whose} send what they have learnt"
+                f"is {quote(self.secure_aggregation.mode)}, but {whose} send what they have learned"
             )
             yield Problem(
                 ("secure_aggregation.mode", apps), f'{text} in the clear; set it to "off"'
@@ -654,7 +654,7 @@ class Config(Section):
     def from_json(cls, text: str) -> "Config":
         """Load the tree that :meth:`canonical_json` wrote, in this version or an earlier one.
 
-        Missing keys have their defaults. These must keep the behaviour of versions without the key:
+        Missing keys have their defaults. These must keep the behavior of versions without the key:
         a key that changes what a run does is off by default. Keys of earlier versions are
         translated: see :mod:`fedlearn.config.earlier`.
 

@@ -50,7 +50,7 @@ class Seed:
             raise ValueError(f"seed is {self.value!r}; give a whole number >= 0 and < 2**63")
 
     def derive(self, *labels: str | int) -> "Seed":
-        """Derive the seed for one labelled use."""
+        """Derive the seed for one labeled use."""
         text = repr((self.value, *labels)).encode()
         digest = hashlib.blake2b(text, digest_size=8).digest()
         return Seed(int.from_bytes(digest, "little") & _MASK)

@@ -7,14 +7,14 @@ from pathlib import Path
 from fedlearn.algorithms.cohorts import Adjacency, CyclicCohorts, PoissonCohorts, UserCohorts
 from fedlearn.assembly import Components
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.figures import INK, RUN_COLOURS, label_axes, new_figure, write_png
+from fedlearn.experiment.figures import INK, RUN_COLORS, label_axes, new_figure, write_png
 from fedlearn.experiment.layout import facts_text, table_text
 from fedlearn.privacy.accounting import epsilon_against_coordinator, epsilon_of_release
 from fedlearn.privacy.events import Cohorts, Spent
 from fedlearn.privacy.plan import PrivacyPlan
 
-#: By adjacency, the difference between two neighbouring data sets, in words.
-_NEIGHBOURS = {
+#: By adjacency, the difference between two neighboring data sets, in words.
+_NEIGHBORS = {
     Adjacency.ADD_OR_REMOVE: "one user is there or not",
     Adjacency.REPLACE: "one user has other data",
     Adjacency.ZERO_OUT: "one example of one user counts or not; that the user takes part shows",
@@ -96,7 +96,7 @@ class PrivacyForecast:
         yield "mode", plan.mode_text
         yield "sampling", _describe_sampling(cohorts)
         adjacency = plan.accounted.adjacency
-        yield "adjacency", f"{adjacency}: {_NEIGHBOURS[adjacency]}"
+        yield "adjacency", f"{adjacency}: {_NEIGHBORS[adjacency]}"
         yield "clip", plan.clip_text
         yield "noise", f"{plan.noise_multiplier:.4g} times the clip, {plan.noise_text}"
         yield "bands", plan.correlation_text(self.costs[-1].num_rounds) or ""
@@ -182,8 +182,8 @@ def draw_forecast(forecast: PrivacyForecast, path: Path) -> Path:
     }
     in_turn = isinstance(forecast.plan.cohorts, CyclicCohorts)
     style = "steps-post" if in_turn else "default"
-    for colour, (label, values) in zip(RUN_COLOURS, lines.items(), strict=False):
-        axes.plot(rounds, values, marker="o", color=colour, label=label, drawstyle=style)
+    for color, (label, values) in zip(RUN_COLORS, lines.items(), strict=False):
+        axes.plot(rounds, values, marker="o", color=color, label=label, drawstyle=style)
     if forecast.epsilon is not None:
         axes.axhline(forecast.epsilon, color=INK, linestyle="--", label="budget")
     axes.set_yscale("log")

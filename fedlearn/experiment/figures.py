@@ -25,8 +25,8 @@ from fedlearn.core.quantities import format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import StoreError
 
-# Okabe and Ito's palette, which people with colour vision deficiency can tell apart.
-RUN_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+# Okabe and Ito's palette, which people with color vision deficiency can tell apart.
+RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
 INK, SMALL, LARGE = "#222222", 9, 15
 _GRID, _NORMAL = "#dddddd", 10.5
 _MOST_HOVERS = 150
@@ -37,7 +37,7 @@ Panel: TypeAlias = Callable[[Axes], None]
 _HOVER = "hover: "  # prefix of the ids of elements that have a tooltip
 # Ids of groups, which are removed: they repeat in every drawing of a page.
 _ID = re.compile(r' id="(?!hover: )\w+_\d+"')
-_COLOUR = re.compile(r"(fill|stroke): #([0-9a-f]{6})")
+_COLOR = re.compile(r"(fill|stroke): #([0-9a-f]{6})")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -94,7 +94,7 @@ def render_svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     r"""Return a panel of this width and height as an SVG element for an HTML page.
 
     Texts stay texts, in the page's font. Elements marked by :func:`add_tooltip` have a tooltip that
-    works without a script. Every colour ``#rrggbb`` becomes ``var(--rrggbb, #rrggbb)``, so the page
+    works without a script. Every color ``#rrggbb`` becomes ``var(--rrggbb, #rrggbb)``, so the page
     can replace it in dark mode. matplotlib's SVG settings are changed for the whole process
     meanwhile, so two threads must not call this at once.
 
@@ -120,7 +120,7 @@ def render_svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     text = written.getvalue()
     text = _ID.sub("", text[text.index("<svg") :].rstrip())
     text = re.sub(rf'<g id="{_HOVER}([^"]*)">', r'<g class="hover"><title>\1</title>', text)
-    return _COLOUR.sub(r"\1: var(--\2, #\2)", text)
+    return _COLOR.sub(r"\1: var(--\2, #\2)", text)
 
 
 def add_tooltip(artist: Artist, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Lays out the text output of all commands: tables, and labelled facts."""
+"""Lays out the text output of all commands: tables, and labeled facts."""
 
 from collections.abc import Iterable, Sequence
 from textwrap import fill
@@ -50,8 +50,8 @@ def table_text(
     return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def facts_text(labelled: Iterable[tuple[str, str]], *, width: int | None = None) -> str:
-    """Format labelled texts, one a line, wrapped between words to ``width`` columns.
+def facts_text(labeled: Iterable[tuple[str, str]], *, width: int | None = None) -> str:
+    """Format labeled texts, one a line, wrapped between words to ``width`` columns.
 
     Empty texts are left out. Paths and commands are never wrapped.
 
@@ -60,7 +60,7 @@ def facts_text(labelled: Iterable[tuple[str, str]], *, width: int | None = None)
          clip  norm 1
         delta  1e-05
     """
-    shown = [(label, text) for label, text in labelled if text]
+    shown = [(label, text) for label, text in labeled if text]
     longest = max(len(label) for label, _ in shown)
     return "\n".join(_fact(f"{label:>{longest}}  ", text, width) for label, text in shown)
 

@@ -10,7 +10,7 @@ from fedlearn.config import Config
 from fedlearn.core.quantities import format_size
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.experiment.figures import RUN_COLOURS, label_axes, new_figure, write_png
+from fedlearn.experiment.figures import RUN_COLORS, label_axes, new_figure, write_png
 from fedlearn.experiment.layout import table_text
 from fedlearn.experiment.site import Site
 from fedlearn.parallel.live_tensors import bytes_of
@@ -102,9 +102,9 @@ def draw_forecast(forecast: MemoryForecast, path: Path) -> None:
     axes = figure.subplots()
     places = [f"stage {at}" for at in range(len(forecast.stages))]
     bottoms = [0.0] * len(places)
-    for name, colour in zip(KINDS, RUN_COLOURS, strict=False):
+    for name, color in zip(KINDS, RUN_COLORS, strict=False):
         sizes = [(getattr(each, name) or 0) / _MIB for each in forecast.stages]
-        axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "), color=colour)
+        axes.bar(places, sizes, bottom=bottoms, label=name.replace("_", " "), color=color)
         bottoms = [below + size for below, size in zip(bottoms, sizes, strict=True)]
     label_axes(axes, f"Memory of each process: {forecast.mesh}", "", "MiB")
     write_png(figure, path)

@@ -18,7 +18,7 @@ from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.figures import (
     INK,
     LARGE,
-    RUN_COLOURS,
+    RUN_COLORS,
     SMALL,
     Panel,
     add_column_tooltip,
@@ -38,14 +38,14 @@ from fedlearn.experiment.history import (
 from fedlearn.experiment.summary import Counts, staleness_text
 from fedlearn.rounds.records import RoundRecord
 
-STATUS_COLOURS = {
+STATUS_COLORS = {
     Status.REPORTED: "#0072B2",
     Status.LATE: "#E69F00",
     Status.FAILED: "#D55E00",
     Status.STALE: "#CC79A7",
 }
-#: Colours by the least staleness that they stand for; darker is older.
-_AGE_COLOURS = {0: "#9ecae1", 1: "#6baed6", 2: "#3182bd", 4: "#08519c", 8: "#08306b"}
+#: Colors by the least staleness that they stand for; darker is older.
+_AGE_COLORS = {0: "#9ecae1", 1: "#6baed6", 2: "#3182bd", 4: "#08519c", 8: "#08306b"}
 
 _MARKED_POINTS = 40
 #: Ratio of lengths above which two runs no longer fit one linear scale.
@@ -92,23 +92,23 @@ def panels(runs: Sequence[History]) -> tuple[Panel, ...]:
 def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
     """Draw the metric by round, with the spread over clients and the best value."""
     keys: list[tuple[Artist, str]] = []
-    for colour, name, (record, rounds) in _assign_colours(runs):
+    for color, name, (record, rounds) in _assign_colors(runs):
         low, median, high = (
             series(rounds, f"clients/{metric}_{part}") for part in ("p10", "p50", "p90")
         )
         if low and len(low) == len(high):
             steps = [point.num_finished for point in low]
             bounds = [point.value for point in low], [point.value for point in high]
-            axes.fill_between(steps, *bounds, color=colour, alpha=0.16, linewidth=0)
+            axes.fill_between(steps, *bounds, color=color, alpha=0.16, linewidth=0)
         points = series(rounds, metric)
         direction = direction_of(record, metric)
         best = best_point(points, direction) if direction else None
         if best is not None:
-            line = _curve(axes, points, colour, label=metric)
-            axes.plot(best.num_finished, best.value, "*", color=colour, markersize=13, zorder=4)
+            line = _curve(axes, points, color, label=metric)
+            axes.plot(best.num_finished, best.value, "*", color=color, markersize=13, zorder=4)
             keys.append((line, f"{name}best {best.value:.4f}"))
         if median:
-            _curve(axes, median, colour, label="clients' median", style=":")
+            _curve(axes, median, color, label="clients' median", style=":")
     label_axes(axes, f"{capitalize(metric)} by round", "round", _metric_label(metric), keys)
     _widen(axes, [len(rounds) for _, rounds in runs])
     if axes.collections:
@@ -119,10 +119,10 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
 def _draw_losses(axes: Axes, *, runs: Sequence[History]) -> None:
     """Draw the evaluation loss, and dashed the clients' training loss."""
     keys: list[tuple[Artist, str]] = []
-    for colour, name, (_, rounds) in _assign_colours(runs):
+    for color, name, (_, rounds) in _assign_colors(runs):
         for metric, style, label in (("loss", "-", "evaluation"), ("train_loss", "--", "training")):
             if points := series(rounds, metric):
-                keys.append((_curve(axes, points, colour, label=label, style=style), name + label))
+                keys.append((_curve(axes, points, color, label=label, style=style), name + label))
     label_axes(axes, "Loss by round", "round", "loss", keys)
     _widen(axes, [len(rounds) for _, rounds in runs])
 
@@ -132,10 +132,10 @@ def _draw_over_time(axes: Axes, *, runs: Sequence[History], metric: str) -> None
     longest_s = max((rounds[-1].virtual_s for _, rounds in runs if rounds), default=0.0)
     unit, unit_s = choose_time_unit(longest_s)
     keys: list[tuple[Artist, str]] = []
-    for colour, name, (_, rounds) in _assign_colours(runs):
+    for color, name, (_, rounds) in _assign_colors(runs):
         if points := series(rounds, metric):
             times = [point.virtual_s / unit_s for point in points]
-            keys.append((_curve(axes, points, colour, label=metric, at=times), f"{name}{metric}"))
+            keys.append((_curve(axes, points, color, label=metric, at=times), f"{name}{metric}"))
     title = f"{capitalize(metric)} by virtual time"
     label_axes(axes, title, f"virtual time ({unit})", _metric_label(metric), keys)
     _widen(axes, [rounds[-1].virtual_s for _, rounds in runs if rounds])
@@ -148,13 +148,13 @@ def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
     counts = [[Counts.of(record) for record in group] for group in groups]
     means = [[sum(of) / len(each) for of in zip(*each, strict=True)] for each in counts]
     starts = [group[0].round_num + 1 for group in groups]
-    centres = [start + (len(group) - 1) / 2 for start, group in zip(starts, groups, strict=True)]
+    centers = [start + (len(group) - 1) / 2 for start, group in zip(starts, groups, strict=True)]
     shown = [0.86 * len(group) for group in groups]
     floor = [0.0] * len(groups)
-    ended_so = _pick_status_colours(counts)
-    for index, (status, colour) in enumerate(ended_so.items()):
+    ended_so = _pick_status_colors(counts)
+    for index, (status, color) in enumerate(ended_so.items()):
         heights = [mean[index] for mean in means]
-        axes.bar(centres, heights, shown, bottom=floor, color=colour, label=status.value)
+        axes.bar(centers, heights, shown, bottom=floor, color=color, label=status.value)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
     for start, group, mean in zip(starts, groups, means, strict=True):
         last = start + len(group) - 1
@@ -169,9 +169,9 @@ def _draw_participation(axes: Axes, *, runs: Sequence[History]) -> None:
 def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
     """Draw how stale the updates of each round were; many rounds are averaged into bars."""
     groups, width = _group_rounds(rounds)
-    lows, floor = list(_AGE_COLOURS), [0.0] * len(groups)
-    centres = [each[0].round_num + 1 + (len(each) - 1) / 2 for each in groups]
-    for low, above, colour in zip(lows, [*lows[1:], math.inf], _AGE_COLOURS.values(), strict=True):
+    lows, floor = list(_AGE_COLORS), [0.0] * len(groups)
+    centers = [each[0].round_num + 1 + (len(each) - 1) / 2 for each in groups]
+    for low, above, color in zip(lows, [*lows[1:], math.inf], _AGE_COLORS.values(), strict=True):
         heights = [
             sum(n for one in each for age, n in one.staleness.items() if low <= age < above)
             / len(each)
@@ -179,7 +179,7 @@ def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
         ]
         last = "" if above == low + 1 else " and more" if math.isinf(above) else f" to {above - 1}"
         shown = [0.86 * len(each) for each in groups]
-        axes.bar(centres, heights, shown, bottom=floor, color=colour, label=f"{low}{last}")
+        axes.bar(centers, heights, shown, bottom=floor, color=color, label=f"{low}{last}")
         floor = [below + height for below, height in zip(floor, heights, strict=True)]
     for each in groups:
         total = Counter[int]()
@@ -200,12 +200,12 @@ def _group_rounds(rounds: Sequence[RoundRecord]) -> tuple[list[Sequence[RoundRec
     return [rounds[start : start + width] for start in range(0, len(rounds), width)], width
 
 
-def _pick_status_colours(counts: Sequence[Sequence[Counts]]) -> dict[Status, str]:
-    """Return the colours by status, without the one for stale if no client was stale."""
+def _pick_status_colors(counts: Sequence[Sequence[Counts]]) -> dict[Status, str]:
+    """Return the colors by status, without the one for stale if no client was stale."""
     is_stale = any(each.stale for group in counts for each in group)
     return {
-        status: colour
-        for status, colour in STATUS_COLOURS.items()
+        status: color
+        for status, color in STATUS_COLORS.items()
         if is_stale or status is not Status.STALE
     }
 
@@ -215,12 +215,12 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
     totals = [[Counts.of(record) for record in rounds] for _, rounds in runs]
     floor = [0.0] * len(runs)
     rows = range(len(runs))
-    for index, (status, colour) in enumerate(_pick_status_colours(totals).items()):
+    for index, (status, color) in enumerate(_pick_status_colors(totals).items()):
         shares = [
             100.0 * sum(count[index] for count in counts) / max(1, sum(map(sum, counts)))
             for counts in totals
         ]
-        axes.barh(rows, shares, 0.6, left=floor, color=colour, label=status.value)
+        axes.barh(rows, shares, 0.6, left=floor, color=color, label=status.value)
         floor = [low + share for low, share in zip(floor, shares, strict=True)]
     names = [replace_unprintable(record.name) for record, _ in runs]
     axes.set_yticks(rows, names, parse_math=False)
@@ -233,17 +233,17 @@ def _draw_shares(axes: Axes, *, runs: Sequence[History]) -> None:
 # ---- Strokes ------------------------------------------------------------------------------
 
 
-def _assign_colours(runs: Sequence[History]) -> Iterator[tuple[str, str, History]]:
-    """Yield each run with its colour and the prefix of its legend texts; empty for a single run."""
+def _assign_colors(runs: Sequence[History]) -> Iterator[tuple[str, str, History]]:
+    """Yield each run with its color and the prefix of its legend texts; empty for a single run."""
     for index, run in enumerate(runs):
         name = f"{replace_unprintable(run[0].name)}: " if len(runs) > 1 else ""
-        yield RUN_COLOURS[index % len(RUN_COLOURS)], name, run
+        yield RUN_COLORS[index % len(RUN_COLORS)], name, run
 
 
 def _curve(
     axes: Axes,
     points: Sequence[Point],
-    colour: str,
+    color: str,
     *,
     label: str,
     style: str = "-",
@@ -254,7 +254,7 @@ def _curve(
     values = [point.value for point in points]
     marker = "o" if len(points) <= _MARKED_POINTS and style == "-" else ""
     [line] = axes.plot(
-        steps, values, style, color=colour, label=label, linewidth=2, marker=marker, markersize=4
+        steps, values, style, color=color, label=label, linewidth=2, marker=marker, markersize=4
     )
     return line
 

@@ -1,7 +1,7 @@
 """Prints a run as it happens, one line a round: for a person, for a log, or for a program.
 
 The engine finishes hundreds of rounds a second, so each call may take only some microseconds:
-colours are rendered once, at the start.
+colors are rendered once, at the start.
 """
 
 import math
@@ -169,7 +169,7 @@ class JsonProgress(_Lines):
 
 
 class PlainProgress(_Lines):
-    """Plain lines of ``key=value``, in a fixed order, without colours."""
+    """Plain lines of ``key=value``, in a fixed order, without colors."""
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Write the run's name, and the notes."""
@@ -272,7 +272,7 @@ class _TimeLeft:
 
 
 class TerminalProgress(_Lines):
-    """One coloured line a round on a terminal, under a header; a new best stands out.
+    """One colored line a round on a terminal, under a header; a new best stands out.
 
     A narrow terminal gets fewer columns. Under the rounds of a long simulation there is a bar with
     the time left. A deployment has none, because its log lines would run into it.

@@ -31,7 +31,7 @@ from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.figures import Panel, add_shape, add_tooltip, render_svg
 from fedlearn.experiment.history import headline, headline_metric
-from fedlearn.experiment.plot import STATUS_COLOURS, draw_staleness, panels
+from fedlearn.experiment.plot import STATUS_COLORS, draw_staleness, panels
 from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
@@ -177,15 +177,15 @@ _MAP_MARGIN_INCHES = 0.5
 _MOST_CLIENTS = 200
 _MOST_COLUMNS = 500
 _MOST_TOLD_CELLS = 3000  # more are drawn as an image, so that the page still opens at once
-_MOST_LABELLED_ROWS = 70
-_ROW_INCHES = ((30, 0.25), (_MOST_LABELLED_ROWS, 0.18), (_MOST_CLIENTS, 0.055))
+_MOST_LABELED_ROWS = 70
+_ROW_INCHES = ((30, 0.25), (_MOST_LABELED_ROWS, 0.18), (_MOST_CLIENTS, 0.055))
 _WIDEST_CELL_INCHES = 0.7
 
 # Where several rounds share a column, the highest of their codes is shown.
 _CODES = {Status.REPORTED: 2, Status.LATE: 3, Status.FAILED: 4, Status.STALE: 5}
 _SELECTED = 1
 _CODE_NAMES = {_SELECTED: "selected"} | {code: each.value for each, code in _CODES.items()}
-_COLOURS = {_SELECTED: "#9aa0a6"} | {code: STATUS_COLOURS[each] for each, code in _CODES.items()}
+_COLORS = {_SELECTED: "#9aa0a6"} | {code: STATUS_COLORS[each] for each, code in _CODES.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,10 +217,10 @@ class _Map:
 
     @property
     def keys(self) -> Sequence[tuple[str, str]]:
-        """Names and colours of the legend; rare codes are left out if no cell has them."""
+        """Names and colors of the legend; rare codes are left out if no cell has them."""
         seldom = (_SELECTED, _CODES[Status.STALE])
-        used = [code for code in _COLOURS if code not in seldom or np.any(self.cells == code)]
-        return [(_CODE_NAMES[code], _COLOURS[code]) for code in used]
+        used = [code for code in _COLORS if code not in seldom or np.any(self.cells == code)]
+        return [(_CODE_NAMES[code], _COLORS[code]) for code in used]
 
     def render_svg(self) -> Markup:
         """Draw the map: cells with tooltips, or an image if there are too many cells."""
@@ -238,12 +238,12 @@ class _Map:
             for row, column in np.argwhere(self.cells):
                 add_shape(axes, self._cell(int(row), int(column)))
         else:
-            colours = ListedColormap(["#00000000", *_COLOURS.values()])
+            colors = ListedColormap(["#00000000", *_COLORS.values()])
             extent = (0.5, last, rows - 0.5, -0.5)
             axes.imshow(
-                self.cells, colours, aspect="auto", interpolation="none", extent=extent, vmax=5
+                self.cells, colors, aspect="auto", interpolation="none", extent=extent, vmax=5
             )
-        labels = self.clients if rows <= _MOST_LABELLED_ROWS else ()
+        labels = self.clients if rows <= _MOST_LABELED_ROWS else ()
         axes.set_yticks(range(len(labels)), [str(client) for client in labels])
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=20))
         axes.tick_params(length=0)
@@ -255,7 +255,7 @@ class _Map:
         last = min(first + self.rounds_per_column - 1, self.num_rounds)
         span = f"{first}" if first == last else f"{first} to {last}"
         corner, width = (first - 0.5, row - 0.5), self.rounds_per_column
-        cell = Rectangle(corner, width, 1, facecolor=_COLOURS[code], edgecolor="#ffffff")
+        cell = Rectangle(corner, width, 1, facecolor=_COLORS[code], edgecolor="#ffffff")
         add_tooltip(cell, f"client {self.clients[row]}, round {span}: {_CODE_NAMES[code]}")
         return cell
 

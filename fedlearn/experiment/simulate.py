@@ -60,7 +60,7 @@ from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
-from fedlearn.simulation.behaviour import ClientBehaviour
+from fedlearn.simulation.behavior import ClientBehavior
 from fedlearn.simulation.cluster import launch, limit_to_one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
@@ -168,7 +168,7 @@ def simulate(
     extra: Mapping[str, Scalar] = MappingProxyType({}),
     by_round: RoundSettings | None = None,
     sampler: CohortSampler | None = None,
-    devices: ClientBehaviour | Mapping[str, object] | None = None,
+    devices: ClientBehavior | Mapping[str, object] | None = None,
     callbacks: Sequence[RoundCallback] = (),
     progress: RunProgress | None = None,
     resume: str | None = None,
@@ -189,7 +189,7 @@ def simulate(
             ``None`` is softmax cross-entropy.
         metrics: Measures of whole sets by name, as ``{"r2": fl.Metric(fl.R2(), direction="max")}``.
         trainer: Makes a client's trainer from its features and labels; ``None``: fedlearn's own.
-            With ``FedAvg(OwnTraining())`` it needs no optimiser.
+            With ``FedAvg(OwnTraining())`` it needs no optimizer.
         local_of: Maps a client's id to its local update, where clients differ in epochs or learning
             rate, for example; ``None``: all clients use that of ``algorithm``.
         extra: Free-form settings that every ``trainer`` receives in ``context.extra``, as
@@ -202,7 +202,7 @@ def simulate(
             same arguments give the same cohort, the run can be repeated, and resumed to the same
             bits.
         devices: How long clients take and which of them fail: a table, as ``devices`` in a TOML
-            file, or a :class:`~fedlearn.simulation.behaviour.ClientBehaviour` of your own;
+            file, or a :class:`~fedlearn.simulation.behavior.ClientBehavior` of your own;
             ``None``: ideal ones.
         callbacks: Called after each round, in order, with its record and the model, after
             ``progress``. One that returns ``True`` ends the run there, as done. When a run is
@@ -289,7 +289,7 @@ def simulate(
     return _resume(resume, components, site, from_previous=False, is_described=False)
 
 
-def _devices_table(devices: ClientBehaviour, settings: Mapping[str, object]) -> dict[str, object]:
+def _devices_table(devices: ClientBehavior, settings: Mapping[str, object]) -> dict[str, object]:
     """Return the configuration table that records that the devices are an argument.
 
     Raises:
@@ -302,7 +302,7 @@ def _devices_table(devices: ClientBehaviour, settings: Mapping[str, object]) -> 
     if not all(hasattr(devices, name) for name in ("durations_s", "failures")):
         raise ConfigError(
             f"simulate(): devices is {devices!r}; give a table, as {{'kind': 'lognormal'}}, or a "
-            "ClientBehaviour, which has durations_s(asked) and failures(asked)"
+            "ClientBehavior, which has durations_s(asked) and failures(asked)"
         )
     return {"kind": "python", "factory": _ARGUMENT_DEVICES}
 
@@ -390,7 +390,7 @@ def _describe_arguments(components: Simulation) -> dict[str, object]:
     with preserve_generator(torch.default_generator):
         model = components.make_model()
     return {
-        **({"devices": repr(components.behaviour)} if is_own else {}),
+        **({"devices": repr(components.behavior)} if is_own else {}),
         **({} if components.by_round is None else {"by_round": repr(components.by_round)}),
         "model": repr(model),
         "data": f"{components.population.num_clients} clients, "
@@ -442,10 +442,10 @@ def _load_recorded_config(
         for each in (config, components.config)
     )
     kinds = [
-        "a ClientBehaviour" if _is_argument(each) else each.kind
+        "a ClientBehavior" if _is_argument(each) else each.kind
         for each in (config.devices, components.config.devices)
     ]
-    if "a ClientBehaviour" in kinds:
+    if "a ClientBehavior" in kinds:
         _require_same({"devices": kinds[0]}, {"devices": kinds[1]}, name)
     # The record has the number of workers used, which may be fewer than were requested.
     if isinstance(requested := now.get(_WORKERS), int):

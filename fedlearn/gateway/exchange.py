@@ -69,7 +69,7 @@ def refuse_unusable(reason: str) -> Ruling:
 ACCEPTED = Ruling(Verdict.ACCEPTED)
 LATE = Ruling(Verdict.LATE, "the coordinator no longer waits for this reply")
 
-Judgement: TypeAlias = Ruling | ReplyState
+Judgment: TypeAlias = Ruling | ReplyState
 
 
 @dataclass
@@ -162,7 +162,7 @@ class QuestionState:
         silent = [each for each, found in self.participants.items() if not found.is_taken]
         return self.logged[self.num_consumed :], silent
 
-    def judge(self, client_id: ClientId) -> Judgement:
+    def judge(self, client_id: ClientId) -> Judgment:
         """Return the verdict on a reply of ``client_id``, or its state so far."""
         participant = self.participants.get(client_id)
         if participant is None:
@@ -195,7 +195,7 @@ class ExchangeHistory:
         """Whether a question is closed and its verdicts are known."""
         return key in self._past
 
-    def judge(self, key: TaskKey, client_id: ClientId) -> Judgement:
+    def judge(self, key: TaskKey, client_id: ClientId) -> Judgment:
         """Return the verdict on a client's reply to a question that is not open."""
         if key.run_id != self.run_id:
             return refuse("it belongs to another run", "other_run")

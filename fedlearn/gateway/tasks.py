@@ -24,7 +24,7 @@ from fedlearn.gateway.exchange import (
     LATE,
     ClientPhase,
     ExchangeHistory,
-    Judgement,
+    Judgment,
     QuestionState,
     ReplyState,
     Ruling,
@@ -282,10 +282,10 @@ class Exchanges:
         """Send the verdicts on the replies that a client holds; keep those that are unknown."""
         unknown = []
         for key in session.held:
-            judgement = self._judge(TaskKey.of(key), session.client.client_id)
-            if isinstance(judgement, Ruling):
-                self._send_verdict(TaskKey.of(key), session, judgement)
-            elif judgement is ReplyState.UNKNOWN:
+            judgment = self._judge(TaskKey.of(key), session.client.client_id)
+            if isinstance(judgment, Ruling):
+                self._send_verdict(TaskKey.of(key), session, judgment)
+            elif judgment is ReplyState.UNKNOWN:
                 unknown.append(key)
         session.held = tuple(unknown)
 
@@ -334,17 +334,17 @@ class Exchanges:
         asked = live.find_offer(client_id)
         return offer.digest in {each.digest for each in (asked, asked.older) if each is not None}
 
-    def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
+    def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgment:
         """Judge a reply by its envelope alone, before its bytes come; a refusal is counted."""
         key = TaskKey.of(envelope.key)
-        judgement = self._judge(key, client.client_id)
-        if judgement is ReplyState.OPEN:
-            judgement = self._check(client, envelope)
-        if judgement is LATE:
+        judgment = self._judge(key, client.client_id)
+        if judgment is ReplyState.OPEN:
+            judgment = self._check(client, envelope)
+        if judgment is LATE:
             self._count_late(key, client.client_id)
-        elif isinstance(judgement, Ruling) and judgement.verdict is Verdict.REFUSED:
-            self.count_refusal(client, judgement)
-        return judgement
+        elif isinstance(judgment, Ruling) and judgment.verdict is Verdict.REFUSED:
+            self.count_refusal(client, judgment)
+        return judgment
 
     def count_refusal(self, client: EnrolledClient, ruling: Ruling) -> None:
         """Count and log a refused reply."""
@@ -356,13 +356,13 @@ class Exchanges:
     def receive_result(self, session: ServerSession, result: wire_pb2.Result) -> None:
         """Receive a small reply."""
         client, envelope = session.client, result.envelope
-        judgement = self.admit(client, envelope)
-        if judgement is ReplyState.OPEN and (mismatch := _find_mismatch(envelope, result.data)):
+        judgment = self.admit(client, envelope)
+        if judgment is ReplyState.OPEN and (mismatch := _find_mismatch(envelope, result.data)):
             self.count_refusal(client, mismatch)
-            judgement = mismatch
-        if isinstance(judgement, Ruling):
-            self._send_verdict(TaskKey.of(envelope.key), session, judgement)
-        elif judgement is ReplyState.OPEN:
+            judgment = mismatch
+        if isinstance(judgment, Ruling):
+            self._send_verdict(TaskKey.of(envelope.key), session, judgment)
+        elif judgment is ReplyState.OPEN:
             self.log_reply(client.client_id, envelope, result.data)
 
     def log_reply(
@@ -380,7 +380,7 @@ class Exchanges:
         self,
         client_id: ClientId,
         envelope: wire_pb2.Envelope,
-        judgement: Judgement,
+        judgment: Judgment,
         *,
         wait_s: float,
     ) -> Ruling:
@@ -392,14 +392,14 @@ class Exchanges:
             CallEnded: There is no verdict, or not in time, or the client asks in another call.
         """
         key, timeout_s = TaskKey.of(envelope.key), None
-        if judgement is ReplyState.UNKNOWN:
+        if judgment is ReplyState.UNKNOWN:
             raise CallEnded(*NOT_OPEN)
-        if isinstance(judgement, Ruling):
-            if self._is_final(key, judgement):
-                return judgement
+        if isinstance(judgment, Ruling):
+            if self._is_final(key, judgment):
+                return judgment
             if not self.is_leader():
                 raise CallEnded(*_NO_VERDICT)
-            self._pending_verdicts[key, client_id], timeout_s = judgement, wait_s
+            self._pending_verdicts[key, client_id], timeout_s = judgment, wait_s
         self._answer(key, client_id, SUPERSEDED)
         waiter: Waiter = asyncio.get_running_loop().create_future()
         self._waiters[key, client_id] = waiter
@@ -450,13 +450,13 @@ class Exchanges:
         }
         return {"exchange": exchange, "clients": clients}
 
-    def _judge(self, key: TaskKey, client_id: ClientId) -> Judgement:
+    def _judge(self, key: TaskKey, client_id: ClientId) -> Judgment:
         live = self._live.get(key)
         if live is None:
             return self.history.judge(key, client_id)
         return live.state.judge(client_id)
 
-    def _check(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgement:
+    def _check(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgment:
         most = self._live[TaskKey.of(envelope.key)].find_offer(client.client_id).max_reply_bytes
         if len(envelope.digest) != DIGEST_BYTES:
             return refuse(f"{len(envelope.digest)} bytes are not a digest", "digest")

@@ -20,7 +20,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.positioned import PositionedFile
 from fedlearn.gateway.connections import CallEnded, Context, count_call, parse_message, read
 from fedlearn.gateway.counters import GatewayCounters
-from fedlearn.gateway.exchange import ClientPhase, Judgement, ReplyState, Ruling, refuse
+from fedlearn.gateway.exchange import ClientPhase, Judgment, ReplyState, Ruling, refuse
 from fedlearn.gateway.tasks import (
     NOT_OPEN,
     NOT_STORED,
@@ -159,10 +159,10 @@ class Transfers:
         self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
     ) -> Ruling:
         """Receive the missing bytes of a reply if it is admitted, and wait for its verdict."""
-        judgement = self.exchanges.admit(client, envelope)
-        if judgement is ReplyState.OPEN:
+        judgment = self.exchanges.admit(client, envelope)
+        if judgment is ReplyState.OPEN:
             try:
-                judgement = await self._receive_bytes(client, envelope, context)
+                judgment = await self._receive_bytes(client, envelope, context)
             except FileNotFoundError as error:
                 raise CallEnded(
                     grpc.StatusCode.UNAVAILABLE, "the round is over; try again"
@@ -172,12 +172,12 @@ class Transfers:
                 _log.error("upload_not_stored", client_id=client.client_id, reason=str(error))
                 raise CallEnded(*NOT_STORED) from error
         return await self.exchanges.wait_for_verdict(
-            client.client_id, envelope, judgement, wait_s=self.stall_timeout_s
+            client.client_id, envelope, judgment, wait_s=self.stall_timeout_s
         )
 
     async def _receive_bytes(
         self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
-    ) -> Judgement:
+    ) -> Judgment:
         open_upload = partial(
             PartialUpload,
             self.exchanges.find_folder(TaskKey.of(envelope.key)),
@@ -196,9 +196,9 @@ class Transfers:
             await self._with_stall_timeout(client, context.write(offset.SerializeToString()))
             missing = await self._pump(upload, client, context)
             if missing == 0 and upload.digest() == envelope.digest:
-                judgement = self.exchanges.admit(client, envelope)  # it may have closed meanwhile
-                if judgement is not ReplyState.OPEN:
-                    return judgement
+                judgment = self.exchanges.admit(client, envelope)  # it may have closed meanwhile
+                if judgment is not ReplyState.OPEN:
+                    return judgment
                 self.exchanges.log_reply(client.client_id, envelope, upload)
                 self.counters.upload_seconds.observe(self.clock.now_s() - begun_s)
                 self.counters.upload_bytes.observe(upload.num_bytes)

@@ -92,7 +92,7 @@ def restore(engine: RankTrainer, checkpoint: Path) -> None:
     tensors = engine.tensors() | {PROGRESS: engine.progress()}
     try:
         there = _names(checkpoint)
-        # A checkpoint without optimiser state leaves the optimiser new.
+        # A checkpoint without optimizer state leaves the optimizer new.
         if not any(name.startswith(OPTIMIZER) for name in there):
             tensors = {n: each for n, each in tensors.items() if not n.startswith(OPTIMIZER)}
         with _as_asked():

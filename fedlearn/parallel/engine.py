@@ -36,7 +36,7 @@ _MODEL, OPTIMIZER, PROGRESS = "model/", "optimizer/", "progress"
 
 
 class RankTrainer:
-    """One process of a training: its part of the model, the optimiser and the batches.
+    """One process of a training: its part of the model, the optimizer and the batches.
 
     Attributes:
         world_size: Number of processes in the training's mesh. A mesh of one process may be used
@@ -92,7 +92,7 @@ class RankTrainer:
     # ---- state -----------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return this process's part of the model and optimiser state, by name; not copied.
+        """Return this process's part of the model and optimizer state, by name; not copied.
 
         Names are those of the whole model, so a checkpoint can be restored on another mesh.
         """
@@ -117,7 +117,7 @@ class RankTrainer:
         """Continue from another training's state; for a training in one process."""
         assert self.world_size == 1  # of several processes, each has only a part
         given, own = tensors_of(state), self.tensors()
-        # A state without optimiser tensors leaves the optimiser new.
+        # A state without optimizer tensors leaves the optimizer new.
         for name in own.keys() & given.keys():
             own[name].copy_(given[name])
         self.set_progress(state.progress)
@@ -129,7 +129,7 @@ class RankTrainer:
         return state_of(named | {PROGRESS: self.progress()})
 
     def agree(self) -> None:
-        """Broadcast the model and optimiser state of the first replica to the others.
+        """Broadcast the model and optimizer state of the first replica to the others.
 
         Replicas differ only if processes have read different files.
         """
@@ -147,7 +147,7 @@ class RankTrainer:
                 group.set_timeout(timeout)
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimiser state, by parameter and name."""
+        """Return the optimizer state, by parameter and name."""
         return {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
@@ -471,7 +471,7 @@ def _broadcast(module: nn.Module) -> None:
 
 
 def _prime(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimiser allocate its state, as zeros, so that a checkpoint can be loaded into it.
+    """Have the optimizer allocate its state, as zeros, so that a checkpoint can be loaded into it.
 
     A step with learning rate 0 and zero gradients changes no parameter.
     """

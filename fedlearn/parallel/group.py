@@ -82,7 +82,7 @@ class Group:
 
 
 def world() -> Group:
-    """Return the group of all processes in torch.distributed's world, which is initialised."""
+    """Return the group of all processes in torch.distributed's world, which is initialized."""
     return Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, torch.device("cpu"))
 
 

@@ -18,10 +18,10 @@ class StepMemory:
     Attributes:
         parameters: Parameters and buffers.
         gradients: Gradients of the parameters, after the backward pass.
-        optimizer_state: State of the optimiser.
+        optimizer_state: State of the optimizer.
         activations: Peak of everything else in the forward and backward passes, including the
             batch.
-        update: Peak of the temporary tensors of the optimiser's step.
+        update: Peak of the temporary tensors of the optimizer's step.
         peak: Peak of everything together.
     """
 
@@ -128,12 +128,12 @@ def measure_step(
     """Measure the memory of a training step on the CPU; the step runs twice.
 
     Args:
-        step: Clears the gradients, runs the forward and backward passes, and steps the optimiser.
+        step: Clears the gradients, runs the forward and backward passes, and steps the optimizer.
         module: The model that it trains.
-        optimizer: The optimiser that it steps.
+        optimizer: The optimizer that it steps.
         apart: Tensors that are not counted, such as the examples from which batches are taken.
     """
-    step()  # creates the optimiser's state, which is counted by itself
+    step()  # creates the optimizer's state, which is counted by itself
     parameters = list(module.parameters())
     fixed = [*parameters, *module.buffers()]
     state = list(tensors_in(dict(optimizer.state)))

@@ -73,9 +73,9 @@ class Hogwild:
         self._is_shared = False
 
     @property
-    def honours(self) -> Collection[str]:
+    def honors(self) -> Collection[str]:
         """Settings that the trainer acts on."""
-        return self._trainer.honours
+        return self._trainer.honors
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:

@@ -56,7 +56,7 @@ def in_processes(
     killed.
 
     Args:
-        body: Function to run as if under torchrun: torch.distributed is initialised, with gloo. Its
+        body: Function to run as if under torchrun: torch.distributed is initialized, with gloo. Its
             result is pickled; what it prints may be lost.
         world_size: Number of processes, >= 1.
         timeout_s: Time limit for all of it, in seconds.

@@ -5,12 +5,12 @@ kind                           bytes of a process
 ============================== =================================================================
 parameters :math:`P`           of its stage, its columns and rows, its shard; with buffers
 gradients :math:`G`            those of :math:`P` that are trained
-state :math:`S`                the optimiser's: zero, one or two times :math:`G`
+state :math:`S`                the optimizer's: zero, one or two times :math:`G`
 activations :math:`A`          what the forward pass of a micro-batch saves for the backward
                                pass, times the micro-batches in flight, and the largest
                                operation's gradients; counted, not estimated by a formula
 transient :math:`T`            layers gathered from shards; buckets and messages
-update :math:`U`               temporary tensors of the optimiser's step
+update :math:`U`               temporary tensors of the optimizer's step
 ============================== =================================================================
 
 In the first backward pass of a step, gradients appear while activations are freed. The later ones
@@ -57,11 +57,11 @@ class Memory:
     Attributes:
         parameters: Parameters and buffers.
         gradients: Gradients of the parameters that are trained.
-        optimizer_state: State of the optimiser.
+        optimizer_state: State of the optimizer.
         activations: Peak of the forward and backward passes, including the batch; ``None`` if only
             the number of parameters is known, not the model.
         transient: Cost of spreading: gathered layers, buckets, and messages between stages.
-        update: Temporary tensors of the optimiser's step.
+        update: Temporary tensors of the optimizer's step.
         peak: Peak of everything together; if ``offloaded``, on the device.
         offloaded: Whether parameters, gradients and state are in the host's memory.
     """
@@ -100,7 +100,7 @@ class Counted(Ranged):
     Attributes:
         num_parameters: Number of parameters, >= 1.
         bytes_per_parameter: Bytes of one parameter, and as many for its gradient and for each
-            number of its optimiser state: 4 in float32, 2 in half precision, 8 in float64; >= 1.
+            number of its optimizer state: 4 in float32, 2 in half precision, 8 in float64; >= 1.
 
     Example:
         >>> large = Counted(num_parameters=175_000_000_000, bytes_per_parameter=2)
@@ -120,7 +120,7 @@ class Counted(Ranged):
         """Predict the memory of a process of a mesh, with all parameters spread evenly.
 
         Args:
-            optimizer: The optimiser that trains the model.
+            optimizer: The optimizer that trains the model.
             mesh: The mesh. If it only replicates the model, buckets hold a copy of the gradients.
         """
         spread = mesh.shard * mesh.tensor * mesh.pipeline
@@ -162,7 +162,7 @@ def predict(
         features: At least one example; only shapes and dtypes are read, so the tensors may be on
             the "meta" device.
         labels: The labels, likewise.
-        objective: The loss to minimise.
+        objective: The loss to minimize.
         device: Device of the training: "cpu", or if torch was built for it, "cuda".
 
     Raises:
@@ -257,7 +257,7 @@ def _count_gathered_bytes(stage: "_StageTrace", spread: Spread) -> int:
     return rest + 3 * max(by_block, default=0)
 
 
-# ---- Parameters and what the optimiser makes of them --------------------------------------
+# ---- Parameters and what the optimizer makes of them --------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,11 +294,11 @@ class _Weight:
 def _count_step_bytes(
     weights: Iterable[_Weight], optimizer: MakesOptimizer, *, in_lists: bool = False
 ) -> tuple[int, int]:
-    """Return the bytes of an optimiser's state, and of the temporary tensors of a step.
+    """Return the bytes of an optimizer's state, and of the temporary tensors of a step.
 
     Args:
         weights: The parameters, which are stepped without data.
-        optimizer: The optimiser's settings.
+        optimizer: The optimizer's settings.
         in_lists: Whether it steps all tensors in one operation, as torch does on a GPU.
     """
     trained = [

@@ -26,7 +26,7 @@ class Mesh(Ranged):
     """Degrees of parallelism.
 
     Ranks are numbered in the order pipeline, replicate, shard, tensor, from outermost to innermost.
-    Neighbouring ranks exchange the most data: the parts of a matrix stay inside one machine, while
+    Neighboring ranks exchange the most data: the parts of a matrix stay inside one machine, while
     the stages of a pipeline may be in different racks.
 
     Example:
@@ -41,7 +41,7 @@ class Mesh(Ranged):
     shard: Annotated[
         Count,
         doc(
-            "Processes that share one copy's parameters, gradients and optimiser state, each with"
+            "Processes that share one copy's parameters, gradients and optimizer state, each with"
             " its share of a batch, >= 1."
         ),
     ] = 1

@@ -1,4 +1,4 @@
-r"""Optimisers and learning-rate schedules.
+r"""Optimizers and learning-rate schedules.
 
 ============================ ==========================================
 symbol                       here
@@ -23,19 +23,19 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Probability, Ranged, Whole
 from fedlearn.parallel.norms import by_mesh, sum_of_squares
 
-#: Parameter groups with their settings, as torch's optimisers take them.
+#: Parameter groups with their settings, as torch's optimizers take them.
 Groups: TypeAlias = list[dict[str, Any]]  # Any: torch's own
 
 
 class MakesOptimizer(Protocol):
-    """Settings of an optimiser, from which it is created."""
+    """Settings of an optimizer, from which it is created."""
 
     @property
     def learning_rate(self) -> float:
         """The base rate, which a :class:`Rate` multiplies."""
 
     def over(self, groups: Groups) -> Optimizer:
-        """Create the optimiser for these parameters; its rate is set before each step."""
+        """Create the optimizer for these parameters; its rate is set before each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Lars(Ranged):
     :math:`\lambda = \eta \|w\| / (\|g\| + \beta \|w\|)`; then
     :math:`v \leftarrow m v + \gamma \lambda (g + \beta w)` and :math:`w \leftarrow w - v`. If w or
     g is zero, :math:`\lambda = 1`. Tensors of at most one dimension, such as biases and the scales
-    of a normalisation layer, have :math:`\lambda = 1` and no weight decay.
+    of a normalization layer, have :math:`\lambda = 1` and no weight decay.
 
     References:
         You, Gitman and Ginsburg, 2017, `Large Batch Training of Convolutional Networks
@@ -223,5 +223,5 @@ class Rate(Ranged):
 
 
 def groups_of(parameters: Iterable[nn.Parameter]) -> Groups:
-    """Group parameters by their mesh, since torch's optimisers cannot mix meshes in a group."""
+    """Group parameters by their mesh, since torch's optimizers cannot mix meshes in a group."""
     return [{"params": members} for members in by_mesh(list(parameters))]

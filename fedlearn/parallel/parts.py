@@ -41,7 +41,7 @@ class Cut(Ranged):
         along: "columns": each process has some of the outputs; "rows": each has some of the
             inputs, and the products are summed. Only elementwise layers may lie between a layer
             of columns and the layer of rows that follows it.
-        unit: Number of neighbouring outputs, or inputs, that must stay together, such as those of
+        unit: Number of neighboring outputs, or inputs, that must stay together, such as those of
             an attention head, >= 1.
 
     References:

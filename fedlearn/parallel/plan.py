@@ -113,7 +113,7 @@ class Spread(Ranged):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPlan(Ranged):
-    """Number and size of the steps of a training, their optimiser, and the mesh.
+    """Number and size of the steps of a training, their optimizer, and the mesh.
 
     Raises:
         ConfigError: A batch cannot be divided into equal parts.

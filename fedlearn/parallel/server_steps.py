@@ -23,7 +23,7 @@ Trains = Callable[[TrainingState, int], tuple[TrainingState, float]]
 class ServerSteps(StrategyWrapper):
     """A strategy whose coordinator also trains the model, on its own data.
 
-    The step number, the position in the data and the optimiser's moments are carried over from one
+    The step number, the position in the data and the optimizer's moments are carried over from one
     training to the next. They are part of the strategy's state, so a run that is killed during a
     training and resumed ends with the same model.
 

@@ -53,9 +53,9 @@ class SharedTrainer:
             raise
 
     @property
-    def honours(self) -> Collection[str]:
+    def honors(self) -> Collection[str]:
         """Settings that the trainer acts on."""
-        return self._trainer.honours
+        return self._trainer.honors
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:

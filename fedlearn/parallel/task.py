@@ -24,8 +24,8 @@ class TrainingState:
 
     Attributes:
         model: Parameters and buffers by name.
-        optimizer: State of the optimiser, by parameter and name: ``"0.weight/exp_avg"``. If it is
-            empty, the optimiser starts from scratch.
+        optimizer: State of the optimizer, by parameter and name: ``"0.weight/exp_avg"``. If it is
+            empty, the optimizer starts from scratch.
         progress: Number of steps taken; then, for float16, the loss scale, the steps since it last
             changed, and the steps skipped: float64 [4].
     """
@@ -64,9 +64,9 @@ class Task:
 
     Attributes:
         make_model: Builds the network on the CPU; all processes start from the weights of rank 0.
-        objective: The loss to minimise.
+        objective: The loss to minimize.
         stream: The examples.
-        plan: Batches, steps, optimiser and mesh.
+        plan: Batches, steps, optimizer and mesh.
         num_readers: Processes of each rank that prefetch batches, >= 0; 0: the rank itself reads.
         evaluation: How the model is evaluated during the training; ``None``: it is not.
     """

@@ -84,7 +84,7 @@ class BandedMatrix:
 def find_optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
     r"""Find the matrix with the least noise in the prefix sums of a run, up to rounding.
 
-    It minimises :math:`\lVert c \rVert^2 \, \lVert A C^{-1} \rVert_F^2`, by L-BFGS from the
+    It minimizes :math:`\lVert c \rVert^2 \, \lVert A C^{-1} \rVert_F^2`, by L-BFGS from the
     diagonals of the square root of A. The same arguments give the same matrix on one machine.
 
     Args:

@@ -292,7 +292,7 @@ class _RoundAttempt:
 
     def _prepare(self, tasks: Sequence[PendingTask]) -> None:
         """Build each client's message; clients with equal messages share one object."""
-        # `groupby` joins neighbours only: pending tasks of a resumed run are sorted by this key.
+        # `groupby` joins neighbors only: pending tasks of a resumed run are sorted by this key.
         for (based_on, attempt), group in groupby(tasks, key=lambda e: (e.based_on, e.attempt)):
             request = replace(self.requests[based_on], attempt=attempt)
             self._messages |= request.messages([each.client_id for each in group])

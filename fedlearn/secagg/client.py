@@ -216,7 +216,7 @@ class SecureClient:
             for holder, pair in zip(holders, shares, strict=True)
         }
         agreement, packets, opening = keys.KeyAgreement(step.packet_secret), [], {}
-        for peer in session.neighbours(own):
+        for peer in session.neighbors(own):
             agreed = agreement.agree(session.by_id[peer].packet_key, owner=peer)
             sealing = keys.derive_packet_key(agreed, session=session.id, way=(own, peer))
             plain = messages.build_packet(session.points[peer], pairs[peer])
@@ -252,11 +252,11 @@ class SecureClient:
     def expand(self, step: SharedStep, *, check: Callable[[], None]) -> tuple[Words, ...]:
         """Expand all masks of this step in advance, while the client waits for the network.
 
-        These are its own mask and those with all neighbours. ``check`` is called every few masks;
+        These are its own mask and those with all neighbors. ``check`` is called every few masks;
         an exception from it stops the work.
         """
         words = masking.zeros(step.session.terms.lanes)
-        every = self._derive_mask_keys(step, step.session.neighbours(self.client_id))
+        every = self._derive_mask_keys(step, step.session.neighbors(self.client_id))
         for some in every.split(-(-len(every) // _MASKS_PER_CHECK)):
             check()
             masking.fold(words, some, num_threads=self.num_threads)
@@ -288,8 +288,8 @@ class SecureClient:
         else:
             for total, mask in zip(words, precomputed, strict=True):
                 np.add(total, mask, out=total)
-            # Masks with neighbours that sent no packet were expanded too: take them out again.
-            absent = sorted(set(session.neighbours(self.client_id)) - set(partners))
+            # Masks with neighbors that sent no packet were expanded too: take them out again.
+            absent = sorted(set(session.neighbors(self.client_id)) - set(partners))
             agreement = keys.KeyAgreement(step.mask_secret)
             folded = derive_pair_keys(agreement, self.client_id, absent, session=session).inverse()
         masking.fold(words, folded, num_threads=self.num_threads)
@@ -298,13 +298,13 @@ class SecureClient:
 
     def _open_packets(self, message: Packets, step: SharedStep) -> dict[ClientId, SecretBytes]:
         session = step.session
-        strangers = message.packets.keys() - set(session.neighbours(self.client_id))
+        strangers = message.packets.keys() - set(session.neighbors(self.client_id))
         if strangers:
-            raise ProtocolError(f"client {min(strangers)} sent a packet but is not a neighbour")
+            raise ProtocolError(f"client {min(strangers)} sent a packet but is not a neighbor")
         held = {} if step.own is None else {self.client_id: step.own}
         if len(message.packets) + len(held) < session.terms.threshold:
             raise ProtocolError(
-                f"{len(message.packets)} neighbours shared, too few for the threshold "
+                f"{len(message.packets)} neighbors shared, too few for the threshold "
                 f"{session.terms.threshold}"
             )
         point = session.points[self.client_id]
@@ -340,7 +340,7 @@ class SecureClient:
     def _check_survivors(self, message: Survivors, step: MaskedStep, state: ClientState) -> bytes:
         """Return the received bitmap of survivors, if an honest server could have sent it.
 
-        A neighbour whose packet never arrived cannot have survived: this client does not mask with
+        A neighbor whose packet never arrived cannot have survived: this client does not mask with
         it, so the mask of the two would not cancel. And at least t of this client's own holders
         must survive, since it takes t shares to recover its self-seed. These checks alone do not
         keep the graph of masks connected; together with the choice of k and t they do

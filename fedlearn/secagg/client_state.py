@@ -139,7 +139,7 @@ class ClientState:
         """
         session = step.session
         ranks = session.unpack_ranks(step.survivors, what="the survivors")
-        # In a sparse graph the client sees only its neighbours, too few to compare two sums.
+        # In a sparse graph the client sees only its neighbors, too few to compare two sums.
         survivors = session.find_clients(ranks) if session.is_whole else ()
         releases = self.releases.record(session.terms, survivors, session=session.id, most=most)
         return replace(self, releases=releases, step=step)

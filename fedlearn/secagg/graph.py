@@ -1,8 +1,8 @@
-"""The graph of pairwise masks: complete, or k neighbours each on a ring in a random order.
+"""The graph of pairwise masks: complete, or k neighbors each on a ring in a random order.
 
 The order of the ring is drawn from the hash of the roster, so every party computes the same graph
 and no party sends it or chooses it. The *holders* of a client keep shares of its secrets: they are
-its neighbours, and in the complete graph also the client itself, which lets a small cohort lose one
+its neighbors, and in the complete graph also the client itself, which lets a small cohort lose one
 more client.
 
 References:
@@ -38,30 +38,30 @@ class Ring:
 
     Attributes:
         order: The client at each place of the ring: shape [n].
-        num_neighbours: k: the number of nearest clients that are neighbours, half on each side.
+        num_neighbors: k: the number of nearest clients that are neighbors, half on each side.
 
     Raises:
         ValueError: k is odd, or not in [2, n - 1].
 
     Example:
-        >>> Ring.from_seed(3, num_neighbours=2, seed=b"").neighbours(1).tolist()
+        >>> Ring.from_seed(3, num_neighbors=2, seed=b"").neighbors(1).tolist()
         [0, 2]
     """
 
     order: NDArray[np.int64]
-    num_neighbours: int
+    num_neighbors: int
 
     def __post_init__(self) -> None:
-        if self.num_neighbours % 2 or not 2 <= self.num_neighbours < len(self.order):  # noqa: PLR2004 - either side
+        if self.num_neighbors % 2 or not 2 <= self.num_neighbors < len(self.order):  # noqa: PLR2004 - either side
             raise ValueError(
-                f"a ring of {len(self.order)} has an even number of neighbours below that, not "
-                f"{self.num_neighbours}"
+                f"a ring of {len(self.order)} has an even number of neighbors below that, not "
+                f"{self.num_neighbors}"
             )
 
     @classmethod
-    def from_seed(cls, num_clients: int, *, num_neighbours: int, seed: bytes) -> "Ring":
+    def from_seed(cls, num_clients: int, *, num_neighbors: int, seed: bytes) -> "Ring":
         """Return a ring in the pseudorandom order given by ``seed``."""
-        return cls(draw_permutation(num_clients, seed=seed), num_neighbours)
+        return cls(draw_permutation(num_clients, seed=seed), num_neighbors)
 
     @cached_property
     def _places(self) -> NDArray[np.int64]:
@@ -71,11 +71,11 @@ class Ring:
 
     @cached_property
     def _steps(self) -> NDArray[np.int64]:
-        half = self.num_neighbours // 2
+        half = self.num_neighbors // 2
         return np.concatenate([np.arange(-half, 0), np.arange(1, half + 1)])
 
-    def neighbours(self, client: int) -> NDArray[np.int64]:
-        """Return the neighbours of one client, ascending: shape [k]."""
+    def neighbors(self, client: int) -> NDArray[np.int64]:
+        """Return the neighbors of one client, ascending: shape [k]."""
         found: NDArray[np.int64] = self.order[
             (self._places[client] + self._steps) % len(self.order)
         ]

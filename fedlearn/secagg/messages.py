@@ -11,7 +11,7 @@ R4    Signatures       ShareRelease                           32 + 44 (k + 1)
 ===== ================ ====================================== =========================
 
 A client receives only the part of the roster that it needs, with a proof that it belongs to the
-roster (:mod:`fedlearn.secagg.merkle`): of m clients, its own advert and those of its k neighbours,
+roster (:mod:`fedlearn.secagg.merkle`): of m clients, its own advert and those of its k neighbors,
 and later a sample of the clients that signed the survivors (:mod:`fedlearn.secagg.audit`). In the
 complete graph that part is the whole roster, and nothing is left to prove.
 
@@ -94,13 +94,13 @@ Adverts: TypeAlias = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Roster:
-    """R1 down: one client's view of the roster: its own advert, its neighbours', and a proof.
+    """R1 down: one client's view of the roster: its own advert, its neighbors', and a proof.
 
     Attributes:
         root: Root of the tree over the roster: the same for all clients of a session.
         size: m, the number of clients in the roster.
-        rank: Position of the receiving client, from 0; it determines those of its neighbours.
-        adverts: Its own and those of its neighbours, by ascending id.
+        rank: Position of the receiving client, from 0; it determines those of its neighbors.
+        adverts: Its own and those of its neighbors, by ascending id.
         proof: Proof that these adverts belong to the roster.
     """
 
@@ -113,12 +113,12 @@ class Roster:
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """R1 up: shares of a client's two secrets, sealed for its neighbours.
+    """R1 up: shares of a client's two secrets, sealed for its neighbors.
 
     Attributes:
         session: The hash of terms and roster.
         commitment: Commitment to the self-seed.
-        packets: One per neighbour, by ascending id; 92 bytes each.
+        packets: One per neighbor, by ascending id; 92 bytes each.
     """
 
     session: _Session

@@ -170,7 +170,7 @@ def table(num_bytes: int) -> Form[Mapping[ClientId, bytes]]:
 
     def read(reader: Reader) -> Mapping[ClientId, bytes]:
         size = _read_count(reader, 4, most=MAX_CLIENTS, item_bytes=row.size)
-        # All rows in one call: a coordinator reads one per client and neighbour.
+        # All rows in one call: a coordinator reads one per client and neighbor.
         found = list(row.iter_unpack(reader.take(size * row.size)))
         _require_ascending((each for each, _ in found), what=reader.what)
         if found and found[-1][0] > _MAX_ID:

@@ -1,4 +1,4 @@
-r"""Derives k, t and q from assumptions: how many neighbours, shares and signatures are needed.
+r"""Derives k, t and q from assumptions: how many neighbors, shares and signatures are needed.
 
 ====== ====================== =========================================================
 paper  here                   meaning
@@ -7,7 +7,7 @@ n      num_clients            clients invited to the session
 gamma  corruption             largest fraction of them that the adversary controls
 delta  dropout                largest fraction of them that may drop out
 A, D   num_corrupted, …       max(1, ⌈gamma n⌉), ⌊delta n⌋
-k      num_neighbours         n - 1 in the complete graph
+k      num_neighbors         n - 1 in the complete graph
 h      num_holders            clients that keep shares of one client's secrets
 t      threshold              shares needed to recover a client's secret
 q      quorum                 signatures over the survivors before a client releases
@@ -15,9 +15,9 @@ sigma  sigma_bits             privacy fails with probability at most 2^-sigma
 eta    eta_bits               a round fails with probability at most 2^-eta
 ====== ====================== =========================================================
 
-The k neighbours of a client hold shares of its secrets; in the complete graph the client holds one
+The k neighbors of a client hold shares of its secrets; in the complete graph the client holds one
 as well (so that small cohorts survive one more dropout). So h = k in a sparse graph, and h = m in
-the complete graph of m clients. Let a be the largest number of corrupted neighbours of one client:
+the complete graph of m clients. Let a be the largest number of corrupted neighbors of one client:
 A in the complete graph; in a sparse one it follows from the tail of the hypergeometric
 distribution, P[more than a] <= 2^-r / n, where r is the number of bits with which each single way
 to fail must be ruled out (:func:`risk_bits`).
@@ -31,7 +31,7 @@ to fail must be ruled out (:func:`risk_bits`).
 * Recovery: t holders must survive. In the complete graph n - D do; in a sparse one
   P[fewer than t] <= 2^-eta / n.
 * A sparse graph stays connected without the corrupted and dropped clients, except with
-  P <= 2^-r: the ring only falls apart if two runs of k/2 neighbours are gone completely.
+  P <= 2^-r: the ring only falls apart if two runs of k/2 neighbors are gone completely.
 
 The lowest safe t is used, since it tolerates the most dropouts.
 
@@ -43,7 +43,7 @@ In a sparse graph an *active server* has more ways to attack, and the numbers al
 * *Chosen dropouts.* The server knows the ring, and chooses whose vectors and signatures it claims
   to have received, so that the survivors fall into parts that share no mask. Call an honest client
   that releases shares *releasing*. It has the packet of each survivor next to it, so two releasing
-  clients within k/2 places share a mask; and each honest survivor has a releasing neighbour, since
+  clients within k/2 places share a mask; and each honest survivor has a releasing neighbor, since
   t > a. So if there are two parts, the ring has two disjoint runs of k/2 places without a releasing
   client, each after a releasing client of one part and before the next one of the other. For that
   client t shares are released only if, in addition to the k/2 holders on its other side, at least
@@ -52,7 +52,7 @@ In a sparse graph an *active server* has more ways to attack, and the numbers al
 * *Made-up members.* A client sees the root of a tree over m positions, but only its own entry and
   k others. At most A of the m positions open to corrupted clients, since no id opens at two
   (:mod:`fedlearn.secagg.merkle`), and they are fixed before the ring is. A position that opens to
-  no client holds no share, signs nothing, and ends the session of each honest neighbour before that
+  no client holds no share, signs nothing, and ends the session of each honest neighbor before that
   shares anything. The analysis above counts it as honest, and it does not help the server. So
   nothing above changes, for the claimed m.
 * *Made-up signatures.* Of q' claimed signatures s are opened (:mod:`fedlearn.secagg.audit`).
@@ -152,9 +152,9 @@ class Assumptions:
 def risk_bits(sigma_bits: int, *, adversary: Adversary) -> int:
     """Return r: privacy may fail in each single way, in one try, with probability at most 2^-r.
 
-    A curious server sees one ring, which may fail in two ways: too many corrupted neighbours, or a
+    A curious server sees one ring, which may fail in two ways: too many corrupted neighbors, or a
     disconnected graph. An active server has four ways, with 2^64 tries at each: corrupted
-    neighbours, gaps in the ring, made-up signatures that no client checks
+    neighbors, gaps in the ring, made-up signatures that no client checks
     (:mod:`fedlearn.secagg.audit`), and accomplices that a roster draws
     (:mod:`fedlearn.secagg.draw`).
     """
@@ -171,7 +171,7 @@ class Parameters:
     Attributes:
         assumptions: gamma, delta and the rest.
         num_clients: n.
-        num_neighbours: k.
+        num_neighbors: k.
         threshold: t.
         quorum: q.
         min_survivors: Fewest clients in a released sum: n - D.
@@ -179,7 +179,7 @@ class Parameters:
 
     assumptions: Assumptions
     num_clients: int
-    num_neighbours: int
+    num_neighbors: int
     threshold: int
     quorum: int
     min_survivors: int
@@ -205,25 +205,25 @@ class Parameters:
             ...     print(label, text)
             graph complete, against an active server
             clients n = 100, of them corrupted A = ⌈0.333 n⌉ = 34, dropped D = ⌊0.1 n⌋ = 10
-            neighbours k = n - 1 = 99, of them corrupted a = A = 34
+            neighbors k = n - 1 = 99, of them corrupted a = A = 34
             threshold t = 68, the least with 2t > h + a = 134; recovery needs t <= 90
             quorum q = 68, the least with 2q > n + A = 134
             survivors at least n - D = 90, else the round is aborted
         """
-        given, n, k = self.assumptions, self.num_clients, self.num_neighbours
+        given, n, k = self.assumptions, self.num_clients, self.num_neighbors
         active = given.adversary is Adversary.ACTIVE_SERVER
         complete = given.topology is Topology.COMPLETE
         corrupted, dropped = self.num_corrupted, floor_fraction(given.dropout, n)
         fewest = _smallest_roster(n, assumptions=given)
-        a = max_corrupted_neighbours(n, k, roster_size=fewest, assumptions=given)
+        a = max_corrupted_neighbors(n, k, roster_size=fewest, assumptions=given)
         server = "an active" if active else "an honest-but-curious"
         risk = f"P <= 2^{given.log2_risk:.0f}"
         if complete:
-            neighbours = f"n - 1 = {k}, of them corrupted a = A = {a}"
+            neighbors = f"n - 1 = {k}, of them corrupted a = A = {a}"
             shares = f"t <= {n - dropped}"
         else:
-            neighbours = f"{k}, of them corrupted a = {a}, more with {risk}"
-            shares = f"t neighbours, fewer with P <= 2^-{given.eta_bits}"
+            neighbors = f"{k}, of them corrupted a = {a}, more with {risk}"
+            shares = f"t neighbors, fewer with P <= 2^-{given.eta_bits}"
         rule, more = f"t > a = {a} and t >= {_MIN_THRESHOLD}", list[tuple[str, str]]()
         if active:
             rule = f"2t > h + a = {num_holders(n, k) + a}"
@@ -249,7 +249,7 @@ class Parameters:
         return [
             ("graph", f"{given.topology.name.lower()}, against {server} server"),
             ("clients", f"n = {n}, {largest}, dropped D = ⌊{given.dropout:.3g} n⌋ = {dropped}"),
-            ("neighbours", f"k = {neighbours}"),
+            ("neighbors", f"k = {neighbors}"),
             ("threshold", f"{least}; recovery needs {shares}"),
             *more,
             ("survivors", f"at least n - D = {self.min_survivors}, else the round is aborted"),
@@ -266,7 +266,7 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
         >>> curious = Assumptions(
         ...     adversary=Adversary.HONEST_BUT_CURIOUS, topology=Topology.SPARSE,
         ...     corruption=0.1, dropout=0.1, sigma_bits=40, eta_bits=30)
-        >>> (found := derive(1000, assumptions=curious)).num_neighbours, found.threshold
+        >>> (found := derive(1000, assumptions=curious)).num_neighbors, found.threshold
         (52, 28)
     """
     if not 2 <= num_clients <= MAX_CLIENTS:  # noqa: PLR2004 - a sum of one is no sum
@@ -279,7 +279,7 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
     return Parameters(
         assumptions=assumptions,
         num_clients=num_clients,
-        num_neighbours=k,
+        num_neighbors=k,
         threshold=threshold,
         quorum=quorum,
         min_survivors=min_survivors,
@@ -287,35 +287,35 @@ def derive(num_clients: int, *, assumptions: Assumptions) -> Parameters:
 
 
 def lowest_threshold(
-    num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
+    num_clients: int, num_neighbors: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
     """Return the least safe t, which a client compares with the t that the coordinator chose.
 
-    It may exceed the number of holders: then no t is safe with so few neighbours.
+    It may exceed the number of holders: then no t is safe with so few neighbors.
 
     Args:
         num_clients: n, the number of invited clients.
-        num_neighbours: k, chosen for a roster of all n clients.
+        num_neighbors: k, chosen for a roster of all n clients.
         roster_size: m, the number of clients in the roster; all corrupted ones may be among them.
         assumptions: The adversary to withstand; dropout and eta are not used.
     """
-    corrupted = max_corrupted_neighbours(
-        num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions
+    corrupted = max_corrupted_neighbors(
+        num_clients, num_neighbors, roster_size=roster_size, assumptions=assumptions
     )
     if assumptions.adversary is Adversary.HONEST_BUT_CURIOUS:
         return max(corrupted + 1, _MIN_THRESHOLD)
-    lowest = max((num_holders(roster_size, num_neighbours) + corrupted) // 2 + 1, _MIN_THRESHOLD)
-    if num_neighbours >= roster_size - 1:
+    lowest = max((num_holders(roster_size, num_neighbors) + corrupted) // 2 + 1, _MIN_THRESHOLD)
+    if num_neighbors >= roster_size - 1:
         return lowest
     in_gap = _gap_bound(
-        num_clients, num_neighbours, roster_size=roster_size, assumptions=assumptions
+        num_clients, num_neighbors, roster_size=roster_size, assumptions=assumptions
     )
-    return max(lowest, num_neighbours // 2 + in_gap)
+    return max(lowest, num_neighbors // 2 + in_gap)
 
 
-def num_holders(num_clients: int, num_neighbours: int) -> int:
+def num_holders(num_clients: int, num_neighbors: int) -> int:
     """Return h, the number of clients that keep shares of one client's secrets."""
-    return num_clients if num_neighbours >= num_clients - 1 else num_neighbours
+    return num_clients if num_neighbors >= num_clients - 1 else num_neighbors
 
 
 def num_assured(
@@ -335,30 +335,30 @@ def lowest_quorum(num_clients: int, *, assumptions: Assumptions) -> int:
     return (num_clients + num_corrupted(num_clients, corruption=assumptions.corruption)) // 2 + 1
 
 
-def max_corrupted_neighbours(
-    num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
+def max_corrupted_neighbors(
+    num_clients: int, num_neighbors: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
-    """Return a, the largest number of corrupted neighbours of any honest client.
+    """Return a, the largest number of corrupted neighbors of any honest client.
 
     In a sparse graph more are possible with P <= 2^-r. For the arguments see
     :func:`lowest_threshold`.
     """
     corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
-    if num_neighbours >= roster_size - 1:
+    if num_neighbors >= roster_size - 1:
         return corrupted
     allowed = assumptions.log2_risk - math.log2(num_clients)
-    # Of size - 1: an honest client is neither its own neighbour nor one of the corrupted.
-    return _upper_quantile(roster_size - 1, corrupted, num_neighbours, log2_tail=allowed)
+    # Of size - 1: an honest client is neither its own neighbor nor one of the corrupted.
+    return _upper_quantile(roster_size - 1, corrupted, num_neighbors, log2_tail=allowed)
 
 
 def _gap_bound(
-    num_clients: int, num_neighbours: int, *, roster_size: int, assumptions: Assumptions
+    num_clients: int, num_neighbors: int, *, roster_size: int, assumptions: Assumptions
 ) -> int:
     """Return c such that no two disjoint runs of k/2 places hold c corrupted clients each."""
     corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
     # n²/2 P² <= 2^-r, solved for log2 P.
     allowed = (assumptions.log2_risk + 1.0) / 2.0 - math.log2(num_clients)
-    most = _upper_quantile(roster_size, corrupted, num_neighbours // 2, log2_tail=allowed)
+    most = _upper_quantile(roster_size, corrupted, num_neighbors // 2, log2_tail=allowed)
     return min(most, corrupted // 2) + 1
 
 
@@ -390,9 +390,9 @@ def _smallest_roster(num_clients: int, *, assumptions: Assumptions) -> int:
     return num_clients - (floor_fraction(assumptions.dropout, num_clients) if is_active else 0)
 
 
-def is_connected(num_clients: int, num_neighbours: int, *, assumptions: Assumptions) -> bool:
+def is_connected(num_clients: int, num_neighbors: int, *, assumptions: Assumptions) -> bool:
     """Return whether random dropouts cut the ring with probability at most 2^-(sigma+1)."""
-    n, k = num_clients, num_neighbours
+    n, k = num_clients, num_neighbors
     gone = num_corrupted(n, corruption=assumptions.corruption) + floor_fraction(
         assumptions.dropout, n
     )
@@ -421,13 +421,13 @@ def _choose(n: int, assumptions: Assumptions) -> tuple[int, int]:
         if is_curious and not is_connected(n, k, assumptions=assumptions):
             k += 2
             continue
-        # Neighbours that answer; fewer do with P <= 2^-eta / n.
+        # Neighbors that answer; fewer do with P <= 2^-eta / n.
         answering = k - _upper_quantile(n - 1, dropped, k, log2_tail=allowed)
         threshold = lowest_threshold(n, k, roster_size=fewest, assumptions=assumptions)
         missing = threshold - min(answering, MAX_THRESHOLD)
         if missing <= 0:
             return k, threshold
-        # One more neighbour adds at most one answer, and t never falls with k.
+        # One more neighbor adds at most one answer, and t never falls with k.
         k += missing + missing % 2
     raise ConfigError(
         f"secure aggregation: no sparse graph on {n} clients holds with corruption "

@@ -84,7 +84,7 @@ class SecurePlan:
     ]
     statistics_norm: Annotated[
         Positive,
-        doc("The same for the change in statistics, such as those of batch normalisation, > 0."),
+        doc("The same for the change in statistics, such as those of batch normalization, > 0."),
     ]
     max_loss: Annotated[Positive, doc("A client's training loss is cut off at this value, > 0.")]
     max_examples: Annotated[

@@ -144,7 +144,7 @@ class TermsPolicy:
             return
         lowest = lowest_threshold(
             terms.num_clients,
-            terms.num_neighbours,
+            terms.num_neighbors,
             roster_size=size,
             assumptions=self._build_assumptions(terms),
         )
@@ -190,11 +190,11 @@ class TermsPolicy:
         self.noise.judge(share, squared_distance(terms, corruption=self.corruption))
 
     def _judge_shares(self, terms: Terms) -> None:
-        feared, n, k = self._build_assumptions(terms), terms.num_clients, terms.num_neighbours
+        feared, n, k = self._build_assumptions(terms), terms.num_clients, terms.num_neighbors
         lowest = lowest_threshold(n, k, roster_size=n, assumptions=feared)
         if lowest > (holders := num_holders(n, k)):
             limit = f"more: not even {holders} shares would be enough for a secret"
-            raise PolicyViolation(rule="num_neighbours", asked=str(k), limit=limit)
+            raise PolicyViolation(rule="num_neighbors", asked=str(k), limit=limit)
         _require_at_least("threshold", terms.threshold, lowest)
         _require_at_most("threshold", terms.threshold, holders)
         if terms.adversary is Adversary.ACTIVE_SERVER:

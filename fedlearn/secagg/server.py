@@ -224,13 +224,13 @@ class Sharing(_Stage[Shares]):
     directory: Mapping[ClientId, bytes]
 
     def receive(self, client_id: ClientId, shares: Shares) -> None:
-        """Take a client's packets, one per neighbour."""
+        """Take a client's packets, one per neighbor."""
         self._require_awaited(client_id, self.session.points)
         _require_session(shares.session, self.session)
-        expected = len(self.session.neighbours(client_id))
+        expected = len(self.session.neighbors(client_id))
         if len(shares.packets) != expected:
             raise ProtocolError(
-                f"client {client_id} sent {len(shares.packets)} packets to {expected} neighbours"
+                f"client {client_id} sent {len(shares.packets)} packets to {expected} neighbors"
             )
         self._received[client_id] = shares
 
@@ -239,7 +239,7 @@ class Sharing(_Stage[Shares]):
         _require_enough(Stage.SHARE, len(self._received), self.session.terms)
         inbox: dict[ClientId, dict[ClientId, bytes]] = {client: {} for client in self._received}
         for sender in sorted(self._received):
-            recipients = self.session.neighbours(sender)
+            recipients = self.session.neighbors(sender)
             for recipient, packet in zip(recipients, self._received[sender].packets, strict=True):
                 if recipient in inbox:
                     inbox[recipient][sender] = packet

@@ -1,4 +1,4 @@
-"""A session as both sides derive it from terms and roster: its id, points and neighbours."""
+"""A session as both sides derive it from terms and roster: its id, points and neighbors."""
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Session:
     """The terms and roster of a session, as far as one party sees the roster.
 
     The coordinator sees all of it, and so do clients in the complete graph. In a sparse graph a
-    client sees only itself and its neighbours, and the methods below know no other clients.
+    client sees only itself and its neighbors, and the methods below know no other clients.
 
     Attributes:
         terms: Terms of the session.
@@ -92,7 +92,7 @@ class Session:
 
         Raises:
             ProtocolError: The roster is too small or too large for the terms, the client's position
-                is outside it, or there are not as many adverts as a client and its neighbours have.
+                is outside it, or there are not as many adverts as a client and its neighbors have.
         """
         size, rank = roster.size, roster.rank
         if size > terms.num_clients:
@@ -107,7 +107,7 @@ class Session:
         if len(roster.adverts) != len(seen):
             raise ProtocolError(
                 f"{len(roster.adverts)} adverts, not the {len(seen)} of this client and its "
-                "neighbours"
+                "neighbors"
             )
         ids = [advert.client_id for advert in roster.adverts]
         known = {client_id: directory[client_id] for client_id in ids if client_id in directory}
@@ -116,7 +116,7 @@ class Session:
     def roster_for(self, client_id: ClientId, *, tree: MerkleTree) -> Roster:
         """Return a client's view of the whole roster."""
         rank = self.points[client_id] - 1
-        seen = sorted([rank, *self._neighbour_ranks(rank)])
+        seen = sorted([rank, *self._neighbor_ranks(rank)])
         return Roster(
             root=self.root,
             size=self.size,
@@ -154,20 +154,20 @@ class Session:
     def _ring(self) -> Ring:
         return _ring(self.terms, self.id, self.size)
 
-    def _neighbour_ranks(self, rank: int) -> list[int]:
+    def _neighbor_ranks(self, rank: int) -> list[int]:
         if self.terms.topology is Topology.COMPLETE:
             return [each for each in range(self.size) if each != rank]
-        near: list[int] = self._ring.neighbours(rank).tolist()
+        near: list[int] = self._ring.neighbors(rank).tolist()
         return near
 
-    def neighbours(self, client_id: ClientId) -> list[ClientId]:
+    def neighbors(self, client_id: ClientId) -> list[ClientId]:
         """Return the clients that share masks with a client, by ascending id."""
-        return [self._ids[each] for each in self._neighbour_ranks(self.points[client_id] - 1)]
+        return [self._ids[each] for each in self._neighbor_ranks(self.points[client_id] - 1)]
 
     def holders(self, client_id: ClientId) -> list[ClientId]:
         """Return the clients that keep shares of a client's secrets, by ascending id."""
         complete = self.terms.topology is Topology.COMPLETE
-        return list(self.points) if complete else self.neighbours(client_id)
+        return list(self.points) if complete else self.neighbors(client_id)
 
     def pack_ranks(self, client_ids: Iterable[ClientId]) -> bytes:
         """Return the positions of clients as a bitmap."""
@@ -195,9 +195,9 @@ def find_shortage(terms: Terms, size: int) -> str | None:
         return f"{size} clients in the roster, the least is {terms.min_survivors}"
     if terms.adversary is Adversary.ACTIVE_SERVER and size < terms.quorum:
         return f"{size} clients in the roster, the quorum is {terms.quorum}"
-    k = min(terms.num_neighbours, size - 1)
+    k = min(terms.num_neighbors, size - 1)
     if terms.topology is Topology.SPARSE and k == size - 1:
-        return f"{size} clients are too few for a sparse graph with {k} neighbours"
+        return f"{size} clients are too few for a sparse graph with {k} neighbors"
     if num_holders(size, k) < terms.threshold:
         return f"{num_holders(size, k)} holders, the threshold is {terms.threshold}"
     return None
@@ -225,15 +225,15 @@ def _hash_session(terms: Terms, *, root: bytes, size: int) -> bytes:
 
 def _ring(terms: Terms, session_id: bytes, size: int) -> Ring:
     """Build the sparse graph, seeded by the session's id: another ring takes another roster."""
-    seed, k = keys.digest(b"graph", session_id), terms.num_neighbours
-    return Ring.from_seed(size, num_neighbours=k, seed=seed)
+    seed, k = keys.digest(b"graph", session_id), terms.num_neighbors
+    return Ring.from_seed(size, num_neighbors=k, seed=seed)
 
 
 def _find_visible_ranks(rank: int, terms: Terms, *, root: bytes, size: int) -> tuple[int, ...]:
-    """Return the positions of a client and its neighbours."""
+    """Return the positions of a client and its neighbors."""
     if terms.topology is Topology.COMPLETE:
         return tuple(range(size))
-    near = _ring(terms, _hash_session(terms, root=root, size=size), size).neighbours(rank)
+    near = _ring(terms, _hash_session(terms, root=root, size=size), size).neighbors(rank)
     return tuple(sorted([rank, *near.tolist()]))
 
 

@@ -47,7 +47,7 @@ class Terms:
         adversary: The adversary that the session withstands.
         topology: The mask graph.
         num_clients: n, the number of invited clients.
-        num_neighbours: k.
+        num_neighbors: k.
         threshold: t.
         quorum: q.
         min_survivors: Fewest clients in a released sum.
@@ -63,7 +63,7 @@ class Terms:
     adversary: Adversary
     topology: Topology
     num_clients: Annotated[int, octets.integer(4, largest=MAX_CLIENTS)]
-    num_neighbours: int
+    num_neighbors: int
     threshold: int
     quorum: int
     min_survivors: int
@@ -83,13 +83,13 @@ class Terms:
                 raise ConfigError(f"{name} is {value}, not 2 to {self.num_clients} clients")
         if self.sigma_bits < 1:
             raise ConfigError(f"sigma_bits is {self.sigma_bits}, not 1 or more")
-        if not 1 <= self.num_neighbours < self.num_clients:
-            raise ConfigError(f"{self.num_neighbours} neighbours among {self.num_clients} clients")
-        complete = self.num_neighbours == self.num_clients - 1
+        if not 1 <= self.num_neighbors < self.num_clients:
+            raise ConfigError(f"{self.num_neighbors} neighbors among {self.num_clients} clients")
+        complete = self.num_neighbors == self.num_clients - 1
         if complete != (self.topology is Topology.COMPLETE):
-            raise ConfigError(f"{self.num_neighbours} neighbours in a {self.topology.name} graph")
-        if not complete and self.num_neighbours % 2:
-            raise ConfigError(f"{self.num_neighbours} neighbours on a ring; give an even number")
+            raise ConfigError(f"{self.num_neighbors} neighbors in a {self.topology.name} graph")
+        if not complete and self.num_neighbors % 2:
+            raise ConfigError(f"{self.num_neighbors} neighbors on a ring; give an even number")
         self._check_lanes()
 
     def _check_lanes(self) -> None:
@@ -170,7 +170,7 @@ def propose(
         adversary=parameters.assumptions.adversary,
         topology=parameters.assumptions.topology,
         num_clients=parameters.num_clients,
-        num_neighbours=parameters.num_neighbours,
+        num_neighbors=parameters.num_neighbors,
         threshold=parameters.threshold,
         quorum=parameters.quorum,
         min_survivors=parameters.min_survivors,

@@ -169,7 +169,7 @@ def find_leftover_masks(recovered: RecoveredSecrets, *, session: Session) -> mas
     """Return the keys of the masks to fold into the sum so that none are left in it.
 
     The self-masks of the survivors are subtracted. For each dropped client, its pairwise masks are
-    folded in as it would have done itself: they cancel those of its surviving neighbours.
+    folded in as it would have done itself: they cancel those of its surviving neighbors.
     """
     plus: list[SecretBytes] = []
     minus = [
@@ -177,7 +177,7 @@ def find_leftover_masks(recovered: RecoveredSecrets, *, session: Session) -> mas
         for client_id, seed in recovered.seeds.items()
     ]
     for client_id, secret in recovered.mask_keys.items():
-        partners = [v for v in session.neighbours(client_id) if v in recovered.seeds]
+        partners = [v for v in session.neighbors(client_id) if v in recovered.seeds]
         pairs = derive_pair_keys(keys.KeyAgreement(secret), client_id, partners, session=session)
         plus.extend(pairs.plus)
         minus.extend(pairs.minus)

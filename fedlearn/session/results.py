@@ -14,7 +14,7 @@ from torch import Tensor
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.settings import (
     has_own_noise,
-    require_honoured,
+    require_honored,
     transforms_from,
     without_transforms,
 )
@@ -54,7 +54,7 @@ def train_and_reply(
     """
     transforms = transforms_from(request.settings, known=known)
     settings = without_transforms(request.settings, known=known)
-    require_honoured(settings, trainer.honours, who=type(trainer).__name__)
+    require_honored(settings, trainer.honors, who=type(trainer).__name__)
     sent = _mark_tensors(request.tensors)
     result = trainer.train(request.tensors, context=context)
     if not isinstance(result, LocalResult):

@@ -40,7 +40,7 @@ from fedlearn.core.params import Layout, Params, rebase_statistics
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError, UnusableResult
 from fedlearn.session.faults import describe_failure, is_failure
-from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
+from fedlearn.simulation.behavior import ClientBehavior, DeviceRound
 from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Executor, LocalTask, StartModels, TrainedBlock, Work
 from fedlearn.simulation.executors.trainers import TrainerExecutor
@@ -60,7 +60,7 @@ class Engine:
 
     Attributes:
         population: The clients and their examples.
-        behaviour: Model of the clients' devices: durations and failures.
+        behavior: Model of the clients' devices: durations and failures.
         executor: Trains a block of clients.
         policy: When a round closes.
         cluster: The processes that share the work.
@@ -71,7 +71,7 @@ class Engine:
     """
 
     population: Population
-    behaviour: ClientBehaviour
+    behavior: ClientBehavior
     executor: Executor
     policy: StragglerPolicy
     cluster: Cluster
@@ -156,8 +156,8 @@ class Engine:
         work = self.describe_work(client_ids, replace(request, attempt=drawn[0].attempt))
         forecasts = zip(
             drawn,
-            self.behaviour.durations_s(work).tolist(),
-            self.behaviour.failures(work).tolist(),
+            self.behavior.durations_s(work).tolist(),
+            self.behavior.failures(work).tolist(),
             strict=True,
         )
         return [PendingTask(*each[:5], lasts_s, fails) for each, lasts_s, fails in forecasts]

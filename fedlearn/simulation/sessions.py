@@ -37,7 +37,7 @@ from fedlearn.secagg.terms import Contribution
 from fedlearn.session.faults import describe_failure, is_failure
 from fedlearn.session.secure import SessionState
 from fedlearn.session.session import ClientSession
-from fedlearn.simulation.behaviour import ClientBehaviour, DeviceRound
+from fedlearn.simulation.behavior import ClientBehavior, DeviceRound
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.pooled import PooledExamples, Subpopulation
 from fedlearn.simulation.population import Population, unread_rows
@@ -100,7 +100,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
 
     Attributes:
         population: The clients and their examples.
-        behaviour: Model of the clients' devices: durations and failures.
+        behavior: Model of the clients' devices: durations and failures.
         make_trainer: Makes the trainer of a client, from its features and labels.
         work: A client's work, unless the request's settings say otherwise.
         further_bytes: Size of a client's upload in addition to the model's delta.
@@ -112,7 +112,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     """
 
     population: Population
-    behaviour: ClientBehaviour
+    behavior: ClientBehavior
     make_trainer: MakeTrainer
     _: KW_ONLY
     work: LocalWork
@@ -140,13 +140,13 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         train = _training(request)
         if train is None:
             return np.zeros(len(clients))
-        return self.behaviour.durations_s(self._describe_device_round(clients, train))
+        return self.behavior.durations_s(self._describe_device_round(clients, train))
 
     def _handle(self, client_id: ClientId, data: bytes, state: bytes) -> tuple[bytes, bytes]:
         train = _training(peek(data))
         if (
             train is not None
-            and self.behaviour.failures(self._describe_device_round([client_id], train))[0]
+            and self.behavior.failures(self._describe_device_round([client_id], train))[0]
         ):
             return encode(Failure(DROPPED_OUT)), state
         try:

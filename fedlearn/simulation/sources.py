@@ -21,7 +21,7 @@ from fedlearn.core.features import Features, Inputs, map_inputs, name_inputs, re
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import is_number
 from fedlearn.errors import DataError
-from fedlearn.simulation.behaviour import TraceBandwidth
+from fedlearn.simulation.behavior import TraceBandwidth
 from fedlearn.simulation.partition import number_ids, require_ids
 from fedlearn.simulation.population import CheckedExamples
 

@@ -90,7 +90,7 @@ def read_rounds(session: Session, run_id: int) -> list[RoundRecord]:
     ]
 
 
-def summarise_rounds(session: Session, run_id: int, *, last: int) -> list[RoundSummary]:
+def summarize_rounds(session: Session, run_id: int, *, last: int) -> list[RoundSummary]:
     """Return summaries of the ``last`` rounds, in order; the database does the counting."""
     rows = session.scalars(
         select(RoundRow)

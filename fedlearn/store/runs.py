@@ -41,7 +41,7 @@ from fedlearn.store.rounds import (
     read_failing,
     read_missed,
     read_rounds,
-    summarise_rounds,
+    summarize_rounds,
 )
 from fedlearn.store.schema import (
     CheckpointRow,
@@ -460,7 +460,7 @@ class StoredRun:
     def round_summaries(self, last: int) -> list[RoundSummary]:
         """Return the ``last`` committed rounds, in order, with counts by status."""
         with self.database.reading() as session:
-            return summarise_rounds(session, self._run_id, last=last)
+            return summarize_rounds(session, self._run_id, last=last)
 
     def load_missed(self, *, first: int) -> dict[int, list[Participation]]:
         """Return late and failed participations by round, from ``first`` on, in arrival order."""

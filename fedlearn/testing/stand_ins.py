@@ -32,7 +32,7 @@ _LENIENT = Policy(secure_aggregation=SecureAggregationPolicy(min_cohort=2))
 class Idle:
     """A trainer with one example that returns the model unchanged."""
 
-    honours: Collection[str] = settings_names() | {EXTRA}
+    honors: Collection[str] = settings_names() | {EXTRA}
     num_examples = 1
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:

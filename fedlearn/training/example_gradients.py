@@ -47,9 +47,9 @@ def batch_statistics(module: nn.Module) -> str | None:
         True
     """
     for name, layer in module.named_modules():
-        normalises = isinstance(layer, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - of all of them
+        normalizes = isinstance(layer, nn.modules.batchnorm._NormBase)  # noqa: SLF001 - of all of them
         is_by_example = isinstance(layer, nn.modules.instancenorm._InstanceNorm)  # noqa: SLF001
-        if normalises and layer.training and not (is_by_example and not layer.track_running_stats):
+        if normalizes and layer.training and not (is_by_example and not layer.track_running_stats):
             return describe_layer(name, layer)
     return None
 

@@ -177,7 +177,7 @@ class ResidentModel:
 
     Args:
         make_model: Builds the module.
-        objective: The loss to minimise and its measures.
+        objective: The loss to minimize and its measures.
         device: Device of the model.
         precision: Precision of the forward and backward pass in training.
         metrics: Additional metrics, by name; ``None``: only the objective's measures.

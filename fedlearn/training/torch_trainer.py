@@ -176,7 +176,7 @@ class TorchTrainer:
             labels: Shape [n, ...], with features; ``None`` with a dataset.
             test: Examples on which to evaluate the global model when the coordinator asks, as
                 (features, labels) or as a dataset; ``None``: the training examples.
-            objective: The loss to minimise, which may be a torch loss module; ``None``:
+            objective: The loss to minimize, which may be a torch loss module; ``None``:
                 cross-entropy.
             metrics: Additional metrics for evaluation, by name: see
                 :class:`~fedlearn.algorithms.metrics.Metric`.
@@ -243,7 +243,7 @@ class TorchTrainer:
         return self._transforms
 
     @property
-    def honours(self) -> Collection[str]:
+    def honors(self) -> Collection[str]:
         """All settings of the known local updates; any other setting is refused."""
         return settings_names(self._local_updates)
 

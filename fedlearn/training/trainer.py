@@ -164,18 +164,18 @@ class LocalTrainer(Protocol):
 
     Example:
         >>> class MeanTrainer:
-        ...     honours = ("epochs",)
+        ...     honors = ("epochs",)
         ...     def train(self, tensors, *, context):
         ...         new = {"mean": (tensors["mean"] + 2.0) / 2}
         ...         return LocalResult(tensors=new, num_examples=3, metrics={"loss": 0.0}, state={})
         ...     def evaluate(self, tensors, *, control):
         ...         return LocalEvaluation(num_examples=3, metrics={"loss": 0.0})
-        >>> require_trainer(MeanTrainer()).honours
+        >>> require_trainer(MeanTrainer()).honors
         ('epochs',)
     """
 
     @property
-    def honours(self) -> Collection[str]:
+    def honors(self) -> Collection[str]:
         """Names of the settings that :meth:`train` acts on.
 
         A request with any other setting that would change the training, such as ``proximal``, is
@@ -201,10 +201,10 @@ def require_trainer(made: LocalTrainer) -> LocalTrainer:
     Raises:
         ConfigError: It lacks a method or attribute of :class:`LocalTrainer`.
     """
-    missing = [name for name in ("train", "evaluate", "honours") if not hasattr(made, name)]
+    missing = [name for name in ("train", "evaluate", "honors") if not hasattr(made, name)]
     if missing:
         raise ConfigError(
             f"trainer: the function returned a {type(made).__name__}, which has no {missing[0]}; "
-            "return a LocalTrainer, with train, evaluate and honours"
+            "return a LocalTrainer, with train, evaluate and honors"
         )
     return made

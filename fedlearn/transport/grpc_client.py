@@ -405,7 +405,7 @@ async def enrol(
 
     Args:
         address: ``host:port``.
-        invitation: With its token; without a token, ``lineage`` authorises the client. Without a
+        invitation: With its token; without a token, ``lineage`` authorizes the client. Without a
             certificate authority, only a loopback address is allowed.
         identity: The keys that the client will use.
         lineage: The chain that links its identity key to earlier ones; empty: there is none.
@@ -488,7 +488,7 @@ class _Call:
         await self.write_bytes(message.SerializeToString())
 
     async def write_bytes(self, data: bytes) -> None:
-        """Send one serialised message."""
+        """Send one serialized message."""
         async with self._translate_errors(), self._writing, asyncio.timeout(self._stall_timeout_s):
             await self._call.write(data)
 

@@ -22,7 +22,7 @@ CHUNK_BYTES = 512 << 10
 #: Largest request or reply that travels inside the session's stream.
 MAX_INLINE_BYTES = 256 << 10
 
-#: Largest personal part of a request: enough for secure-aggregation packets of 2,600 neighbours.
+#: Largest personal part of a request: enough for secure-aggregation packets of 2,600 neighbors.
 MAX_PERSONAL_BYTES = 256 << 10
 
 #: Largest gRPC message that either side accepts: a chunk, or a task with both its parts.
@@ -67,9 +67,9 @@ def download_chunk_bytes(beat_s: float) -> int:
 
 
 def encode_bytes_field(number: int, data: bytes | memoryview) -> bytes:
-    """Serialise a message with a single field, of bytes, whose number is below 16.
+    """Serialize a message with a single field, of bytes, whose number is below 16.
 
-    Used for the chunks of a transfer: protobuf's own serialisation grows a buffer step by step,
+    Used for the chunks of a transfer: protobuf's own serialization grows a buffer step by step,
     which costs more than encrypting and sending the chunk.
 
     Example:

@@ -150,7 +150,7 @@ async def measure_memory(folder: Path, arguments: argparse.Namespace) -> AsyncIt
 
 
 def bulky(folder: Path, content: bytes, *, at_once: int, downloads: bool) -> Bulky:
-    """Write ``content`` to a file, and return the behaviour of clients that upload it."""
+    """Write ``content`` to a file, and return the behavior of clients that upload it."""
     path = folder / "update"
     path.write_bytes(content)
     return Bulky(

@@ -3,7 +3,7 @@
     python simulations/bench/overhead.py
 
 The work is fetching a block's examples, training it and adding up its deltas. The overhead is the
-round loop, sampling, the devices' behaviour, validation, the server's step, the store and progress.
+round loop, sampling, the devices' behavior, validation, the server's step, the store and progress.
 Stopwatches time the work for a small MLP with 50 of 1,000 clients a round, once with ideal devices
 and once with stragglers. There is one worker, so that no overhead hides behind another process.
 """

@@ -2,7 +2,7 @@
 
     python simulations/bench/secagg.py
 
-fold    adding the masks of all neighbours to a vector: processor time on one thread, and wall-clock
+fold    adding the masks of all neighbors to a vector: processor time on one thread, and wall-clock
         time on all threads
 client  all work of one client in a round, including keys and signatures
 server  all work of the coordinator in a round in which a tenth drops out after sharing keys
@@ -71,7 +71,7 @@ def spent(action: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Fold:
-    """The masks of a client's neighbours and a vector to fold them into.
+    """The masks of a client's neighbors and a vector to fold them into.
 
     Attributes:
         keys: Keys of the masks.
@@ -181,7 +181,7 @@ def curves(arguments: argparse.Namespace) -> Iterator[Row]:
         for size in arguments.curve_sizes:
             terms = terms_for(num_clients, size)
             found = one_session(terms, num_dropped=num_clients // 10)
-            name = f"n = {num_clients:,}, k = {terms.num_neighbours}, d = {size:,}"
+            name = f"n = {num_clients:,}, k = {terms.num_neighbors}, d = {size:,}"
             yield Row("curves", f"{name}: client, ms", 1e3 * sum(found.client_s.values()))
             yield Row("curves", f"{name}: server, ms", 1e3 * sum(found.server_s.values()))
             yield Row("curves", f"{name}: upload, bytes", found.upload_bytes)

@@ -29,7 +29,7 @@ from torch import Tensor
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.ranges import Count, Positive, Ranged
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.experiment.figures import INK, RUN_COLOURS, label_axes, new_figure, write_png
+from fedlearn.experiment.figures import INK, RUN_COLORS, label_axes, new_figure, write_png
 from fedlearn.experiment.layout import table_text
 from fedlearn.parallel.local_world import in_processes
 
@@ -349,14 +349,14 @@ def _draw(
 ) -> None:
     """Draw a group of bars for each number of processes; unmeasured methods have none."""
     sizes = sorted({each.world_size for each in measured})
-    for place, (colour, method) in enumerate(zip(RUN_COLOURS, METHODS, strict=False)):
+    for place, (color, method) in enumerate(zip(RUN_COLORS, METHODS, strict=False)):
         shown = [each for each in measured if each.method == method and of(each)[0] is not None]
         if not shown:
             continue
         at = [sizes.index(each.world_size) + _BAR * (place - 1.5) for each in shown]
         values, formulas = zip(*map(of, shown), strict=True)
         heights = [value / unit for value in values]
-        axes.bar(at, heights, 0.9 * _BAR, color=colour, label=method.name)
+        axes.bar(at, heights, 0.9 * _BAR, color=color, label=method.name)
         axes.plot(at, [value / unit for value in formulas], "_", **_STROKE)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     stroke = Line2D([], [], linestyle="", marker="_", **_STROKE)

@@ -1,4 +1,4 @@
-"""Softmax regression on grey images, dark on white."""
+"""Softmax regression on gray images, dark on white."""
 
 import torch
 from torch import Tensor, nn

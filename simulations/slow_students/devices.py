@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.simulation.behaviour import Behaviour, DeviceRound, LognormalBandwidth
+from fedlearn.simulation.behavior import Behavior, DeviceRound, LognormalBandwidth
 from fedlearn.simulation.population import Population
 
 NUM_CLIENTS, NUM_STAFF = 539, 289
@@ -24,12 +24,12 @@ class SlowGroup:
     """Devices of which one group computes more slowly.
 
     Attributes:
-        devices: The behaviour of all devices before slowing.
+        devices: The behavior of all devices before slowing.
         first_slow: This client and those after it are slow.
         slowness: Factor by which their computation takes longer.
     """
 
-    devices: Behaviour
+    devices: Behavior
     first_slow: int
     slowness: int
 
@@ -57,7 +57,7 @@ def devices(population: Population, *, slowness: int, speed_sigma: float) -> Slo
     """
     if population.num_clients != NUM_CLIENTS:
         raise ValueError(f"{population.num_clients} clients are not the {NUM_CLIENTS} writers")
-    of_all = Behaviour(
+    of_all = Behavior(
         median_ms_per_example=20.0,
         speed_sigma=speed_sigma,
         bandwidth=LognormalBandwidth(median_mbit_per_s=5.0, sigma=0.5),

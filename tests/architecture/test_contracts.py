@@ -51,7 +51,7 @@ VIOLATIONS = [
 
 #: A module, and an import that only one other place may use.
 BANNED = [
-    ("simulation/behaviour.py", "import time"),
+    ("simulation/behavior.py", "import time"),
     ("rounds/run.py", "from time import perf_counter"),
     ("algorithms/sampling.py", "import random"),
     ("core/codec.py", "import secrets"),

@@ -62,7 +62,7 @@ class Trainer:
     num_examples = 5
     device = "cpu"
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context):
         if (HERE / "crash").exists():
@@ -109,14 +109,14 @@ def large():
     return hospital(7)
 
 class Deaf(Trainer):
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context):
         (HERE / "begun-at-0").touch()
         time.sleep(3600)
 
 class Prefetching(Trainer):
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context):
         if not (HERE / "worker").exists():
@@ -860,7 +860,7 @@ def test_a_script_without_a_guard_is_told_so(application: Application) -> None:
     script.write_text(f"""
 from fedlearn.client import Agent
 class Trainer:
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...

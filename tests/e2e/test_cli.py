@@ -136,7 +136,7 @@ def test_json_is_one_object_a_line(main_job: tuple[Shell, Typed]) -> None:
 
 @pytest.mark.slow
 def test_without_json_there_is_a_line_a_round_and_the_next_command(shell: Shell) -> None:
-    """In a pipe, lines have no colours."""
+    """In a pipe, lines have no colors."""
     typed = shell.type("simulate", "--rounds", "2", "--name", "plain")
     assert "round 1/2" in typed.out
     assert "round 2/2" in typed.out

@@ -316,7 +316,7 @@ def test_images_that_the_network_cannot_take_are_refused(
 ) -> None:
     """Flat images, unknown classes, missing labels, or no images."""
     np.savez(tmp_path / "own.npz", x=arrays["x"], y=arrays["y"])
-    with pytest.raises(DataError, match="give grey images"):
+    with pytest.raises(DataError, match="give gray images"):
         app("image_classification", [{"FEDLEARN_DATA": str(tmp_path / "own.npz")}])
 
 
@@ -328,7 +328,7 @@ def test_images_that_the_network_cannot_take_are_refused(
         ("a,label\n" + "1,0\n" * 19 + "1\n", "has no table with a label"),
         ("a,label\n" + "x,0\n" * 20, "has no table with a label"),
         ("a,label\n" + "1,0\n" * 9, "has 9 rows; give 10 or more"),
-        ("a,label\n" + "1,2\n" * 20, "labelled 0 and 1"),
+        ("a,label\n" + "1,2\n" * 20, "labeled 0 and 1"),
         ("a,label\n" + "nan,1\n" * 20, "of finite numbers"),
     ],
 )

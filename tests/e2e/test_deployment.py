@@ -131,7 +131,7 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
 FAILING = """
 class Trainer:
     num_examples = 3
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context):
         raise ValueError("no data")

@@ -28,7 +28,7 @@ from tests.processes import until
 SOURCE = """
 class Trainer:
     num_examples = {num_examples}
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...
@@ -289,7 +289,7 @@ def test_another_coordinators_certificate_is_found(invitation: Path, tmp_path: P
 
 @pytest.mark.parametrize("verb", ["has expired", "is not yet valid"])
 def test_a_clock_outside_the_certificates_time_is_told_as_such(verb: str) -> None:
-    """Recognised by gRPC's error message."""
+    """Recognized by gRPC's error message."""
     error = f"UNAVAILABLE: SSL routines: CERTIFICATE_VERIFY_FAILED: certificate {verb}: OK"
     finding = explain("fl.example.org:443", error, now="2020-01-01T00:00:00Z")
     assert (finding.name, finding.is_fine) == ("clock", False)
@@ -317,7 +317,7 @@ def test_a_clock_that_is_off_is_a_warning_and_no_obstacle(
 def test_a_certificate_that_ends_soon_is_a_warning(
     coordinator: FakeCoordinator, tmp_path: Path
 ) -> None:
-    """With the remedy. A new invitation for the enrolled client is recognised as such."""
+    """With the remedy. A new invitation for the enrolled client is recognized as such."""
     invitation = coordinator.invite("laptop")
     home = enrolled(invitation, tmp_path)
     enrolment = home.keys.load_enrolment()

@@ -96,7 +96,7 @@ def test_a_run_goes_on_with_what_clients_have_of_their_own() -> None:
 class Mine:
     """A user's trainer that supports only SGD."""
 
-    honours = ("epochs", "batch_size", "learning_rate", "shuffle")
+    honors = ("epochs", "batch_size", "learning_rate", "shuffle")
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:
         self.num_examples = len(labels)
@@ -123,7 +123,7 @@ def kernels() -> nn.Module:
 
 
 def images() -> fl.FederatedData:
-    """Make images, labelled by whether their upper half is bright."""
+    """Make images, labeled by whether their upper half is bright."""
     features = torch.randn(240, 1, 4, 4, generator=torch.Generator().manual_seed(0)).numpy()
     labels = (features[:, 0, :2].sum((1, 2)) > 0).astype("int64")
     clients = fl.Iid(num_clients=NUM_CLIENTS)

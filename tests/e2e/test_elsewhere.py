@@ -81,7 +81,7 @@ from fedlearn.client import LocalEvaluation, LocalResult
 class Trainer:
     num_examples = 5
     device = "cpu"
-    honours = ("epochs",)
+    honors = ("epochs",)
 
     def train(self, tensors, *, context):
         context.control.check()

@@ -175,7 +175,7 @@ def test_what_would_make_the_guarantee_false_is_refused(
 class OwnTrainer:
     """A user's trainer that does not clip by example."""
 
-    honours = ("epochs", "batch_size", "learning_rate", "shuffle")
+    honors = ("epochs", "batch_size", "learning_rate", "shuffle")
 
     def __init__(self, features: object, labels: object) -> None:
         pass
@@ -188,5 +188,5 @@ class OwnTrainer:
 
 def test_trainers_that_do_not_clip_by_example_are_refused() -> None:
     """The error names the setting that they would ignore."""
-    with pytest.raises(fl.FedlearnError, match="does not honour the setting 'example_clip_norm'"):
+    with pytest.raises(fl.FedlearnError, match="does not honor the setting 'example_clip_norm'"):
         run(trainer=OwnTrainer)

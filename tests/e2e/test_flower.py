@@ -444,7 +444,7 @@ FOLDER = Path({folder!r})
 
 class Voter:
     num_examples, device = 1, "cpu"
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def __init__(self, number):
         self.number = number

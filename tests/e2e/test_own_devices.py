@@ -23,7 +23,7 @@ from fedlearn.experiment.simulate import resume, run_config
 from fedlearn.experiment.site import Site
 from fedlearn.experiment.summary import Summary
 from fedlearn.rounds.records import RunRecord
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 
 NUM_CLIENTS = 12
 GUIDE = Path(__file__).parents[2] / "docs" / "how-to" / "stragglers-and-devices.md"
@@ -227,7 +227,7 @@ def test_what_is_no_duration_and_no_failure_is_refused(engine: dict[str, str]) -
     assert len(run(devices=Answers(), engine=engine, num_rounds=1).history) == 1
 
 
-def test_what_is_no_behaviour_is_refused() -> None:
+def test_what_is_no_behavior_is_refused() -> None:
     """Devices that would never be called are refused too."""
     with pytest.raises(ConfigError, match=r"devices is 'slow'; give a table.*durations_s"):
         run(devices="slow")
@@ -244,8 +244,8 @@ def test_a_run_on_devices_of_the_users_is_resumed_to_the_same_bits(kind: str) ->
         run(devices=TwoSpeeds(), callbacks=[Failing()], name="broken", **settings)
     for other, told in (
         ({"devices": TwoSpeeds(slow_s=9.0)}, r"devices is TwoSpeeds\(slow_s=9\.0\), but broken"),
-        ({"devices": {"kind": "lognormal"}}, "devices is lognormal, but .* a ClientBehaviour"),
-        ({}, "devices is ideal, but broken was started with a ClientBehaviour"),
+        ({"devices": {"kind": "lognormal"}}, "devices is lognormal, but .* a ClientBehavior"),
+        ({}, "devices is ideal, but broken was started with a ClientBehavior"),
     ):
         with pytest.raises(ConfigError, match=told):
             run(resume="broken", **other, **settings)
@@ -262,7 +262,7 @@ def test_a_run_on_other_devices_is_not_resumed_on_devices_of_the_users() -> None
     """The reverse of the test above."""
     with pytest.raises(LookupError):
         run(devices={"kind": "lognormal"}, callbacks=[Failing()], name="broken")
-    with pytest.raises(ConfigError, match=r"devices is a ClientBehaviour, but .* lognormal"):
+    with pytest.raises(ConfigError, match=r"devices is a ClientBehavior, but .* lognormal"):
         run(resume="broken", devices=TwoSpeeds())
 
 

@@ -145,16 +145,16 @@ def test_the_last_model_can_be_loaded_instead_of_the_best() -> None:
 def test_weights_are_in_the_order_of_the_network(tmp_path: Path) -> None:
     """Buffers are in their place among parameters, and loading draws no random numbers."""
     layers = nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)
-    normalised = nn.Sequential(*layers)
+    normalized = nn.Sequential(*layers)
     with Database.open(sqlite_url(tmp_path / "a.db"), runs_dir=tmp_path / "runs") as database:
         stored = database.create(records.RUN)
-        names = sorted(normalised.state_dict())
-        assert names != list(normalised.state_dict())
+        names = sorted(normalized.state_dict())
+        assert names != list(normalized.state_dict())
         tensors = {f"params/{name}": torch.zeros(1) for name in names}
         stored.commit(Checkpoint(round_num=0, tensors=tensors, values={}))
         before = torch.get_rng_state()
         weights = fl.Run(stored, lambda: nn.Sequential(nn.Linear(6, 3), *layers[1:])).weights()
-        assert list(weights) == list(normalised.state_dict())
+        assert list(weights) == list(normalized.state_dict())
         assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -318,7 +318,7 @@ def test_the_progress_hears_of_an_interruption() -> None:
     assert progress.ended
 
 
-def test_a_misspelt_setting_names_the_nearest() -> None:
+def test_a_misspelled_setting_names_the_nearest() -> None:
     """Keyword arguments are keys of the configuration and checked in the same way."""
     with pytest.raises(ConfigError, match=r"simulate\(\): .*num_rounds"):
         fl.simulate(make_model, data(), ALGORITHM, num_round=3)

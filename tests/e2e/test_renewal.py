@@ -26,7 +26,7 @@ SOURCE = """
 from fedlearn.client import LocalResult
 
 class Trainer:
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context):
         finished = context.state.get("finished", 0) + next(iter(tensors.values())).new_ones(())

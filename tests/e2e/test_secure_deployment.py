@@ -33,7 +33,7 @@ class Dying:
         self.trainer = part.trainer()
         self.evaluate = self.trainer.evaluate
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors, *, context):
         if not MARK.exists():

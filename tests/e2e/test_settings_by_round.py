@@ -45,7 +45,7 @@ from fedlearn.deployment import part
 
 
 class Telling:
-    honours = (
+    honors = (
         *("batch_size", "epochs", "extra.phase", "extra.way", "learning_rate"),
         *("momentum", "weight_decay", "nesterov"),
     )

@@ -21,7 +21,7 @@ from fedlearn.deployment import part
 
 
 class Ending:
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def __init__(self):
         self.trainer = part.trainer()

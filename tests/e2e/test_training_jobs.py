@@ -64,7 +64,7 @@ def job_in(folder: Path, *, faults: Mapping[str, str], max_restarts: int = 1) ->
 
 
 def left_in(folder: Path) -> list[int]:
-    """Return the processes of a job, recognised by its folder in their arguments."""
+    """Return the processes of a job, recognized by its folder in their arguments."""
     found = []
     for each in Path("/proc").iterdir():
         try:
@@ -172,7 +172,8 @@ def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
     until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
     assert made_in(tmp_path) == 3  # this process, to check it, and two ranks
     # No step twice. The error may overtake the report of the last step.
-    assert watch.steps == list(range(1, len(watch.steps) + 1)) and len(watch.steps) >= 2
+    assert watch.steps == list(range(1, len(watch.steps) + 1))
+    assert len(watch.steps) >= 2
 
 
 def test_a_job_that_is_called_off_leaves_nobody(tmp_path: Path) -> None:

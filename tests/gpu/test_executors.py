@@ -41,7 +41,7 @@ def chain() -> nn.Module:
 
 
 def dropping() -> nn.Module:
-    """Return a model with dropout and a normalisation, which cannot be fused."""
+    """Return a model with dropout and a normalization, which cannot be fused."""
     layers = (nn.Flatten(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Dropout(0.4), nn.Tanh())
     return nn.Sequential(*layers, nn.Linear(8, 3)).double()
 

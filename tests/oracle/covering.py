@@ -131,7 +131,7 @@ def _settle(c: Configuration) -> Iterator[tuple[bool, dict[str, Value]]]:
     yield is_fedsgd, {**plain, **alone, **all_at_once}
     yield own in ("update", "strategy"), plain
     yield own == "trainer", {**plain, **usual}
-    # Over sessions the clients refuse, in round 1, what their trainer does not honour.
+    # Over sessions the clients refuse, in round 1, what their trainer does not honor.
     refuses = own == "trainer" and c.place in SESSIONS
     yield refuses, alone
     yield refuses and c.algorithm == "fedprox", {"algorithm": "fedavg"}

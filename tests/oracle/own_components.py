@@ -127,7 +127,7 @@ class InTurn:
 class OneStep:
     """A trainer that takes one step along the gradient of all of its examples."""
 
-    honours: tuple[str, ...] = ()
+    honors: tuple[str, ...] = ()
 
     def __init__(self, module: nn.Module, objective: str, features: Inputs, labels: Tensor) -> None:
         self.model = Model(module, objective)

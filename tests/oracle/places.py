@@ -192,7 +192,7 @@ class InTurns:
     _turn = threading.Lock()
 
     def __init__(self, trainer: LocalTrainer) -> None:
-        self._trainer, self.honours = trainer, trainer.honours
+        self._trainer, self.honors = trainer, trainer.honors
         self.own_transforms = getattr(trainer, "own_transforms", ())
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:

@@ -22,7 +22,7 @@ from fedlearn.algorithms.local import shuffle_positions
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import FedlearnError, NoUpdates
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.training.keyed_dropout import step_keys, step_seed
 from fedlearn.training.torch_trainer import TorchTrainer

@@ -105,7 +105,7 @@ def engine(
     )
     return Engine(
         population=population,
-        behaviour=flower.Spread(),
+        behavior=flower.Spread(),
         executor=make_executor(job, kind),
         policy=flower.POLICY,
         cluster=cluster,

@@ -39,7 +39,7 @@ from fedlearn.rounds.round import (
     run_round,
 )
 from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, train
-from fedlearn.simulation.behaviour import Behaviour, LognormalBandwidth
+from fedlearn.simulation.behavior import Behavior, LognormalBandwidth
 from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
 from fedlearn.simulation.cluster import launch
 from fedlearn.simulation.engine import Engine
@@ -135,7 +135,7 @@ class Simulation:
         )
         engine = Engine(
             population=clients,
-            behaviour=Behaviour(
+            behavior=Behavior(
                 median_ms_per_example=15.0,
                 speed_sigma=0.8,
                 bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),
@@ -150,7 +150,7 @@ class Simulation:
         opening = SampledOpening(sampler=UniformSampler(), available=engine.available, seed=Seed(5))
         channel = SimulatedSessions(
             clients,
-            engine.behaviour,
+            engine.behavior,
             trainers_on(
                 ResidentModel(
                     make_model,

@@ -18,7 +18,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
-from fedlearn.simulation.behaviour import Instant
+from fedlearn.simulation.behavior import Instant
 from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.base import Executor, TrainedBlock, Work
@@ -93,7 +93,7 @@ def run(
     executor = Counting(make_executor(job, kind))
     collector = Engine(
         population=population,
-        behaviour=Instant(),
+        behavior=Instant(),
         executor=executor,
         policy=POLICY,
         cluster=Alone(),

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import fedlearn as fl
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 
 SIZES = [9, 8, 7, 3]
 LOCAL = fl.LocalSgd(epochs=2, batch_size=4, learning_rate=0.1, drop_last=True)

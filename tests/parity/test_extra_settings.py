@@ -50,7 +50,7 @@ NO_TEXTS = Policy(extra=ExtraPolicy(texts=()))
 class Shifting:
     """A trainer that shifts the model by its free-form settings, and requires each of them."""
 
-    honours: Collection[str] = ("extra",)
+    honors: Collection[str] = ("extra",)
     num_examples: int = 2
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:

@@ -44,7 +44,7 @@ from fedlearn.secagg import messages
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.plan import SecurePlan
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.choice import TrainingJob
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
@@ -285,7 +285,7 @@ def in_memory(algorithm: Strategy, make: Callable[[], nn.Module] = make_model) -
 def by_the_engine(algorithm: Strategy) -> Collector:
     return Engine(
         population=population(),
-        behaviour=Spread(),
+        behavior=Spread(),
         executor=SequentialExecutor(resident()),
         policy=POLICY,
         cluster=Alone(),
@@ -399,7 +399,7 @@ class Telling:
     """A trainer that reports another metric besides the loss."""
 
     def __init__(self, trainer: TorchTrainer) -> None:
-        self._trainer, self.honours = trainer, trainer.honours
+        self._trainer, self.honors = trainer, trainer.honors
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         result = self._trainer.train(tensors, context=context)

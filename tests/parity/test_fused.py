@@ -429,7 +429,7 @@ def hooked() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "normalisation": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "statistic"),
+    "normalization": (lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), "statistic"),
     "layer norm": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), r"1 \(LayerNorm\)"),
     "softmax": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Softmax(1)), r"layer 1 \(Softmax\)"),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), "random masks"),

@@ -47,7 +47,7 @@ from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
@@ -97,7 +97,7 @@ class OneAtATime:
         index = torch.from_numpy(rows.rows)
         features, labels = require_single_input(rows.features)[index], rows.labels[index]
         self._trainer = TorchTrainer.of(make_model, features, labels, device="cpu")
-        self.honours = self._trainer.honours
+        self.honors = self._trainer.honors
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         with _TURN:

@@ -183,7 +183,7 @@ class NormedSgd(LocalSgd):
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
-        """Step along normalised gradients."""
+        """Step along normalized gradients."""
         unit = [grad / beside(norms(grad) + 1e-3, grad) for grad in grads]
         super().step(x, unit, memory, broadcast=broadcast, moment=moment)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.algorithms.collecting import RoundRequest
 from fedlearn.algorithms.lanes import LaneSpec, stack_rows
-from fedlearn.algorithms.settings import require_honoured, settings_of, transforms_from
+from fedlearn.algorithms.settings import require_honored, settings_of, transforms_from
 from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, Transform
 from fedlearn.client.judging import local_noise_ratio
 from fedlearn.core.codec import decode, encode
@@ -186,11 +186,11 @@ def test_a_deployed_client_applies_the_transforms_that_it_knows() -> None:
 
 
 def test_a_trainer_of_ones_own_names_its_transforms_too() -> None:
-    """It must honour its own settings, but not those of the transforms."""
+    """It must honor its own settings, but not those of the transforms."""
     inner = torch_trainer()
 
     class Mine:
-        honours = inner.honours
+        honors = inner.honors
         own_transforms = (Scaled,)
         evaluate = staticmethod(inner.evaluate)
 
@@ -214,13 +214,13 @@ class SignSgd(fl.LocalWork):
 
 
 def test_an_unknown_update_is_named_with_what_to_do() -> None:
-    """The reason says where to list its class, since users do not write what trainers honour."""
+    """The reason says where to list its class, since users do not write what trainers honor."""
     asked = request((), SignSgd(epochs=1, batch_size=4, rate=0.01))
     assert isinstance(answer(torch_trainer(local_updates=[SignSgd]), asked), TrainReply)
     refusal = answer(torch_trainer(), asked)
     assert isinstance(refusal, Failure)
     assert "local_updates=[SignSgd]" in refusal.reason
-    assert "honour" not in refusal.reason
+    assert "honor" not in refusal.reason
 
 
 def test_an_unknown_update_is_named_to_a_trainer_of_ones_own() -> None:
@@ -228,13 +228,13 @@ def test_an_unknown_update_is_named_to_a_trainer_of_ones_own() -> None:
     settings = settings_of(SignSgd(epochs=1, batch_size=4, rate=0.01))
     fields = {"epochs", "batch_size", "rate"}
     with pytest.raises(SettingsRefused) as refused:
-        require_honoured(settings, fields, who="Mine")
+        require_honored(settings, fields, who="Mine")
     text = str(refused.value)
     assert "'SignSgd', which Mine does not know" in text
     assert "local_updates=[SignSgd]" in text
     assert 'declare "SignSgd"' in text
-    assert "honour" not in text
-    require_honoured(settings, {*fields, "SignSgd"}, who="Mine")
+    assert "honor" not in text
+    require_honored(settings, {*fields, "SignSgd"}, who="Mine")
 
 
 @pytest.mark.slow
@@ -299,7 +299,7 @@ class Watching(fl.Strategy):
 class Counter:
     """A trainer that changes the model by a constant, and counts labels."""
 
-    honours = ("epochs", "batch_size", "shuffle", "Counting")
+    honors = ("epochs", "batch_size", "shuffle", "Counting")
     make_lanes: Callable[[Tensor], Any] = staticmethod(lambda labels: labels.bincount(minlength=2))
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:

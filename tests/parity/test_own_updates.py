@@ -76,7 +76,7 @@ def job(local: LocalUpdate) -> TrainingJob:
 def engine(local: LocalUpdate, kind: ExecutorKind, cluster: Cluster, *, block_size: int) -> Engine:
     return Engine(
         population=flower.population(),
-        behaviour=flower.Spread(),
+        behavior=flower.Spread(),
         executor=make_executor(job(local), kind),
         policy=flower.POLICY,
         cluster=cluster,

@@ -31,7 +31,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.simulate import build_config
 from fedlearn.rounds.round import run_round
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.secure import ModularSum
 
 MEMORY = "engine.transport=memory"

@@ -89,7 +89,7 @@ class Watching:
     spool: Spool
     before: Callable[[], None]
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         self.before()

@@ -156,7 +156,7 @@ def small_net_with_dropout() -> nn.Module:
 
 
 def batch_norm_net() -> nn.Module:
-    """In float64, because normalising two examples magnifies the rounding of float32."""
+    """In float64, because normalizing two examples magnifies the rounding of float32."""
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
@@ -264,7 +264,7 @@ def test_dropout_drops_the_same_units() -> None:
 
 @pytest.mark.slow
 def test_batch_norm_with_ragged_batches_is_exact() -> None:
-    """Clients with batches of the same size step together, so that no padding is normalised."""
+    """Clients with batches of the same size step together, so that no padding is normalized."""
     work = work_of(
         to_params(batch_norm_net),
         sizes=RAGGED_WITHOUT_ONES,
@@ -324,7 +324,7 @@ def test_a_dropout_that_is_not_batch_first_is_exact() -> None:
 
 @pytest.mark.slow
 def test_convolutions_group_norm_and_layer_norm_equal_the_reference() -> None:
-    """Images, per-example normalisation, in-place activation, channel-wise dropout."""
+    """Images, per-example normalization, in-place activation, channel-wise dropout."""
     assert error_of(conv_net, work_of(to_params(conv_net), shape=(1, 6, 6))) < 1e-6
 
 
@@ -366,7 +366,7 @@ def test_frozen_and_unused_parameters_have_no_delta() -> None:
 def test_a_parameter_decays_only_in_the_steps_that_reach_it() -> None:
     """That may depend on the size of a batch: here the last one is smaller."""
 
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.body, self.large = nn.Linear(6, 3), nn.Linear(6, 3)
@@ -376,7 +376,7 @@ def test_a_parameter_decays_only_in_the_steps_that_reach_it() -> None:
             return logits + self.large(inputs) if len(inputs) > 3 else logits
 
     local = replace(PLAIN, epochs=2, weight_decay=0.5, momentum=0.5)
-    assert error_of(Centred, work_of(to_params(Centred), local=local)) < 1e-6
+    assert error_of(Centered, work_of(to_params(Centered), local=local)) < 1e-6
 
 
 @pytest.mark.slow

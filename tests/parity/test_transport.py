@@ -22,8 +22,8 @@ from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
-from fedlearn.simulation.behaviour import (
-    Behaviour,
+from fedlearn.simulation.behavior import (
+    Behavior,
     LognormalBandwidth,
 )
 from fedlearn.simulation.engine import Engine
@@ -45,7 +45,7 @@ POLICY = StragglerPolicy(
     below_minimum=BelowMinimum.FAIL,
     max_retries=0,
 )
-BEHAVIOUR = Behaviour(
+BEHAVIOR = Behavior(
     median_ms_per_example=20.0,
     speed_sigma=0.8,
     bandwidth=LognormalBandwidth(median_mbit_per_s=0.1, sigma=0.5),
@@ -119,7 +119,7 @@ class Case:
     algorithm: Algorithm
     population: ArrayPopulation
     policy: StragglerPolicy = POLICY
-    behaviour: Behaviour = BEHAVIOUR
+    behavior: Behavior = BEHAVIOR
 
     def model(self) -> ResidentModel:
         return ResidentModel(
@@ -132,7 +132,7 @@ class Case:
     def engine(self, block_size: int = 1) -> Collector:
         return Engine(
             population=self.population,
-            behaviour=self.behaviour,
+            behavior=self.behavior,
             executor=SequentialExecutor(self.model()),
             policy=self.policy,
             cluster=Alone(),
@@ -143,7 +143,7 @@ class Case:
         return PlainCollector(
             channel=SimulatedSessions(
                 self.population,
-                self.behaviour,
+                self.behavior,
                 trainers_on(self.model()),
                 work=self.algorithm.local.work,
             ).channel(),
@@ -261,7 +261,7 @@ def test_diverging_clients_are_quarantined_alike(diverging: int) -> None:
     wild = replace(
         simulated,
         population=replace(simulated.population, features=features),
-        behaviour=replace(BEHAVIOUR, dropout_rate=0.0),
+        behavior=replace(BEHAVIOR, dropout_rate=0.0),
         policy=replace(POLICY, over_selection=2.4, deadline_s=100.0),
     )
     expected, sessions = wild.run(wild.sessions())
@@ -279,7 +279,7 @@ def test_clients_that_arrive_together_are_recorded_alike() -> None:
     tied = replace(
         simulated,
         population=replace(simulated.population, partition=partition),
-        behaviour=Behaviour(
+        behavior=Behavior(
             median_ms_per_example=10.0,
             speed_sigma=0.0,
             bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.0),

@@ -28,8 +28,8 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round
-from fedlearn.simulation.behaviour import (
-    Behaviour,
+from fedlearn.simulation.behavior import (
+    Behavior,
     LognormalBandwidth,
 )
 from fedlearn.simulation.cluster import launch
@@ -91,7 +91,7 @@ class Simulation:
         )
         collector = Engine(
             population=self.clients,
-            behaviour=Behaviour(
+            behavior=Behavior(
                 median_ms_per_example=15.0,
                 speed_sigma=0.5,
                 bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),

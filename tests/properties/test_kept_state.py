@@ -35,7 +35,7 @@ from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.rounds.run import EarlyStopping, RunPlan, train
 from fedlearn.session.secure import SessionState
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.sessions import (
@@ -80,7 +80,7 @@ class Unreliable:
 def by_the_engine(history: int, strategy: Strategy) -> Collector:
     return Engine(
         population=flower.population(),
-        behaviour=Unreliable(history),
+        behavior=Unreliable(history),
         executor=SequentialExecutor(flower.resident()),
         policy=POLICY,
         cluster=Alone(),

@@ -249,7 +249,7 @@ def test_random_drop_outs_on_larger_graphs_give_the_exact_sum(data: st.DataObjec
     terms = terms_for(n, adversary=adversary, num_dropped=most)
     if data.draw(st.booleans()):
         terms = replace(
-            terms, topology=Topology.SPARSE, num_neighbours=4, threshold=2 + adversary.value
+            terms, topology=Topology.SPARSE, num_neighbors=4, threshold=2 + adversary.value
         )
     who = data.draw(st.lists(st.sampled_from(IDS[:n]), max_size=most, unique=True))
     drops = {i: data.draw(st.sampled_from(list(Stage))) for i in who}

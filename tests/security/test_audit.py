@@ -1,6 +1,6 @@
 """A coordinator that claims signatures which it does not have, hoping that no client checks them.
 
-Of two hundred clients, each sees its neighbours and a sample of the signatures. The liar has fewer
+Of two hundred clients, each sees its neighbors and a sample of the signatures. The liar has fewer
 real signatures than a quorum, and may commit to new ones as often as it likes. The bound is tested
 with odds at which lies do pass: clients that allow for no tries, and few bits.
 """
@@ -38,7 +38,7 @@ def terms_with(sigma_bits: int) -> Terms:
     return replace(
         terms_for(1000),
         num_clients=N,
-        num_neighbours=6,
+        num_neighbors=6,
         threshold=4,
         quorum=QUORUM,
         min_survivors=QUORUM,
@@ -255,7 +255,7 @@ def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
 
 def test_in_the_complete_graph_nobody_is_told_who_signed(vote: Vote, everyone: bytes) -> None:
     """Clients know the signers there, and would not check any others sent with the signatures."""
-    complete = replace(vote.terms, topology=Topology.COMPLETE, num_neighbours=N - 1)
+    complete = replace(vote.terms, topology=Topology.COMPLETE, num_neighbors=N - 1)
     whole = Vote(complete, vote.signers, vote.directory)
     shown = whole.show(whole.sign(IDS, everyone), everyone)
     assert whole.reason(shown, everyone) == "", "the control"
@@ -371,7 +371,7 @@ def test_signatures_of_another_session_or_other_survivors_are_refused(
 
 
 def test_an_accomplice_that_no_roster_drew_signs_nothing(vote: Vote, everyone: bytes) -> None:
-    """Its neighbours refuse the roster, so other clients could only see it as a signer."""
+    """Its neighbors refuse the roster, so other clients could only see it as a signer."""
     signer, _ = keys.create_signer()
     shown = vote.show(vote.sign(IDS, everyone), everyone)
     step = ConfirmedStep(vote.view, {}, everyone)

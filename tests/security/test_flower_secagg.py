@@ -71,7 +71,7 @@ STRAGGLERS = StragglerPolicy(
 class Trainer:
     """Adds one to every parameter."""
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         moved = {name: value + 1.0 for name, value in tensors.items()}

@@ -277,7 +277,7 @@ def test_a_reason_is_cut_to_a_length_that_can_be_stored() -> None:
 class Leaking:
     """User code whose error message quotes an example."""
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise ValueError(f"bad row: patient Alice, weight {tensors['weight'].tolist()}")
@@ -302,7 +302,7 @@ def test_a_handler_that_raises_is_a_failure_without_its_message() -> None:
 class Diverging(Leaking):
     """User code that returns a model with a NaN and a wrong number of examples."""
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         broken = {name: value / 0.0 for name, value in tensors.items()}

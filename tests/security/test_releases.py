@@ -61,7 +61,7 @@ VICTIM = EVERYONE[-1]
 OTHERS = EVERYONE[:-1]
 #: The client whose share completes a sum.
 LAST_NEEDED = EVERYONE[PLAN.parameters.threshold - 1]
-#: Twelve clients on a ring, with two neighbours on either side each.
+#: Twelve clients on a ring, with two neighbors on either side each.
 SPARSE = replace(
     PLAN,
     parameters=Parameters(
@@ -69,7 +69,7 @@ SPARSE = replace(
             PLAN.parameters.assumptions, topology=Topology.SPARSE, corruption=0.0, sigma_bits=1
         ),
         num_clients=12,
-        num_neighbours=4,
+        num_neighbors=4,
         threshold=3,
         quorum=7,
         min_survivors=9,
@@ -411,7 +411,7 @@ def test_a_kept_sum_of_no_use_is_not_gone_on_with(
 
 @pytest.mark.slow
 def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path: Path) -> None:
-    """Not even over the same clients: a client that sees only its neighbours cannot tell.
+    """Not even over the same clients: a client that sees only its neighbors cannot tell.
 
     All clients that released shares refuse before they share keys, in each attempt that a policy
     would allow. So the round ends with that reason, and the next one continues.
@@ -421,7 +421,7 @@ def test_after_a_sum_of_a_sparse_graph_no_other_of_its_round_is_opened(tmp_path:
     assert reporters(collect_from(collector, everyone, request())) == everyone
     key = federation.identities.coordinator[1]
     history = HistoryFile(path=tmp_path / "0.json", coordinator_key=key).read()
-    assert [past.survivors for past in history.releases.last] == [()], "its neighbours are not all"
+    assert [past.survivors for past in history.releases.last] == [()], "its neighbors are not all"
     for attempt in (1, 2):
         federation.asked.clear()
         refused = collect_from(collector, everyone, request(attempt=attempt))
@@ -495,7 +495,7 @@ def test_the_masked_sum_of_a_sparse_graph_goes_on_after_a_crash(
 def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
     tmp_path: Path,
 ) -> None:
-    """Those of neighbours, and of the signers that are shown; they are sent again after a crash."""
+    """Those of neighbors, and of the signers that are shown; they are sent again after a crash."""
     kept, dies = Kept(), ClientId(6)
     federation = Federation(tmp_path, dies_at=Stage.UNMASK, dies_with=dies, plan=SPARSE, tells=True)
     channel, everyone = federation.channel(), federation.everyone
@@ -503,7 +503,7 @@ def test_clients_are_told_the_keys_of_whom_they_deal_with_and_of_nobody_else(
         collect_from(federation.collector(channel, masked_sum=kept), everyone, request())
     before = {each: set(federation.pins(each).read().clients) for each in everyone}
     late = [each for each in everyone if each >= dies]
-    assert {len(before[each]) for each in late} == {4}, "their neighbours"
+    assert {len(before[each]) for each in late} == {4}, "their neighbors"
     federation.dies_at = None
     collected = collect_from(
         federation.collector(channel, masked_sum=kept), everyone, request(attempt=1)

@@ -275,10 +275,10 @@ class Lie:
         session = keys.digest(b"session", terms.session, self.tree.root, size)
         ring = Ring.from_seed(
             len(self.leaves),
-            num_neighbours=terms.num_neighbours,
+            num_neighbors=terms.num_neighbors,
             seed=keys.digest(b"graph", session),
         )
-        return sorted([rank, *ring.neighbours(rank).tolist()])
+        return sorted([rank, *ring.neighbors(rank).tolist()])
 
     @property
     def tree(self) -> MerkleTree:
@@ -342,7 +342,7 @@ def test_clients_out_of_order_are_refused_by_who_sees_them(cohort: Cohort) -> No
 
 
 def test_a_leaf_that_nobody_stands_behind_is_of_no_use(cohort: Cohort) -> None:
-    """Its neighbours receive no valid advert for it, and refuse before they share."""
+    """Its neighbors receive no valid advert for it, and refuse before they share."""
     honest, place = Lie.honest(cohort), 9
     lie = replace(
         honest,
@@ -378,7 +378,7 @@ def test_another_size_is_another_session(cohort: Cohort) -> None:
 
 
 def test_a_roster_that_is_padded_with_garbage_only_ends_sessions() -> None:
-    """If m is claimed to be larger, neighbours of the garbage refuse and the others continue."""
+    """If m is claimed to be larger, neighbors of the garbage refuse and the others continue."""
     honest, padding = Lie.honest(advertised(INVITED)), 3
     lie = replace(
         honest,
@@ -403,8 +403,8 @@ def test_a_root_of_another_roster_is_refused(cohort: Cohort) -> None:
     assert honest.reason(victim, replace(other.told(victim), root=honest.tree.root))
 
 
-def test_neighbours_are_those_of_the_ring(cohort: Cohort) -> None:
-    """Members of the roster with valid proofs are refused if the ring has other neighbours."""
+def test_neighbors_are_those_of_the_ring(cohort: Cohort) -> None:
+    """Members of the roster with valid proofs are refused if the ring has other neighbors."""
     honest, victim = Lie.honest(cohort), SMALL[5]
     rank = SMALL.index(victim)
     seen = honest.near(rank)

@@ -207,7 +207,7 @@ def curious_cast() -> Cast:
     ("rule", "changes"),
     [
         ("adversary", {"adversary": CURIOUS}),
-        ("allow_sparse", {"topology": Topology.SPARSE, "num_neighbours": 4}),
+        ("allow_sparse", {"topology": Topology.SPARSE, "num_neighbors": 4}),
         ("threshold", {"threshold": 4}),
         ("threshold", {"threshold": 2}),
         ("quorum", {"quorum": 4}),
@@ -215,7 +215,7 @@ def curious_cast() -> Cast:
         ("max_clip", {"lanes": lanes(bound=1.01)}),
         ("max_weight", {"max_weight": 51, "lanes": lanes(max_weight=51)}),
         ("max_upload_bytes", {"lanes": lanes(size=400)}),
-        ("max_cohort", {"num_clients": 21, "num_neighbours": 20, "threshold": 20, "quorum": 20}),
+        ("max_cohort", {"num_clients": 21, "num_neighbors": 20, "threshold": 20, "quorum": 20}),
     ],
 )
 def test_terms_that_the_client_does_not_accept_are_refused(
@@ -384,7 +384,7 @@ def crowd(message: Message) -> Message:
         (crowd, "10 clients in the roster, more than the"),
     ],
 )
-def test_a_roster_with_invented_neighbours_is_refused(lie: Lie, reason: str) -> None:
+def test_a_roster_with_invented_neighbors_is_refused(lie: Lie, reason: str) -> None:
     """Otherwise the liar could agree on masks with the victim itself, and remove them."""
     error = refused(Stage.SHARE, lie)
     assert isinstance(error, AggregationAborted)
@@ -476,18 +476,18 @@ def starve(packets: dict[ClientId, bytes]) -> None:
     [
         (swap, "cannot be decrypted"),
         (flip, f"the packet of client {OTHER} cannot be decrypted"),
-        (starve, "3 neighbours shared, too few for the threshold 5"),
+        (starve, "3 neighbors shared, too few for the threshold 5"),
         (
             lambda p: p.update({ClientId(999): bytes(92)}),
-            "client 999 sent a packet but is not a neighbour",
+            "client 999 sent a packet but is not a neighbor",
         ),
         (
             lambda p: p.update({VICTIM: bytes(92)}),
-            f"client {VICTIM} sent a packet but is not a neighbour",
+            f"client {VICTIM} sent a packet but is not a neighbor",
         ),
     ],
 )
-def test_packets_that_are_not_those_of_the_neighbours_are_refused(
+def test_packets_that_are_not_those_of_the_neighbors_are_refused(
     change: Callable[[dict[ClientId, bytes]], object], reason: str
 ) -> None:
     error = refused(Stage.MASK, change_packets(change))
@@ -550,14 +550,14 @@ def test_survivors_that_cannot_be_the_honest_ones_are_not_signed(lie: Lie, reaso
 
 
 def test_survivors_among_whom_the_victim_stands_alone_are_not_signed() -> None:
-    """In a sparse graph the liar claims that all but one of the victim's neighbours dropped.
+    """In a sparse graph the liar claims that all but one of the victim's neighbors dropped.
 
     There are enough survivors, but far away: the victim's value would be in a sum of two.
     """
     terms = replace(
         TERMS,
         topology=Topology.SPARSE,
-        num_neighbours=4,
+        num_neighbors=4,
         threshold=3,
         min_survivors=3,
         adversary=CURIOUS,
@@ -939,7 +939,7 @@ def cheating(stage: Stage, lie: Lie) -> Rehearsal:
         (Stage.ADVERTISE, lambda _: b"FLSA" + bytes([messages.VERSION]), "ends 1 bytes early"),
         (Stage.ADVERTISE, lambda _: Survivors(ranks=b""), "Survivors, not Advert"),
         (Stage.SHARE, lambda s: replace(s, session=bytes(32)), "another session"),
-        (Stage.SHARE, lambda s: replace(s, packets=s.packets[:-1]), "5 packets to 6 neighbours"),
+        (Stage.SHARE, lambda s: replace(s, packets=s.packets[:-1]), "5 packets to 6 neighbors"),
         (Stage.SHARE, lambda s: messages.encode(s)[:-1], "1 bytes early"),
         (Stage.MASK, lambda v: replace(v, session=bytes(32)), "another session"),
         (Stage.MASK, lambda v: replace(v, packed=v.packed[:-1]), "that the terms require"),

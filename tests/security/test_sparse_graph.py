@@ -1,4 +1,4 @@
-"""The sparse graph against a lying coordinator: a small roster, few neighbours, a cut ring.
+"""The sparse graph against a lying coordinator: a small roster, few neighbors, a cut ring.
 
 A coordinator with accomplices runs each attack. Next to it is its control, in which clients that
 guard against less are attacked in the same way and lose.
@@ -124,7 +124,7 @@ class Conspiracy:
         listed = [each for each in adverts if isinstance(each, messages.Advert)]
         directory = self.cast.clients[self.victim].directory
         session, tree = whole(terms, listed, directory=directory)
-        near = session.neighbours(self.victim)
+        near = session.neighbors(self.victim)
         asked = [self.victim, *near]
         shared = {each: told(each, session.roster_for(each, tree=tree)) for each in asked}
         masked = told(self.victim, _packets_for(self.victim, near, shared, session))
@@ -146,7 +146,7 @@ def _packets_for(
 ) -> Packets:
     rows = {}
     for sender in senders:
-        shares, others = shared[sender], session.neighbours(sender)
+        shares, others = shared[sender], session.neighbors(sender)
         assert isinstance(shares, Shares)
         if recipient in others:
             rows[sender] = shares.packets[others.index(recipient)]
@@ -168,7 +168,7 @@ def _unmasked(
     assert seed is not None
     assert mask_secret is not None
     own = keys.derive_self_mask_key(seed, session=session.id, client_id=client_id)
-    near, agreement = session.neighbours(client_id), keys.KeyAgreement(mask_secret)
+    near, agreement = session.neighbors(client_id), keys.KeyAgreement(mask_secret)
     found = derive_pair_keys(agreement, client_id, near, session=session)
     every = masking.MaskKeys(plus=[own, *found.plus], minus=found.minus)
     sums = masking.zeros(session.terms.lanes)
@@ -179,7 +179,7 @@ def _unmasked(
 
 #: Parameters that were derived only for the full roster and random dropouts.
 def weak(terms: Terms) -> Terms:
-    return replace(terms, num_neighbours=114, threshold=78)
+    return replace(terms, num_neighbors=114, threshold=78)
 
 
 @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_a_roster_of_less_than_a_quorum_is_refused(*, is_weak: bool) -> None:
     """Before anything is shared, for any ``min_survivors``."""
     terms = replace(terms_for(1000), min_survivors=3)
     terms, policy = (weak(terms), replace(POLICY, corruption=0.0)) if is_weak else (terms, POLICY)
-    num_listed = terms.num_neighbours + 2
+    num_listed = terms.num_neighbors + 2
     attack = Conspiracy.of(policy, num_listed=num_listed, num_corrupted=100)
     with pytest.raises(AggregationAborted, match=f"{num_listed} clients in the roster, the quorum"):
         attack.update(terms)
@@ -223,19 +223,19 @@ def test_a_client_refuses_a_roster_in_which_its_terms_are_not_safe() -> None:
 @pytest.mark.parametrize(
     ("k", "t", "rule"),
     [
-        (2, 2, "num_neighbours"),
-        (16, 16, "num_neighbours"),  # once accepted, although 17 accomplices were enough
-        (36, 36, "num_neighbours"),
+        (2, 2, "num_neighbors"),
+        (16, 16, "num_neighbors"),  # once accepted, although 17 accomplices were enough
+        (36, 36, "num_neighbors"),
         (40, 39, "threshold"),
         (114, 78, "threshold"),
     ],
 )
-def test_a_client_bounds_the_neighbours_from_below(k: int, t: int, rule: str) -> None:
-    """With 36 neighbours among 1,000 no t is safe, whatever the coordinator claims."""
+def test_a_client_bounds_the_neighbors_from_below(k: int, t: int, rule: str) -> None:
+    """With 36 neighbors among 1,000 no t is safe, whatever the coordinator claims."""
     terms = terms_for(1000)
     with pytest.raises(PolicyViolation, match=f"`{rule}`"):
-        POLICY.judge(replace(terms, num_neighbours=k, threshold=t))
-    for safe in (terms, replace(terms, num_neighbours=40, threshold=40)):
+        POLICY.judge(replace(terms, num_neighbors=k, threshold=t))
+    for safe in (terms, replace(terms, num_neighbors=40, threshold=40)):
         POLICY.judge(safe)
 
 
@@ -268,14 +268,14 @@ def cut(seed: int, *, k: int, threshold: int) -> set[int]:
     return set()
 
 
-def parts(neighbours: NDArray[np.int64], honest: set[int]) -> list[int]:
+def parts(neighbors: NDArray[np.int64], honest: set[int]) -> list[int]:
     """Return the number of honest survivors in each part that shares no mask with the others."""
     sizes, left = [], set(honest)
     while left:
         reached, todo = set[int](), [left.pop()]
         while todo:
             reached.add(at := todo.pop())
-            near = left.intersection(neighbours[at].tolist())
+            near = left.intersection(neighbors[at].tolist())
             left -= near
             todo.extend(near)
         sizes.append(len(reached))
@@ -285,24 +285,24 @@ def parts(neighbours: NDArray[np.int64], honest: set[int]) -> list[int]:
 def test_a_ring_is_cut_by_whoever_chooses_the_drop_outs_and_its_terms_are_refused() -> None:
     """With old parameters a coordinator learns two sums; each survivor sees t living holders."""
     seed = CUT.to_bytes(4, "little")
-    ring = Ring.from_seed(NUM_LISTED, num_neighbours=OLD_K, seed=seed)
-    neighbours = np.array([ring.neighbours(each) for each in range(NUM_LISTED)])
+    ring = Ring.from_seed(NUM_LISTED, num_neighbors=OLD_K, seed=seed)
+    neighbors = np.array([ring.neighbors(each) for each in range(NUM_LISTED)])
     dropped = cut(CUT, k=OLD_K, threshold=OLD_T)
     alive = set(range(NUM_LISTED)) - dropped
     quorum = (NUM_INVITED + NUM_CORRUPTED) // 2 + 1
     assert len(alive) >= quorum, "all honest ones sign"
     honest = {each for each in alive if each >= NUM_CORRUPTED}
-    assert min(len(alive.intersection(neighbours[each].tolist())) for each in honest) >= OLD_T
-    smaller, larger = parts(neighbours, honest)
+    assert min(len(alive.intersection(neighbors[each].tolist())) for each in honest) >= OLD_T
+    smaller, larger = parts(neighbors, honest)
     assert smaller + larger == len(honest)
     assert smaller > 100
     whole = {*range(NUM_CORRUPTED, NUM_LISTED)}
-    assert parts(neighbours, whole) == [len(whole)], "the control: without a gap it is one"
+    assert parts(neighbors, whole) == [len(whole)], "the control: without a gap it is one"
 
     terms = terms_for(NUM_INVITED, dropout=0.3)
     POLICY.judge(terms)
     with pytest.raises(PolicyViolation, match=r"`threshold`: asked 227.*at least 246"):
-        POLICY.judge(replace(terms, num_neighbours=OLD_K, threshold=OLD_T))
+        POLICY.judge(replace(terms, num_neighbors=OLD_K, threshold=OLD_T))
 
 
 def test_no_ring_can_be_cut_with_the_threshold_that_clients_ask_for() -> None:
@@ -347,7 +347,7 @@ class Cutter:
         """Return two runs of clients along the ring, each followed by a gap of k/2 places."""
         drawn = hashlib.shake_256(keys.digest(b"graph", self.session.id)).digest(8 * len(SMALL))
         order = np.argsort(np.frombuffer(drawn, "<u8"), kind="stable")
-        half, gap = len(SMALL) // 2, self.terms.num_neighbours // 2
+        half, gap = len(SMALL) // 2, self.terms.num_neighbors // 2
         return [
             sorted(SMALL[at] for at in order[begin : begin + half - gap]) for begin in (0, half)
         ]
@@ -359,7 +359,7 @@ def small_terms(adversary: Adversary, threshold: int) -> Terms:
         terms,
         adversary=adversary,
         num_clients=len(SMALL),
-        num_neighbours=6,
+        num_neighbors=6,
         threshold=threshold,
         quorum=13,
         min_survivors=18,

@@ -49,7 +49,7 @@ from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, DataError
-from fedlearn.simulation import behaviour as devices
+from fedlearn.simulation import behavior as devices
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.models import Cnn, Logistic, Mlp
 from fedlearn.simulation.parquet import ParquetPopulation
@@ -386,11 +386,11 @@ def test_data_of_ones_own_bring_no_stragglers(tmp_path: Path) -> None:
     mine = _built({"data": _npz_data(_npz(tmp_path))})
     assert mine.policy.num_wanted == mine.policy.num_asked == 10
     assert mine.policy.deadline_s == math.inf
-    assert mine.behaviour == devices.Instant()
+    assert mine.behavior == devices.Instant()
     assert (mine.config.cohort.num_wanted, mine.config.stragglers.deadline_s) == (10, "none")
     digits = _built({})
     assert (digits.policy.num_asked, digits.policy.deadline_s) == (13, 10.0)
-    assert digits.behaviour != devices.Instant()
+    assert digits.behavior != devices.Instant()
 
 
 # ---- Model and loss -----------------------------------------------------------------------
@@ -637,7 +637,7 @@ def test_every_algorithm_has_all_its_numbers(
 
 
 def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
-    """Client settings that it cannot honour are refused, with the algorithm's name."""
+    """Client settings that it cannot honor are refused, with the algorithm's name."""
     settings = {
         "name": "scaffold",
         "num_clients": 20,
@@ -728,7 +728,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
 
 
 def test_fedsgd_is_one_plain_gradient_step() -> None:
-    """Settings that it cannot honour are refused, and the message names the alternative."""
+    """Settings that it cannot honor are refused, and the message names the alternative."""
     settings: dict[str, object] = {
         "algorithm": {"name": "fedsgd", "weight_by_examples": False},
         "client": {"learning_rate": 0.5},
@@ -763,9 +763,9 @@ def test_the_straggler_policy_is_that_of_the_configuration() -> None:
     assert (built.policy.num_asked, built.policy.deadline_s) == (13, math.inf)
 
 
-def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
+def test_every_kind_of_device_has_its_behavior(tmp_path: Path) -> None:
     """Speeds, jitter, dropouts and both kinds of bandwidth, with all their numbers."""
-    assert _built({"devices": {"kind": "ideal"}}).behaviour == devices.Instant()
+    assert _built({"devices": {"kind": "ideal"}}).behavior == devices.Instant()
     lognormal: dict[str, object] = {
         "kind": "lognormal",
         "median_ms_per_example": 5.0,
@@ -774,8 +774,8 @@ def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
         "dropout_rate": 0.125,
     }
     bandwidth = {"kind": "lognormal", "median_mbit_per_s": 3.0, "sigma": 0.75}
-    built = _built({"devices": lognormal | {"bandwidth": bandwidth}}).behaviour
-    assert built == devices.Behaviour(
+    built = _built({"devices": lognormal | {"bandwidth": bandwidth}}).behavior
+    assert built == devices.Behavior(
         median_ms_per_example=5.0,
         speed_sigma=0.5,
         bandwidth=devices.LognormalBandwidth(median_mbit_per_s=3.0, sigma=0.75),
@@ -784,8 +784,8 @@ def test_every_kind_of_device_has_its_behaviour(tmp_path: Path) -> None:
     )
     path = _traces(tmp_path / "mine.npz")
     traces = {"devices": lognormal | {"bandwidth": {"kind": "traces", "path": str(path)}}}
-    replayed = _built(traces).behaviour
-    assert isinstance(replayed, devices.Behaviour)
+    replayed = _built(traces).behavior
+    assert isinstance(replayed, devices.Behavior)
     assert isinstance(replayed.bandwidth, devices.TraceBandwidth)
     assert _kinds(DEVICES) == {"ideal", "lognormal", "python"}
     assert _kinds(BANDWIDTHS) == {"lognormal", "traces"}
@@ -797,8 +797,8 @@ def test_traces_are_looked_for_in_the_data_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no bandwidth_traces\.npz in"):
         _built(settings, data_dir=tmp_path)
     _traces(tmp_path / "bandwidth_traces.npz")
-    built = _built(settings, data_dir=tmp_path).behaviour
-    assert isinstance(built, devices.Behaviour)
+    built = _built(settings, data_dir=tmp_path).behavior
+    assert isinstance(built, devices.Behavior)
     assert isinstance(built.bandwidth, devices.TraceBandwidth)
 
 
@@ -820,7 +820,7 @@ def test_centralised_training_is_one_client_that_always_reports() -> None:
     assert isinstance(built.population, PooledPopulation)
     assert built.population.num_examples(np.array([0])).tolist() == [1438]
     assert (built.policy.num_asked, built.policy.min_reports) == (1, 1)
-    assert built.behaviour == devices.Instant()
+    assert built.behavior == devices.Instant()
 
 
 def test_what_is_watched_must_be_measured(user_file: Path, tmp_path: Path) -> None:

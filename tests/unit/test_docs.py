@@ -485,7 +485,7 @@ def _sparse(n: int, adversary: Adversary, dropout: float) -> str:
         found = _derived(n, Topology.SPARSE, 0.1, dropout, adversary=adversary)
     except ConfigError:
         return "none"
-    return f"{found.num_neighbours}, {found.threshold}"
+    return f"{found.num_neighbors}, {found.threshold}"
 
 
 def _derived(

@@ -120,23 +120,23 @@ def test_an_aggregation_that_sees_updates_is_refused_under_secure_aggregation(
         (("client.batch_size=8",), "batch_size"),
     ],
 )
-def test_a_setting_that_the_trainer_does_not_honour_is_named(
+def test_a_setting_that_the_trainer_does_not_honor_is_named(
     asked: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In a simulation the first client ends the run."""
     overrides = [word for each in asked for word in ("--set", each)]
     said = typed(capsys, "lbfgs.toml", *ALONE, *overrides, code=3)
-    assert f"Lbfgs does not honour the setting '{named}'" in said
+    assert f"Lbfgs does not honor the setting '{named}'" in said
     assert "batch of one example" not in said, "which is not the cause"
 
 
-def test_a_trainer_that_honours_them_may_be_asked_for_sgd(
+def test_a_trainer_that_honors_them_may_be_asked_for_sgd(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It then receives the learning rate."""
     source = Path("lbfgs.py").read_text()
-    honours = 'honours = ("epochs", "batch_size", "learning_rate")'
-    Path("lbfgs.py").write_text(source.replace('honours = ("epochs",)', honours))
+    honors = 'honors = ("epochs", "batch_size", "learning_rate")'
+    Path("lbfgs.py").write_text(source.replace('honors = ("epochs",)', honors))
     found = rounds(capsys, "lbfgs.toml", *ALONE, "--set", "client.optimizer=sgd")
     assert found[-1]["accuracy"] > 0.5
 
@@ -202,7 +202,7 @@ def test_a_trainer_is_joined_with(launcher: Launcher, tmp_path: Path) -> None:
     """``fedlearn join --task`` runs in its own process; the model is its trainer's."""
     torch.manual_seed(0)
     model, trainer = lbfgs("make_model")(), lbfgs("of_this_device")()
-    assert isinstance(trainer.honours, tuple)
+    assert isinstance(trainer.honors, tuple)
     settings = settings_of(fl.OwnTraining(epochs=2))
     with FakeCoordinator() as coordinator:
         invitation = str(coordinator.invite("clinic"))
@@ -218,7 +218,7 @@ def test_a_trainer_is_joined_with(launcher: Launcher, tmp_path: Path) -> None:
     expected = _trained(trainer, Params.of(model), settings)
     torch.testing.assert_close(reply.lanes["delta"], expected, rtol=1e-5, atol=1e-6)
     assert isinstance(refused, Failure)
-    assert "Lbfgs does not honour the setting 'batch_size'" in refused.reason
+    assert "Lbfgs does not honor the setting 'batch_size'" in refused.reason
 
 
 def _trained(trainer: LocalTrainer, params: Params, settings: Settings) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Digests of the Python state of a model, to detect a forward pass that changes it.
 
-A trace or a vectorised computation follows tensors only. A counter, a list, a random generator or
+A trace or a vectorized computation follows tensors only. A counter, a list, a random generator or
 a global variable that the forward pass changes would be frozen at its value during the trace. No
 number of trial calls can show that a counter matters at the hundredth call, but two calls show that
 it counts.

@@ -1,6 +1,6 @@
 """Trains a block of clients at once: their parameters are stacked [K, ...], with one ``vmap``.
 
-The gradient of one client's batch is written once and vectorised over the block. Any module whose
+The gradient of one client's batch is written once and vectorized over the block. Any module whose
 operations have a batching rule can train this way, with the same steps as the sequential reference.
 What runs is a trace of that computation, compiled or not.
 
@@ -140,7 +140,7 @@ class StackedExecutor:
             ValueError: The weights belong to another model.
             EngineError: The step cannot be compiled, or the local update draws from a global
                 generator, or it needs per-example gradients, which the model does not have.
-            RuntimeError: The model cannot be vectorised; a trial would have found this before.
+            RuntimeError: The model cannot be vectorized; a trial would have found this before.
         """
         if work.params.layout != self._layout:
             raise ValueError("the weights belong to another model than the stacked one")
@@ -154,7 +154,7 @@ class StackedExecutor:
         if isinstance(work.local, NoisedGradients):
             self._require_examples()
         with torch.no_grad(), refuse_global_draws(work), warnings.catch_warnings():
-            # Operations that vmap vectorises by a loop are slow, but correct.
+            # Operations that vmap vectorizes by a loop are slow, but correct.
             warnings.filterwarnings("ignore", message="There is a performance drop")
             run = self._start(work)
             for step in range(work.schedule.num_steps):

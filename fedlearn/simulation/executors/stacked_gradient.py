@@ -1,4 +1,4 @@
-"""Computes the gradients of many clients: written for one client, vectorised over a block.
+"""Computes the gradients of many clients: written for one client, vectorized over a block.
 
 It also probes a model for two properties: whether it draws random numbers, and whether the examples
 of a batch affect each other.
@@ -138,7 +138,7 @@ class Batch(NamedTuple):
 
 
 class GradientResult(NamedTuple):
-    """The result of one vectorised gradient computation.
+    """The result of one vectorized gradient computation.
 
     Attributes:
         grads: Gradients by name, [h, ...], without parameters that the loss does not depend on.
@@ -245,7 +245,7 @@ class BlockGradient:
         self.statistics = [spec.name for spec in self.layout.statistics]
         self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
         out_dims: Any = (0, (0, (0, None)))  # Any: vmap's annotation excludes nested ones
-        self._vectorised = vmap(
+        self._vectorized = vmap(
             grad_and_value(self._loss, has_aux=True),
             in_dims=(0, 0, None, None, 0, 0, 0, 0),
             out_dims=out_dims,
@@ -276,10 +276,10 @@ class BlockGradient:
         """Compute the gradients, losses and buffers of one step."""
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         names = self.find_used(parts, batch)
-        grads, (losses, (statistics, constants)) = self.compute_vectorised(names, parts, batch)
+        grads, (losses, (statistics, constants)) = self.compute_vectorized(names, parts, batch)
         return GradientResult(grads, {}, losses, statistics, constants)
 
-    def compute_vectorised(self, names: Sequence[str], parts: Parts, batch: Batch) -> Any:
+    def compute_vectorized(self, names: Sequence[str], parts: Parts, batch: Batch) -> Any:
         """Compute ``(gradients, (losses, (statistics, constants)))``, nested as traces expect them.
 
         ``names`` are the parameters whose gradients to return; per-example gradients are always
@@ -288,14 +288,14 @@ class BlockGradient:
         if self.by_example:
             grads, losses = self._by_example(*parts, batch.features, batch.labels, batch.keys)
             return grads, ((losses * batch.weights).sum(1), (parts[1], parts[3]))
-        grads, rest = self._vectorised(*parts, *batch)
+        grads, rest = self._vectorized(*parts, *batch)
         return {name: grads[name] for name in names}, rest
 
     def together(self, parts: Parts, batch: Batch) -> Any:
-        """Compute per-example gradients as :meth:`vectorised` does, but summed over each batch."""
+        """Compute per-example gradients as :meth:`vectorized` does, but summed over each batch."""
         is_real = (batch.weights > 0).to(batch.weights)
         examples = (batch.features, batch.labels, is_real, batch.keys[:, 0])
-        grads, (losses, _) = self._vectorised(*parts, *examples)
+        grads, (losses, _) = self._vectorized(*parts, *examples)
         return grads, (losses * batch.weights.amax(1), (parts[1], parts[3]))
 
     def find_used(self, parts: Parts, batch: Batch) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Traces the vectorised gradient once per shape to a graph, which is then run or compiled.
+"""Traces the vectorized gradient once per shape to a graph, which is then run or compiled.
 
 The graph contains only tensor operations, without the overhead of the module, autograd and
 ``vmap``. Each shape has a separate graph, so torch's limit on recompilations does not apply. If
@@ -121,7 +121,7 @@ class TracedSteps:
         trace.graph.eliminate_dead_code()
         trace.recompile()
         found = GradientResult(*trace(*tensors))
-        one_by_one, _ = gradient.compute_vectorised(gradient.trainable, parts, batch)
+        one_by_one, _ = gradient.compute_vectorized(gradient.trainable, parts, batch)
         for name, grad in one_by_one.items():
             if name in found.factors:
                 left, right = found.factors[name]
@@ -134,10 +134,10 @@ class TracedSteps:
         return trace
 
     def _trace(self, parts: Parts, batch: Batch, tensors: Sequence[Tensor]) -> GraphModule:
-        """Trace the vectorised gradient, from flat tensors to the fields of a result."""
+        """Trace the vectorized gradient, from flat tensors to the fields of a result."""
         names = self._gradient.find_used(parts, batch)
         trace = self._graph(
-            partial(self._gradient.compute_vectorised, names), parts, batch, tensors
+            partial(self._gradient.compute_vectorized, names), parts, batch, tensors
         )
         factors = _outer_factors if self._gradient.by_example else _factors
         _return_factors(trace.graph, num_trainable=len(parts[0]), factors_of=factors)

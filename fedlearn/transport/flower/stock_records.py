@@ -42,7 +42,7 @@ ARRAYS, CONFIG, METRICS = "arrays", "config", "metrics"
 _ROUND, _SEED = "server-round", "seed"
 #: Key of the metrics: the weight of the reply.
 NUM_EXAMPLES = "num-examples"
-#: The serialisation of numpy, which Flower uses, and its header in formats 1.0 and 2.0, for
+#: The serialization of numpy, which Flower uses, and its header in formats 1.0 and 2.0, for
 #: little-endian numbers. Parsed by a pattern, because numpy's own reader evaluates it as Python.
 _NPY = "numpy.ndarray"
 _NPY_HEADER = re.compile(

@@ -47,7 +47,7 @@ def call(method: str, message: bytes, *, stream: int, ends: bool) -> bytes:
 
     Args:
         method: The method of the gateway's gRPC service.
-        message: The serialised message.
+        message: The serialized message.
         stream: Id of the stream: odd, and higher than the connection's last one.
         ends: Whether no further message follows.
     """

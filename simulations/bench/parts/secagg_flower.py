@@ -54,7 +54,7 @@ Vectors = list[NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Cohort:
-    """A cohort in which all clients are neighbours; the measured client has the middle id.
+    """A cohort in which all clients are neighbors; the measured client has the middle id.
 
     Attributes:
         size: n.
@@ -111,7 +111,7 @@ class Cohort:
         return self.size // 2
 
     def fold(self) -> int:
-        """Add the masks of all neighbours to a vector."""
+        """Add the masks of all neighbors to a vector."""
         vector: Vectors = [np.zeros(self.dimension, np.int64)]
         for peer in self.peers:
             mask = pseudo_rand_gen(os.urandom(32), _MODULUS, get_parameters_shape(vector))
@@ -141,7 +141,7 @@ class Cohort:
         for peer, (_, _, packet) in self.peers.items():
             _, _, *held[peer] = share_keys_plaintext_separate(decrypt(shared[peer], packet))
         up += sum(map(len, self._masked_vector(seed)))
-        # For each neighbour one share: of its key if it dropped out, else of its seed.
+        # For each neighbor one share: of its key if it dropped out, else of its seed.
         return up + sum(len(held[peer][peer < self.dropped]) for peer in held)
 
     def _masked_vector(self, seed: bytes) -> list[bytes]:
@@ -159,7 +159,7 @@ class Cohort:
         return [ndarray_to_bytes(each) for each in parameters_mod(vector, _MODULUS)]
 
     def server(self) -> int:
-        """Add the survivors' vectors, recover all secrets, remove the masks, dequantise."""
+        """Add the survivors' vectors, recover all secrets, remove the masks, dequantize."""
         survivors = self.size - self.dropped
         sent = [ndarray_to_bytes(np.ones(1, np.int64)), self._levels]
         total = [bytes_to_ndarray(data) for data in sent]

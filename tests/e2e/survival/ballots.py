@@ -46,7 +46,7 @@ class Voter:
     num_examples = 1
     device = "cpu"
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         stage, me, clock = Path(os.environ[STAGE]), context.client_id, SystemClock()

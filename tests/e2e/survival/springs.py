@@ -36,7 +36,7 @@ class Spring:
 
     device = "cpu"
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         place, me = tensors["place"], context.client_id

@@ -114,8 +114,8 @@ RULES: tuple[Rule, ...] = (
         lambda c: c.objective == "binary" and c.model == "sequence",
     ),
     Rule(
-        "does not honour",
-        "how-to/own-trainer.md: `honours`",
+        "does not honor",
+        "how-to/own-trainer.md: `honors`",
         lambda c: (
             c.own == "trainer"
             and (c.algorithm == "fedprox" or c.gradient_clip > 0 or c.schedule != "none")

@@ -174,7 +174,7 @@ class Replay:
         )
         try:
             return client.train(task, self._batches(client_id, based_on))
-        except ValueError:  # BatchNorm cannot normalise a single example
+        except ValueError:  # BatchNorm cannot normalize a single example
             return None
 
     def _batches(self, client_id: int, round_num: int) -> Iterator[Batch]:

@@ -103,7 +103,7 @@ def policy_of(plan: SecurePlan, *, deadline_s: float) -> StragglerPolicy:
 class Fixed:
     """A trainer whose delta and number of examples follow from its client's id."""
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         me = context.client_id

@@ -91,13 +91,13 @@ def patched(
 
 def numbers(terms: Terms, **changes: int) -> bytes:
     """Return n, k, t, q and the fewest survivors as they follow each other in the encoding."""
-    names = ("num_clients", "num_neighbours", "threshold", "quorum", "min_survivors")
+    names = ("num_clients", "num_neighbors", "threshold", "quorum", "min_survivors")
     values = [changes.get(name, getattr(terms, name)) for name in names]
     return struct.pack("<5I", *values)
 
 
 def modulus(terms: Terms, bits: int) -> bytes:
-    """Return the encoding of the first lane's modulus with its neighbouring fields."""
+    """Return the encoding of the first lane's modulus with its neighboring fields."""
     first = terms.lanes[0]
     return struct.pack("<QBB", first.max_level, bits, first.weighted)
 
@@ -154,7 +154,7 @@ TERMS = [
     Lie(
         "a sparse graph",
         Stage.ADVERTISE,
-        lambda told: told.sign(replace(terms_of(told), topology=Topology.SPARSE, num_neighbours=4)),
+        lambda told: told.sign(replace(terms_of(told), topology=Topology.SPARSE, num_neighbors=4)),
         "`allow_sparse`",
     ),
     Lie("a threshold of one", Stage.ADVERTISE, impossible_number(threshold=1)),
@@ -208,7 +208,7 @@ def with_one(
     )
 
 
-def neighbour(told: Told) -> ClientId:
+def neighbor(told: Told) -> ClientId:
     return told.others[2]
 
 
@@ -222,9 +222,9 @@ def crowd(_: Told, adverts: list[Advert]) -> list[Advert]:
 
 FORGED = "is not signed by it for this session"
 ROSTERS = [
-    Lie("an invented neighbour", Stage.SHARE, with_one(neighbour, invented), FORGED),
+    Lie("an invented neighbor", Stage.SHARE, with_one(neighbor, invented), FORGED),
     Lie(
-        "only invented neighbours",
+        "only invented neighbors",
         Stage.SHARE,
         roster(
             lambda told, adverts: [
@@ -234,21 +234,21 @@ ROSTERS = [
         FORGED,
     ),
     Lie(
-        "a neighbour's other mask key",
+        "a neighbor's other mask key",
         Stage.SHARE,
-        with_one(neighbour, lambda a: replace(a, mask_key=invented(a).mask_key)),
+        with_one(neighbor, lambda a: replace(a, mask_key=invented(a).mask_key)),
         FORGED,
     ),
     Lie(
-        "a neighbour's other packet key",
+        "a neighbor's other packet key",
         Stage.SHARE,
-        with_one(neighbour, lambda a: replace(a, packet_key=invented(a).packet_key)),
+        with_one(neighbor, lambda a: replace(a, packet_key=invented(a).packet_key)),
         FORGED,
     ),
     Lie(
-        "a neighbour's other nonce",
+        "a neighbor's other nonce",
         Stage.SHARE,
-        with_one(neighbour, lambda a: replace(a, nonce=bytes(16))),
+        with_one(neighbor, lambda a: replace(a, nonce=bytes(16))),
         FORGED,
     ),
     Lie(
@@ -363,13 +363,13 @@ PACKETS = [
         "a packet of a stranger",
         Stage.MASK,
         packets(lambda _, rows: rows.update({STRANGER: bytes(messages.PACKET_BYTES)})),
-        f"client {STRANGER} sent a packet but is not a neighbour",
+        f"client {STRANGER} sent a packet but is not a neighbor",
     ),
     Lie(
         "a packet of its own",
         Stage.MASK,
         packets(lambda told, rows: rows.update({told.victim: bytes(messages.PACKET_BYTES)})),
-        "is not a neighbour",
+        "is not a neighbor",
     ),
     Lie("another model", Stage.MASK, another_model),
     Lie("other settings", Stage.MASK, other_settings),

@@ -121,13 +121,13 @@ USELESS: list[tuple[str, Stage, Change, str]] = [
         "a packet too few",
         Stage.SHARE,
         shares(lambda s: replace(s, packets=s.packets[1:])),
-        "sent 4 packets to 5 neighbours",
+        "sent 4 packets to 5 neighbors",
     ),
     (
         "a packet too many",
         Stage.SHARE,
         shares(lambda s: replace(s, packets=(*s.packets, s.packets[0]))),
-        "sent 6 packets to 5 neighbours",
+        "sent 6 packets to 5 neighbors",
     ),
     ("shares of another session", Stage.SHARE, of_session(bytes(32)), "another session"),
     ("a vector of another session", Stage.MASK, of_session(bytes(32)), "another session"),
@@ -181,7 +181,7 @@ def test_a_reply_that_cannot_be_used_names_its_sender(
 
 @dataclass
 class Replayer:
-    """A cheat that repeats an earlier reply, relabelled for the current round.
+    """A cheat that repeats an earlier reply, relabeled for the current round.
 
     Attributes:
         stage: The stage at which it does so.

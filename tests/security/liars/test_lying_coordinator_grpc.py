@@ -44,7 +44,7 @@ SELECTED = {
     "terms without a signature",
     "terms of another run",
     "a weaker adversary",
-    "an invented neighbour",
+    "an invented neighbor",
     "adverts of an earlier session",
     "packets exchanged",
     "another model",
@@ -85,7 +85,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
 
 
 def other_key(told: Told) -> SecureRequest:
-    """Send another identity key of a neighbour than the pinned one."""
+    """Send another identity key of a neighbor than the pinned one."""
     assert isinstance(told.request, SecureStageRequest)
     directory = {**told.request.directory, OTHER: keys.create_signer()[1]}
     return replace(told.request, directory=directory)
@@ -93,7 +93,7 @@ def other_key(told: Told) -> SecureRequest:
 
 AT_THE_DOOR = [
     *(lie for lie in LIES if lie.name in SELECTED),
-    Lie("another identity of a neighbour", Stage.SHARE, other_key, ""),
+    Lie("another identity of a neighbor", Stage.SHARE, other_key, ""),
 ]
 
 

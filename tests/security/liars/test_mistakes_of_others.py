@@ -67,7 +67,7 @@ def test_keys_that_agree_in_a_32_bit_fold_make_other_masks() -> None:
 
 @dataclass
 class Impostor:
-    """A coordinator that plays all neighbours of one client, with keys that it made itself.
+    """A coordinator that plays all neighbors of one client, with keys that it made itself.
 
     Attributes:
         terms: Terms of the session.
@@ -98,7 +98,7 @@ class Impostor:
     def update_of(
         self, client: SecureClient, signed: SignedTerms, given: Contribution
     ) -> NDArray[np.float64]:
-        """Read one client's update, as the party that plays all its neighbours can.
+        """Read one client's update, as the party that plays all its neighbors can.
 
         Raises:
             AggregationAborted: The client notices.
@@ -125,7 +125,7 @@ class Impostor:
 
     def _seed(self, session: Session, packets: tuple[bytes, ...]) -> SecretBytes:
         points, held = [], []
-        for to, packet in zip(session.neighbours(VICTIM), packets, strict=True):
+        for to, packet in zip(session.neighbors(VICTIM), packets, strict=True):
             key, way = self._way(session, VICTIM, to), (VICTIM, to)
             plain = keys.unseal(key, packet, session=session.id, way=way)
             pair = messages.open_packet(plain, point=session.points[to], sender=VICTIM)
@@ -142,7 +142,7 @@ class Impostor:
         )
         return {
             i: keys.seal(self._way(session, i, VICTIM), plain, session=session.id, way=(i, VICTIM))
-            for i in session.neighbours(VICTIM)
+            for i in session.neighbors(VICTIM)
         }
 
     def _unmasked(
@@ -150,7 +150,7 @@ class Impostor:
     ) -> NDArray[np.float64]:
         words = masking.zeros(self.terms.lanes)
         masking.add_packed(words, vector.packed, lanes=self.terms.lanes)
-        for each in session.neighbours(VICTIM):
+        for each in session.neighbors(VICTIM):
             agreement = keys.KeyAgreement(self.mask[each])
             masking.fold(
                 words, derive_pair_keys(agreement, each, [VICTIM], session=session), num_threads=1
@@ -162,7 +162,7 @@ class Impostor:
         return total.weighted_sum(lane) / total.weight
 
 
-def test_a_server_that_invents_the_neighbours_reads_an_update_unless_keys_are_pinned() -> None:
+def test_a_server_that_invents_the_neighbors_reads_an_update_unless_keys_are_pinned() -> None:
     """Against a client that takes keys from the server, the attack reads the update to one step.
 
     A client that uses its own directory notices before it has shared anything.

@@ -20,7 +20,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Reply, TrainRequest
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused, StoreUnavailable
 from fedlearn.gateway.authority import Authority
-from fedlearn.gateway.exchange import Judgement, ReplyState
+from fedlearn.gateway.exchange import Judgment, ReplyState
 from fedlearn.gateway.server import Gateway
 from fedlearn.gateway.tasks import Exchanges, LiveQuestion
 from fedlearn.gateway.upload_store import ClosingRecord, Draft, GroupWriter, ReplyLog, WriteResult
@@ -558,11 +558,11 @@ def test_an_upload_is_late_when_the_round_closes_as_it_begins(
 
     def closing(
         exchanges: Exchanges, client: EnrolledClient, signed: wire_pb2.Envelope
-    ) -> Judgement:
-        judgement = admit(exchanges, client, signed)
-        if judgement is ReplyState.OPEN:
+    ) -> Judgment:
+        judgment = admit(exchanges, client, signed)
+        if judgment is ReplyState.OPEN:
             asyncio.get_running_loop().call_soon(partial(exchanges.close, live[0], by_itself=True))
-        return judgement
+        return judgment
 
     monkeypatch.setattr(Exchanges, "open", kept)
     monkeypatch.setattr(Exchanges, "admit", closing)

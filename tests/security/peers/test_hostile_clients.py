@@ -170,15 +170,15 @@ def test_an_upload_of_a_round_is_of_no_use_in_another(site: Site) -> None:
 
         async def replay(session: GatewaySession) -> list[int]:
             new = (await told(session, "task")).task.key
-            relabelled = wire_pb2.Envelope(
+            relabeled = wire_pb2.Envelope(
                 key=new,
                 digest=old_envelope.digest,
                 num_bytes=old_envelope.num_bytes,
                 signature=old_envelope.signature,
             )
             verdicts = list[int]()
-            for sent in (old_envelope, relabelled, envelope(new, reply(1), peer)):
-                data = reply(1) if sent.key == new and sent is not relabelled else reply(0)
+            for sent in (old_envelope, relabeled, envelope(new, reply(1), peer)):
+                data = reply(1) if sent.key == new and sent is not relabeled else reply(0)
                 message = wire_pb2.FromClient(result=wire_pb2.Result(envelope=sent, data=data))
                 await session.send(message)
                 verdicts.append((await told(session, "receipt")).receipt.verdict)
@@ -206,10 +206,10 @@ def test_an_upload_of_a_run_is_of_no_use_in_another(site: Site) -> None:
         async def replay(session: GatewaySession) -> list[str]:
             task = (await told(session, "task")).task
             stolen = envelope(old, reply(0), peer)
-            relabelled = wire_pb2.Envelope.FromString(stolen.SerializeToString())
-            relabelled.key.CopyFrom(task.key)
+            relabeled = wire_pb2.Envelope.FromString(stolen.SerializeToString())
+            relabeled.key.CopyFrom(task.key)
             reasons = []
-            for sent in (stolen, relabelled):
+            for sent in (stolen, relabeled):
                 whole = wire_pb2.Result(envelope=sent, data=reply(0))
                 await session.send(wire_pb2.FromClient(result=whole))
                 reasons.append((await told(session, "receipt")).receipt.reason)

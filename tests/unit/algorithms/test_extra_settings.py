@@ -10,12 +10,12 @@ from fedlearn.algorithms.extra_settings import ExtraSettings, WithExtra, split_s
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.recipes import FedAvg
-from fedlearn.algorithms.settings import own_classes, require_honoured, settings_of, update_from
+from fedlearn.algorithms.settings import own_classes, require_honored, settings_of, update_from
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import SettingsRefused
 
 SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
-HONOURED = ("epochs", "batch_size", "learning_rate")
+HONORED = ("epochs", "batch_size", "learning_rate")
 TOLD = ExtraSettings(inner=SGD, extra=(("epochs", 9), ("loss.weight", 0.5), ("way", "up")))
 
 
@@ -37,14 +37,14 @@ def test_they_are_divided_from_those_of_the_update() -> None:
         ((), "epochs"),
     ],
 )
-def test_a_trainer_honours_all_or_some_of_them(more: tuple[str, ...], ignored: str | None) -> None:
+def test_a_trainer_honors_all_or_some_of_them(more: tuple[str, ...], ignored: str | None) -> None:
     """Settings that it would ignore are refused."""
     settings = settings_of(TOLD)
     if ignored is None:
-        require_honoured(settings, HONOURED + more, who="Mine")
+        require_honored(settings, HONORED + more, who="Mine")
         return
-    with pytest.raises(SettingsRefused, match=f"Mine does not honour the free-form .*'{ignored}'"):
-        require_honoured(settings, HONOURED + more, who="Mine")
+    with pytest.raises(SettingsRefused, match=f"Mine does not honor the free-form .*'{ignored}'"):
+        require_honored(settings, HONORED + more, who="Mine")
 
 
 def test_clients_that_differ_are_told_the_same_beside_it() -> None:

@@ -72,9 +72,9 @@ def test_weight_decay_and_proximal_term_are_gradients_of_their_penalties() -> No
     grads = list(torch.autograd.grad(plain, leaves, retain_graph=True))
     size = sum(p.square().sum() for p in leaves)
     distance = sum((p - a).square().sum() for p, a in zip(leaves, anchor, strict=True))
-    penalised = torch.autograd.grad(plain + decay / 2 * size + proximal / 2 * distance, leaves)
+    penalized = torch.autograd.grad(plain + decay / 2 * size + proximal / 2 * distance, leaves)
     local = Proximal(inner=replace(PLAIN, weight_decay=decay), proximal=proximal)
-    expected = [p - 0.1 * g for p, g in zip(params, penalised, strict=True)]
+    expected = [p - 0.1 * g for p, g in zip(params, penalized, strict=True)]
     found = stacked(params)
     local.step(found, stacked(grads), {}, broadcast={"model": stacked(anchor)}, moment=at(0))
     for value, wanted in zip(found, expected, strict=True):

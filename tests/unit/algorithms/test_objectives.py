@@ -196,11 +196,11 @@ def test_a_loss_by_example_that_looks_at_the_others_is_found_out() -> None:
     """It returns one loss per example, but each changes with the rest of the batch."""
     outputs, labels = logits(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
 
-    def centred(x: Tensor, _: Tensor) -> Tensor:
+    def centered(x: Tensor, _: Tensor) -> Tensor:
         return (x - x.mean(0)).square().mean(1)
 
     with pytest.raises(ValueError, match="depends on the others in its batch"):
-        require_fitting(CustomLoss(centred), outputs, labels)
+        require_fitting(CustomLoss(centered), outputs, labels)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 
 from fedlearn.algorithms.local import LocalUpdate, Moment, find_affine_step
 from fedlearn.algorithms.own_training import OwnTraining
-from fedlearn.algorithms.settings import require_honoured, settings_of
+from fedlearn.algorithms.settings import require_honored, settings_of
 from fedlearn.errors import SettingsRefused
 
 
@@ -17,12 +17,12 @@ def test_it_is_a_local_update_without_lanes_and_memory() -> None:
     assert (list(own.lanes), dict(own.memory), find_affine_step(own)) == ([], {}, None)
 
 
-def test_a_trainer_that_honours_nothing_is_asked_for_nothing() -> None:
-    """A setting that is not at its default must be honoured, and the message names it."""
-    require_honoured(settings_of(OwnTraining()), (), who="Mine")
-    with pytest.raises(SettingsRefused, match=r"Mine does not honour the setting 'epochs'"):
-        require_honoured(settings_of(OwnTraining(epochs=2)), (), who="Mine")
-    require_honoured(settings_of(OwnTraining(epochs=2)), {"epochs"}, who="Mine")
+def test_a_trainer_that_honors_nothing_is_asked_for_nothing() -> None:
+    """A setting that is not at its default must be honored, and the message names it."""
+    require_honored(settings_of(OwnTraining()), (), who="Mine")
+    with pytest.raises(SettingsRefused, match=r"Mine does not honor the setting 'epochs'"):
+        require_honored(settings_of(OwnTraining(epochs=2)), (), who="Mine")
+    require_honored(settings_of(OwnTraining(epochs=2)), {"epochs"}, who="Mine")
 
 
 def test_virtual_time_knows_how_much_it_is() -> None:

@@ -30,7 +30,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round
-from fedlearn.simulation.behaviour import Instant
+from fedlearn.simulation.behavior import Instant
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
@@ -91,7 +91,7 @@ def after_rounds(
     model = ResidentModel(make_model, CrossEntropy(), device=CPU, precision=Precision.FLOAT32)
     collector = Engine(
         population=population,
-        behaviour=Instant(),
+        behavior=Instant(),
         executor=SequentialExecutor(model),
         policy=policy,
         cluster=Alone(),

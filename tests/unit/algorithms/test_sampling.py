@@ -109,7 +109,7 @@ def test_cyclic_cohorts_ask_everybody_before_anybody_again() -> None:
     assert again == drawn[1]
 
 
-def test_no_group_is_made_of_neighbours() -> None:
+def test_no_group_is_made_of_neighbors() -> None:
     """Ids often correlate with data, so each group has clients from all parts of the range."""
     first, *_ = cohorts(CyclicSampler(), num_rounds=1, population=1000, num_asked=100)
     assert [client // 10 for client in first] == list(range(100))

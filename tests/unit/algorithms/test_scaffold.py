@@ -31,7 +31,7 @@ from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.scaffold import ControlVariates, ScaffoldAveraging
-from fedlearn.algorithms.settings import require_honoured, settings_of, update_from
+from fedlearn.algorithms.settings import require_honored, settings_of, update_from
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config import load
@@ -39,7 +39,7 @@ from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, SettingsRefused
-from fedlearn.simulation.behaviour import Instant
+from fedlearn.simulation.behavior import Instant
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
@@ -79,7 +79,7 @@ def engine() -> Engine:
             partition=Partition(*_identity()),
             num_classes=None,
         ),
-        behaviour=Instant(),
+        behavior=Instant(),
         executor=SequentialExecutor(
             ResidentModel(Point, quadratic, device=torch.device("cpu"), precision=Precision.FLOAT32)
         ),
@@ -252,9 +252,9 @@ def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
     for inner in (local, Proximal(inner=local, proximal=0.1)):
         with pytest.raises(ValueError, match="leave the schedule out with SCAFFOLD"):
             ScheduledRate(inner=inner, rate_decay=0.9)
-    travelled = {**settings_of(local), "warmup_steps": 2, "rate_decay": 1.0, "cosine_rounds": None}
+    traveled = {**settings_of(local), "warmup_steps": 2, "rate_decay": 1.0, "cosine_rounds": None}
     with pytest.raises(SettingsRefused, match="leave the schedule out"):
-        update_from({**travelled, "update": "sgd control_variates scheduled"})
+        update_from({**traveled, "update": "sgd control_variates scheduled"})
     x = [torch.zeros(1, 2).double()]
     own, broadcast = Halved(inner=local), {"control": [torch.zeros(1, 2).double()]}
     with pytest.raises(ValueError, match=r"multiplies the learning rate by 0\.5"):
@@ -348,6 +348,6 @@ def test_secure_aggregation_needs_a_bound_of_the_control(tmp_path: Path) -> None
 def test_a_trainer_of_ones_own_that_knows_no_control_is_refused() -> None:
     """It would silently train without control variates."""
     settings = settings_of(scaffold().local)
-    honours = ("epochs", "batch_size", "learning_rate", "shuffle")
+    honors = ("epochs", "batch_size", "learning_rate", "shuffle")
     with pytest.raises(SettingsRefused, match="control"):
-        require_honoured(settings, honours, who="Mine")
+        require_honored(settings, honors, who="Mine")

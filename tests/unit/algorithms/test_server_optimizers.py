@@ -110,11 +110,11 @@ def test_statistics_move_by_their_mean_and_never_turn_negative(
     assert moved.to_tensors()["1.running_var"].tolist() == [0.25] * 3
     assert state["second_moment"].shape == (split,), "no moments for statistics"
     stepped = params.vector[:split] - moved.vector[:split]
-    assert bool((stepped > 0.1).all()), "the parameters did take the optimiser's step"
+    assert bool((stepped > 0.1).all()), "the parameters did take the optimizer's step"
 
 
 def test_parameters_that_nobody_changed_stay_where_they_are() -> None:
-    """A frozen parameter has a delta of zero, and the optimiser leaves it where it is."""
+    """A frozen parameter has a delta of zero, and the optimizer leaves it where it is."""
     params = vector_model(START)
     optimizer = adaptive(SecondMoment.YOGI)
     moved, _ = optimizer.step(params, torch.zeros_like(params.vector), optimizer.init(params))

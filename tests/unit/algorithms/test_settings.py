@@ -23,7 +23,7 @@ from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.settings import (
     own_classes,
-    require_honoured,
+    require_honored,
     settings_names,
     settings_of,
     transforms_from,
@@ -171,7 +171,7 @@ BASIC = ("epochs", "batch_size", "learning_rate")
 
 
 @pytest.mark.parametrize(
-    ("local", "honoured", "refused"),
+    ("local", "honored", "refused"),
     [
         (SGD, BASIC, None),
         (SGD, ("epochs", "batch_size"), "'learning_rate', which is 0.1"),
@@ -187,23 +187,23 @@ BASIC = ("epochs", "batch_size", "learning_rate")
     ],
 )
 def test_a_setting_that_a_trainer_would_ignore_is_refused(
-    local: LocalUpdate, honoured: tuple[str, ...], refused: str | None
+    local: LocalUpdate, honored: tuple[str, ...], refused: str | None
 ) -> None:
-    """The message has its name and value. A setting at its default need not be honoured."""
+    """The message has its name and value. A setting at its default need not be honored."""
     if refused is None:
-        require_honoured(settings_of(local), honoured, who="Mine")
+        require_honored(settings_of(local), honored, who="Mine")
     else:
-        with pytest.raises(SettingsRefused, match=f"Mine does not honour the setting {refused}"):
-            require_honoured(settings_of(local), honoured, who="Mine")
+        with pytest.raises(SettingsRefused, match=f"Mine does not honor the setting {refused}"):
+            require_honored(settings_of(local), honored, who="Mine")
 
 
-def test_transforms_are_the_sessions_to_honour() -> None:
+def test_transforms_are_the_sessions_to_honor() -> None:
     """The session clips the update, whichever trainer made it."""
     settings = settings_of(SGD, [ClippedUpdates(update_clip_norm=3.0)])
-    require_honoured(settings, BASIC, who="Mine")
+    require_honored(settings, BASIC, who="Mine")
 
 
-def test_our_own_trainer_honours_all_that_it_knows() -> None:
+def test_our_own_trainer_honors_all_that_it_knows() -> None:
     """The standard updates' fields, and those of the classes that it was given."""
     names = settings_names([SignSgd])
     assert {"rate", "SignSgd", "momentum", "beta_1", "proximal", "warmup_steps"} <= names

@@ -115,7 +115,7 @@ def zero(terms: Terms) -> Contribution:
 
 
 def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MaskExpander) -> None:
-    """One neighbour never shared its secrets, so its mask is removed. Masks are used only once."""
+    """One neighbor never shared its secrets, so its mask is removed. Masks are used only once."""
     states, packets = shared()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)

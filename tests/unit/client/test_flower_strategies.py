@@ -38,7 +38,7 @@ def torch_trainer(_: Node) -> LocalTrainer:
 class Own:
     """A trainer that adds the setting ``step`` to every number."""
 
-    honours: Collection[str] = ("step",)
+    honors: Collection[str] = ("step",)
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         step = context.settings.get("step", 0.0)
@@ -109,7 +109,7 @@ REQUIRED = Policy(secure_aggregation=SecureAggregationPolicy(required=True))
         (lambda: reply_of(kind="evaluate", policy=REQUIRED), "secure_aggregation.required"),
         (lambda: reply_of(policy=Policy(max_epochs=2), local_epochs=3), "max_epochs"),
         (lambda: reply_of(kind="evaluate", policy=Policy(evaluate=False)), "evaluate"),
-        (lambda: reply_of(warmth=3), "does not honour the setting 'warmth', which is 3"),
+        (lambda: reply_of(warmth=3), "does not honor the setting 'warmth', which is 3"),
         (lambda: reply_of(clipping_norm=1.0, mods=[fixedclipping_mod]), "'clipping_norm'"),
         (lambda: reply_of(lr=-1.0), "learning_rate"),
         (lambda: reply_of(lr="much"), "'learning_rate' is 'much'"),

@@ -15,17 +15,17 @@ from fedlearn.training.trainer import LocalEvaluation
 
 SOURCE = """
 from dataclasses import dataclass
-from neighbour import NUM
+from neighbor import NUM
 
 @dataclass
 class Trainer:
     num_examples: int = NUM
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...
 
 class Half:
-    honours = ()
+    honors = ()
     def train(self, tensors, *, context): ...
 
 class Silent:
@@ -40,7 +40,7 @@ value = 3
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file with a trainer, next to a module that it imports."""
     monkeypatch.syspath_prepend(tmp_path)  # undoes what loading adds
-    (tmp_path / "neighbour.py").write_text("NUM = 17\n")
+    (tmp_path / "neighbor.py").write_text("NUM = 17\n")
     path = tmp_path / "my_trainer.py"
     path.write_text(SOURCE)
     return path
@@ -107,7 +107,7 @@ def test_a_trainer_in_a_script_is_found_by_its_file(main: ModuleType) -> None:
         ("{file}:Missing", "no class or function Missing"),
         ("{file}:value", "no class or function value"),
         ("{file}:Half", "without a method evaluate"),
-        ("{file}:Silent", "without `honours`, .*; add them, such as `honours = "),
+        ("{file}:Silent", "without `honors`, .*; add them, such as `honors = "),
         ("nowhere.py:Trainer", "no file nowhere.py"),
     ],
 )
@@ -145,7 +145,7 @@ def test_what_is_there_is_not_refused(file: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["from neighbour import *", "if True: from neighbour import *", "def __getattr__(n): ..."],
+    ["from neighbor import *", "if True: from neighbor import *", "def __getattr__(n): ..."],
 )
 def test_a_name_that_may_come_into_being_is_not_refused(file: Path, line: str) -> None:
     """A module that creates names at run time cannot be checked by reading it."""

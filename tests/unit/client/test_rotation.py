@@ -44,7 +44,7 @@ TERMS = Terms(
     adversary=Adversary.ACTIVE_SERVER,
     topology=Topology.COMPLETE,
     num_clients=3,
-    num_neighbours=2,
+    num_neighbors=2,
     threshold=2,
     quorum=2,
     min_survivors=2,
@@ -125,7 +125,7 @@ def test_a_client_that_is_not_enrolled_has_nothing_to_rotate(home: Home) -> None
 
 
 def test_a_new_invitation_of_the_same_deployment_goes_on_with_the_chain(home: Home) -> None:
-    """Otherwise other clients would not recognise a client that enrolled again."""
+    """Otherwise other clients would not recognize a client that enrolled again."""
     first = enrolled(home, invitation(b"1"))
     second = enrolled(home, invitation(b"2"))
     assert second.lineage.first_key == first.identity.public_key

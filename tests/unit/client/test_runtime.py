@@ -68,7 +68,7 @@ from fedlearn.transport.content import compute_digest, encode_signed_reply
 
 WAIT_S = 60.0  # exceeded only by a hang
 #: The settings of the requests below.
-HONOURED = ("epochs", "batch_size", "learning_rate")
+HONORED = ("epochs", "batch_size", "learning_rate")
 EVALUATE = EvaluateRequest(round_num=0, tensors={"weight": torch.zeros(3)})
 
 
@@ -258,7 +258,7 @@ class Stepper:
     num_steps: int = 3
     is_free: threading.Event = field(default_factory=threading.Event)
     begun: "queue.Queue[int]" = field(default_factory=queue.Queue)
-    honours: Collection[str] = HONOURED
+    honors: Collection[str] = HONORED
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         first = int(context.control.load().get("step", torch.tensor(0)))
@@ -291,7 +291,7 @@ class Stepper:
 class Quick:
     """A trainer without data that finishes at once."""
 
-    honours = HONOURED
+    honors = HONORED
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         finished = context.state.get("finished", torch.tensor(0)) + 1

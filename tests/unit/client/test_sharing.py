@@ -60,7 +60,7 @@ def trainer():
     return TorchTrainer.of(model, Examples(), device="cpu")
 
 
-def normalised():
+def normalized():
     layers = lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
     return TorchTrainer.of(layers, Examples(), device="cpu")
 
@@ -86,7 +86,7 @@ def drifting():
 
 
 class Own:
-    honours = ()
+    honors = ()
 
     def train(self, tensors, *, context): ...
 
@@ -263,7 +263,7 @@ def test_settings_that_all_refuse_leave_the_workers_where_they_are(shared: Share
     ("name", "words"),
     [
         ("Own", "num_workers is 2, but the trainer is a Own with its own training loop"),
-        ("normalised", r"layer 1 \(BatchNorm1d\) computes with all examples of a batch"),
+        ("normalized", r"layer 1 \(BatchNorm1d\) computes with all examples of a batch"),
         (
             "divided",
             "process 2 of the 2 .* has different examples, a different model or different limits",

@@ -116,14 +116,14 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.linux
-def test_names_are_synchronised_after_the_rename(
+def test_names_are_synchronized_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First the content, then the rename, then the folder: any other order can lose the file."""
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
-    def synchronised(descriptor: int) -> None:
+    def synchronized(descriptor: int) -> None:
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         steps.append("folder" if is_folder else "content")
         fsync(descriptor)
@@ -132,7 +132,7 @@ def test_names_are_synchronised_after_the_rename(
         steps.append("name")
         return replace(path, target)
 
-    monkeypatch.setattr(os, "fsync", synchronised)
+    monkeypatch.setattr(os, "fsync", synchronized)
     monkeypatch.setattr(Path, "replace", replaced)
     write_private(tmp_path / "file", b"content")
     assert steps == ["content", "name", "folder"]

@@ -79,7 +79,7 @@ def test_who_failed_and_reported_when_a_buffer_asked_again_has_reported() -> Non
 
 
 def test_what_all_fail_of_is_nobodys_fault() -> None:
-    """For example an aborted secure aggregation, or a request that no client can fulfil."""
+    """For example an aborted secure aggregation, or a request that no client can fulfill."""
     aside = list[ClientId]()
     failing = watched(aside, after=1)
     failing.record(attempt(c3=Status.FAILED, c4=Status.FAILED))

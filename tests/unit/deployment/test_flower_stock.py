@@ -595,7 +595,7 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
         ('algorithm.name="{file}:clipping"', "algorithm.name: .* transforms updates"),
     ],
 )
-def test_what_other_apps_cannot_honour_is_refused(
+def test_what_other_apps_cannot_honor_is_refused(
     overrides: str, named: str, tmp_path: Path
 ) -> None:
     """When the run is built, with the key, before any node is asked."""

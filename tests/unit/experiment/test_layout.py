@@ -1,4 +1,4 @@
-"""Tables and labelled facts, on terminals of any width and in pipes."""
+"""Tables and labeled facts, on terminals of any width and in pipes."""
 
 import pytest
 from rich.cells import cell_len

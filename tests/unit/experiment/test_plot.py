@@ -117,7 +117,7 @@ def test_many_rounds_share_a_bar_at_their_mean() -> None:
     assert asked.get_title(loc="left") == "Participation, mean of 9 rounds"
 
 
-def test_runs_lie_over_each_other_in_their_own_colours() -> None:
+def test_runs_lie_over_each_other_in_their_own_colors() -> None:
     """Each is named. Participation is shown as shares, since the numbers of rounds differ."""
     runs = [history([0.2, 0.7]), history([0.3, 0.4, 0.5], name="calm-lynx-20")]
     by_round, losses, _, shares = draw(runs).axes
@@ -127,8 +127,8 @@ def test_runs_lie_over_each_other_in_their_own_colours() -> None:
         "brisk-otter-17: best 0.7000",
         "calm-lynx-20: best 0.5000",
     ]
-    colours = [line.get_color() for line in losses.get_lines()]
-    assert colours[0] == colours[1] != colours[2] == colours[3]
+    colors = [line.get_color() for line in losses.get_lines()]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
     widths = [[patch.get_width() for patch in container] for container in shares.containers]
     assert widths[0] == [pytest.approx(100 * 6 / 9), pytest.approx(100 * 9 / 13)]
 

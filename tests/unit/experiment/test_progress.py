@@ -87,7 +87,7 @@ def plain(rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> list[str]
 def terminal(
     rounds: tuple[RoundRecord, ...], record: RunRecord = RUN, *, width: int = 100
 ) -> list[str]:
-    """Return the lines that a colour terminal shows."""
+    """Return the lines that a color terminal shows."""
     stream = StringIO()
     console = Console(file=stream, force_terminal=True, color_system="truecolor", width=width)
     told(TerminalProgress(console), rounds, record)
@@ -341,7 +341,7 @@ def test_the_watched_metric_has_the_first_column_and_stands_out_by_its_direction
     assert " dose=3.0000 loss=- " in plain(rounds, watching)[2]
 
 
-def test_a_terminal_without_colours_gets_none() -> None:
+def test_a_terminal_without_colors_gets_none() -> None:
     """NO_COLOR and dumb terminals are respected."""
     stream = StringIO()
     console = Console(file=stream, force_terminal=True, color_system=None, width=100)
@@ -369,7 +369,7 @@ def test_a_command_is_not_broken_over_lines() -> None:
 
 
 def test_the_stream_decides_unless_json_is_asked_for() -> None:
-    """A pipe gets plain lines, a (pseudo-)terminal coloured ones."""
+    """A pipe gets plain lines, a (pseudo-)terminal colored ones."""
     controller, device = os.openpty()
     with os.fdopen(controller), os.fdopen(device, "w") as terminal_stream:
         assert isinstance(choose_printer(terminal_stream, as_json=False), TerminalProgress)
@@ -439,7 +439,7 @@ def test_a_narrow_terminal_has_the_columns_that_matter(width: int, columns: list
 
 
 def bare(line: str) -> str:
-    """Return a line without its colours."""
+    """Return a line without its colors."""
     return re.sub(r"\x1b\[[0-9;]*m", "", line)
 
 

@@ -68,7 +68,7 @@ def rewrite(database: Database, name: str, change: Callable[[Tree], Tree]) -> No
 
 @pytest.mark.slow
 def test_every_key_may_be_younger_than_a_run() -> None:
-    """For each key, its default gives the behaviour of versions without it."""
+    """For each key, its default gives the behavior of versions without it."""
     tree = tree_of(Config())
     for key in [key for key, _ in iterate_leaves(tree)]:
         assert config_of(replace(RUN, config=without(tree, key))) == Config(), key

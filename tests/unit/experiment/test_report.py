@@ -177,7 +177,7 @@ def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) ->
 
 
 def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
-    """Each cell is coloured by the client's status, with a tooltip."""
+    """Each cell is colored by the client's status, with a tooltip."""
     cells = re.findall(r"<title>client (\d+), round (\d+): (\w+)</title>", usual)
     assert sorted((int(c), int(r), s) for c, r, s in cells) == [
         *((1, 1, "reported"), (1, 2, "reported"), (1, 3, "reported")),
@@ -366,7 +366,7 @@ def test_a_thousand_rounds_of_a_thousand_clients_stay_small() -> None:
 
 @pytest.mark.slow
 def test_a_column_of_several_rounds_shows_the_worst() -> None:
-    """Failed over late over reported, in the image's own colours."""
+    """Failed over late over reported, in the image's own colors."""
     kinds = {0: (GOOD, BAD), 1: (LATE, GOOD), 2: (GOOD, GOOD)}
     rounds = [
         finished(k, {c: statuses[k % 2] for c, statuses in kinds.items()}) for k in range(1200)
@@ -389,7 +389,7 @@ def test_the_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_the_page_has_a_light_and_a_dark_look(usual: str) -> None:
-    """Both define the same colours; black in drawings is replaced by a themed colour."""
+    """Both define the same colors; black in drawings is replaced by a themed color."""
     assert "#000000" not in re.sub(r"var\(--000000, #000000\)", "", usual)
     assert "--000000: var(--ink)" in usual
     light, dark = (

@@ -10,7 +10,7 @@ from fedlearn.assembly.user_code import UserDevices
 from fedlearn.core.cluster import Alone
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 
 ASKED = DeviceRound(
     client_ids=np.asarray([7, 4]),

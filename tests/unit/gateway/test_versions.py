@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedlearn.algorithms.local import LocalSgd
-from fedlearn.algorithms.settings import require_honoured, settings_of, update_from
+from fedlearn.algorithms.settings import require_honored, settings_of, update_from
 from fedlearn.core import codec
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import decode, encode
@@ -125,8 +125,8 @@ def test_a_request_of_the_version_before_is_read_and_trained() -> None:
     assert isinstance(read, TrainRequest)
     assert read.tensors["w"].tolist() == [1.0, -2.0]
     assert update_from(read.settings) == LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
-    honoured = {"epochs", "batch_size", "learning_rate"}
-    require_honoured(read.settings, honoured, who="a trainer of one's own")
+    honored = {"epochs", "batch_size", "learning_rate"}
+    require_honored(read.settings, honored, who="a trainer of one's own")
 
 
 @pytest.mark.parametrize("version", [0, 3, 6, 255])

@@ -54,7 +54,7 @@ def test_each_key_has_its_place(identities: Identities) -> None:
 
 
 def test_a_lineage_only_grows(identities: Identities) -> None:
-    """The old lineage is a prefix of the new one, so peers that stored it recognise the new one."""
+    """The old lineage is a prefix of the new one, so peers that stored it recognize the new one."""
     assert lineage_of(identities).to_bytes().startswith(lineage_of(identities[:3]).to_bytes())
 
 

@@ -121,8 +121,8 @@ def test_a_distillation_is_told_of_and_can_be_called_off() -> None:
 
 def test_labels_of_the_coordinators_examples_are_not_looked_at() -> None:
     base, other = Params.of(network()), task()
-    labelled = TensorData(FEATURES, torch.zeros(12).long(), device=FEATURES.device)
-    other = replace(other, stream=Shuffled(labelled, seed=Seed(1)))
+    labeled = TensorData(FEATURES, torch.zeros(12).long(), device=FEATURES.device)
+    other = replace(other, stream=Shuffled(labeled, seed=Seed(1)))
     given = updates(*torch.randn(2, base.layout.size).double(), weights=(1.0, 1.0))
     found = [rule(base, of=each).combine(given)["delta"] for each in (task(), other)]
     assert torch.equal(*found)

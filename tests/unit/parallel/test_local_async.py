@@ -246,7 +246,7 @@ def test_what_each_process_would_have_of_its_own_is_refused(named: str) -> None:
 class Own:
     """A user-defined trainer."""
 
-    honours = ()
+    honors = ()
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise NotImplementedError
@@ -255,7 +255,7 @@ class Own:
         raise NotImplementedError
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
@@ -265,7 +265,7 @@ def test_trainers_whose_steps_cannot_be_divided_are_refused() -> None:
     with pytest.raises(DeploymentError, match="a Own with its own training loop"):
         Hogwild(own, num_processes=2)
     with pytest.raises(DeploymentError, match=r"layer 1 \(BatchNorm1d\) has batch statistics"):
-        Hogwild(TorchTrainer.of(normalised, *examples(), device="cpu"), num_processes=2)
+        Hogwild(TorchTrainer.of(normalized, *examples(), device="cpu"), num_processes=2)
     with pytest.raises(ValueError, match="num_processes is 0"):
         Hogwild(trainer(), num_processes=0)
 

@@ -81,7 +81,7 @@ def predicted(model: str, plan: TrainingPlan) -> Memory:
 
 
 def really(model: str, plan: TrainingPlan) -> StepMemory:
-    """Measure a step of a plain loop: forward and backward by micro-batch, then the optimiser."""
+    """Measure a step of a plain loop: forward and backward by micro-batch, then the optimizer."""
     make, shape = MAKES[model]
     module, (features, labels) = make(), examples(shape)
     if plan.spread.recompute:

@@ -1,4 +1,4 @@
-"""A training is the same on every mesh: its weights, its optimiser state, and every loss.
+"""A training is the same on every mesh: its weights, its optimizer state, and every loss.
 
 The reference is a loop in one process that uses nothing of the package. As a control, the same
 comparison detects each of several deliberate mistakes.
@@ -123,7 +123,7 @@ def plainly(
     return Outcome(losses, model.state_dict(), kept)
 
 
-#: An optimiser's state by parameter, and the function that takes a step, given the rate's factor.
+#: An optimizer's state by parameter, and the function that takes a step, given the rate's factor.
 Plain = tuple[Mapping[Tensor, dict[str, Tensor]], Callable[[float], None]]
 
 
@@ -178,7 +178,7 @@ class Case:
     Attributes:
         mesh: The mesh.
         micro: Number of micro-batches.
-        optimizer: Name of the optimiser.
+        optimizer: Name of the optimizer.
         mistake: A deliberate mistake, made in each process.
         settings: Further arguments of :func:`task_of`.
         num_steps: Number of steps to take.
@@ -312,7 +312,7 @@ def on_the_same_examples(patch: pytest.MonkeyPatch) -> None:
 # ---- what is trained ---------------------------------------------------------------------------
 
 #: Together with those in ACCEPTED, these have sixteen meshes. Most use several micro-batches, and
-#: some use other optimisers.
+#: some use other optimizers.
 CASES = [
     Case(Mesh(replicate=2)),
     Case(Mesh(replicate=2), micro=4, optimizer="sgd"),
@@ -429,7 +429,7 @@ def on_mesh(case: Case) -> Outcome:
 
 @pytest.fixture(scope="module")
 def plain() -> Mapping[str, Outcome]:
-    """Outcomes of the plain loop, by optimiser."""
+    """Outcomes of the plain loop, by optimizer."""
     return {optimizer: plainly(optimizer) for optimizer in _OPTIMIZERS}
 
 

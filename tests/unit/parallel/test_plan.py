@@ -27,7 +27,7 @@ def plan(*, batch_size: int, **spread: Any) -> TrainingPlan:  # Any: as the fiel
     )
 
 
-def test_neighbours_in_rank_share_a_matrix_and_stages_lie_apart() -> None:
+def test_neighbors_in_rank_share_a_matrix_and_stages_lie_apart() -> None:
     mesh = Mesh(pipeline=2, replicate=3, shard=2, tensor=2)
     places = [mesh.coordinates(rank) for rank in range(mesh.world_size)]
     assert len(set(places)) == 24

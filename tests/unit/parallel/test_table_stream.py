@@ -105,7 +105,7 @@ def test_rows_are_shuffled_across_row_groups_of_a_window(tmp_path: Path) -> None
     assert set(first.tolist()) != set(np.unique(labels[4000:5000] // 100).tolist())
     assert first.tolist() != list(range(10))
     changes = np.diff(labels[:1000] // 100) != 0
-    assert changes.mean() > 0.8  # 0.9 of neighbours are expected to be from two row groups
+    assert changes.mean() > 0.8  # 0.9 of neighbors are expected to be from two row groups
 
 
 def test_what_fits_into_a_window_is_shuffled_as_a_whole_and_read_once(tmp_path: Path) -> None:

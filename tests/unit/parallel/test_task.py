@@ -28,12 +28,12 @@ def of(model: Callable[[], nn.Module], **settings: Any) -> Task:  # Any: as of t
     return replace(task_of(**settings), make_model=model)
 
 
-def normalised() -> nn.Module:
+def normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(8))))
 
 
 def frozen() -> nn.Module:
-    return normalised().eval()  # a training puts it into training mode again
+    return normalized().eval()  # a training puts it into training mode again
 
 
 class NoChain(nn.Module):
@@ -90,13 +90,13 @@ SHARDS = Mesh(shard=2)
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (normalised, GPIPE, r"layer 1\.norm .* keeps batch statistics, .* set pipeline to 1"),
-        (normalised, {"recompute": True}, r"layer 1\.norm .* twice.* recompute to false"),
+        (normalized, GPIPE, r"layer 1\.norm .* keeps batch statistics, .* set pipeline to 1"),
+        (normalized, {"recompute": True}, r"layer 1\.norm .* twice.* recompute to false"),
         (tied, STAGES, r"'0\.weight' and '2\.weight' are one .* mesh pipeline 2 .* be two"),
         (tied, {"mesh": Mesh(tensor=2)}, r"'0\.weight' and '2\.weight' are one parameter"),
         (half_frozen, STAGES, r"stage 0 \(0\.weight, 0\.bias\) is frozen"),
         (Scaled, {"mesh": SHARDS}, r"'scale' is a scalar .* cannot be sharded; .* shape \[1\]"),
-        (normalised, {"mesh": PAIR}, r"layer 1\.norm \(BatchNorm1d\) .* in 2 parts.*GroupNorm"),
+        (normalized, {"mesh": PAIR}, r"layer 1\.norm \(BatchNorm1d\) .* in 2 parts.*GroupNorm"),
         (frozen, {"num_micro_batches": 4}, r"layer 1\.norm \(BatchNorm1d\) .* in 4 parts"),
         (NoChain, STAGES, "pipeline is 2, but the model is a NoChain, .* nn.Sequential"),
         (
@@ -132,7 +132,7 @@ def test_a_model_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        (normalised, {}),
+        (normalized, {}),
         (NoChain, {"mesh": PAIR}),
         (odd, {"mesh": Mesh(tensor=3)}),
         (tied, {"mesh": PAIR}),

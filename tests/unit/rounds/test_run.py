@@ -32,8 +32,8 @@ from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan
 from fedlearn.rounds.run import EarlyStopping, RunPlan, RunState, _summarize_failures, train
-from fedlearn.simulation.behaviour import (
-    Behaviour,
+from fedlearn.simulation.behavior import (
+    Behavior,
     LognormalBandwidth,
 )
 from fedlearn.simulation.engine import Engine
@@ -589,7 +589,7 @@ def start(dtype: torch.dtype = torch.float32) -> Params:
 def simulated(
     algorithm: Algorithm, *, dtype: torch.dtype = torch.float32, num_rounds: int = 6
 ) -> RunPlan:
-    """Build a new plan with engine, behaviour and evaluator, as a new process would."""
+    """Build a new plan with engine, behavior and evaluator, as a new process would."""
     sizes = [8, 14, 7, 11, 12, 10, 15, 6]  # BatchNorm refuses batches of one example
     num_examples = sum(sizes)
     generator = torch.Generator().manual_seed(1)
@@ -605,7 +605,7 @@ def simulated(
     policy = replace(POLICY, num_wanted=4, over_selection=1.5, deadline_s=3.0)
     collector = Engine(
         population=population,
-        behaviour=Behaviour(
+        behavior=Behavior(
             median_ms_per_example=30.0,
             speed_sigma=0.5,
             bandwidth=LognormalBandwidth(median_mbit_per_s=1.0, sigma=0.5),

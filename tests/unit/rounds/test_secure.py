@@ -111,7 +111,7 @@ class Fixed:
 
     client_id: int
     scale: float = 1.0
-    honours: Collection[str] = ("epochs", "batch_size", "learning_rate")
+    honors: Collection[str] = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         change = self.scale * (self.client_id + 1) / 10
@@ -488,7 +488,7 @@ def test_a_false_vector_ends_the_session_or_passes_within_the_clip() -> None:
     assert "ended at the stage `unmask`" in reasons.pop()
 
 
-def test_a_round_of_a_server_optimiser_runs_on_the_sum_and_stays_where_there_is_none() -> None:
+def test_a_round_of_a_server_optimizer_runs_on_the_sum_and_stays_where_there_is_none() -> None:
     """The round does not know how its updates were collected."""
     algorithm = FedAdam(LOCAL, server_learning_rate=0.1, beta_1=0.9, beta_2=0.99, tau=1e-3)
     for silent, moved in ({}, True), (dict.fromkeys(COHORT[:3], Stage.MASK), False):

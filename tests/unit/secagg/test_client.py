@@ -41,7 +41,7 @@ TERMS = Terms(
     adversary=Adversary.HONEST_BUT_CURIOUS,
     topology=Topology.COMPLETE,
     num_clients=4,
-    num_neighbours=3,
+    num_neighbors=3,
     threshold=2,
     quorum=3,
     min_survivors=2,
@@ -102,7 +102,7 @@ def shared() -> tuple[dict[ClientId, ClientState], dict[ClientId, messages.Packe
 
 
 def test_masks_expanded_ahead_are_those_that_are_sent() -> None:
-    """One neighbour did not share in the meantime, so its mask is taken out again."""
+    """One neighbor did not share in the meantime, so its mask is taken out again."""
     states, packets, _ = shared()
     client, state = CAST.clients[IDS[1]], states[IDS[1]]
     step = state.step

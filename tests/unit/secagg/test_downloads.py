@@ -20,7 +20,7 @@ def terms_of(parameters: Parameters) -> Terms:
         terms_for(10_000),
         topology=parameters.assumptions.topology,
         num_clients=parameters.num_clients,
-        num_neighbours=parameters.num_neighbours,
+        num_neighbors=parameters.num_neighbors,
         threshold=parameters.threshold,
         quorum=parameters.quorum,
         min_survivors=parameters.min_survivors,
@@ -67,7 +67,7 @@ def downloads(terms: Terms) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_a_download_grows_with_the_neighbours_and_the_logarithm_of_the_cohort() -> None:
+def test_a_download_grows_with_the_neighbors_and_the_logarithm_of_the_cohort() -> None:
     """Four times the clients cost 1.6 times the bytes: a larger k, deeper proofs; plus bitmaps."""
     small, large = (downloads(terms_of(parameters_of(n, Topology.SPARSE))) for n in (1_000, 4_000))
     assert small[0] < 41_000

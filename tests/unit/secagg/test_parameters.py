@@ -16,7 +16,7 @@ from fedlearn.secagg.parameters import (
     is_connected,
     lowest_quorum,
     lowest_threshold,
-    max_corrupted_neighbours,
+    max_corrupted_neighbors,
     num_corrupted,
     num_holders,
 )
@@ -59,7 +59,7 @@ def test_sparse_graphs_have_the_published_sizes(
 ) -> None:
     """With a tenth corrupted, a tenth dropped, sigma = 40 and eta = 30."""
     found = derive(n, assumptions=assume(adversary, Topology.SPARSE))
-    assert (found.num_neighbours, found.threshold) == (k, t)
+    assert (found.num_neighbors, found.threshold) == (k, t)
 
 
 @pytest.mark.parametrize("n", [3, 10, 30, 100, 101])
@@ -90,7 +90,7 @@ def test_the_tail_is_that_of_the_exact_distribution() -> None:
     """In rational numbers, P[more than a] is within the bound, and P[more than a - 1] is not."""
     for n, k, corrupted in ((100, 22, 10), (300, 76, 30)):
         given = assume(CURIOUS, Topology.SPARSE)
-        a = max_corrupted_neighbours(n, k, roster_size=n, assumptions=given)
+        a = max_corrupted_neighbors(n, k, roster_size=n, assumptions=given)
         others, ways = n - 1, math.comb(n - 1, k)
 
         def above(
@@ -141,7 +141,7 @@ def first_that_holds(n: int, given: Assumptions) -> tuple[int, int] | None:
     for k in range(2, fewest - 1, 2):
         if not is_active and not is_connected(n, k, assumptions=given):
             continue
-        answering = k - max_corrupted_neighbours(n, k, roster_size=n, assumptions=dropping)
+        answering = k - max_corrupted_neighbors(n, k, roster_size=n, assumptions=dropping)
         t = lowest_threshold(n, k, roster_size=fewest, assumptions=given)
         if t <= answering:
             return k, t
@@ -163,7 +163,7 @@ def test_the_least_k_that_holds_is_found_without_a_look_at_each(
             derive(n, assumptions=given)
     else:
         chosen = derive(n, assumptions=given)
-        assert (chosen.num_neighbours, chosen.threshold) == expected
+        assert (chosen.num_neighbors, chosen.threshold) == expected
 
 
 def test_what_holds_in_no_sparse_graph_is_refused_promptly() -> None:
@@ -183,7 +183,7 @@ def test_impossible_fractions_are_refused(name: str, value: float) -> None:
 
 def test_the_choice_is_printed_with_its_formulas() -> None:
     told = dict(derive(1000, assumptions=assume(ACTIVE, Topology.SPARSE)).explain())
-    assert told["neighbours"] == "k = 172, of them corrupted a = 71, more with P <= 2^-106"
+    assert told["neighbors"] == "k = 172, of them corrupted a = 71, more with P <= 2^-106"
     assert "t = 127, the least with 2t > h + a = 243 and t >= k/2 + c = 127" in told["threshold"]
     assert "c = 41 corrupted each with P <= 2^-106, whichever clients drop out" in told["cut"]
     assert "of 1000 signatures 114 are opened, of 900 135; with fewer than q real" in told["audit"]

@@ -109,7 +109,7 @@ def test_a_client_bounds_what_its_sample_of_signatures_holds_with() -> None:
 def test_a_threshold_above_the_holders_is_refused() -> None:
     """No secret of this client could ever be recovered. Control: a threshold of all holders."""
     given = terms(300, Adversary.HONEST_BUT_CURIOUS, Topology.SPARSE, corruption=0.1)
-    k = given.num_neighbours
+    k = given.num_neighbors
     policy(0.1).judge(replace(given, threshold=k))
     with pytest.raises(PolicyViolation, match=f"threshold.*{k + 1}.*at most {k}"):
         policy(0.1).judge(replace(given, threshold=k + 1))

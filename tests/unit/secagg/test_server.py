@@ -49,7 +49,7 @@ def terms(*, topology: Topology, min_survivors: int, threshold: int) -> Terms:
         adversary=Adversary.HONEST_BUT_CURIOUS,
         topology=topology,
         num_clients=9,
-        num_neighbours=8 if topology is Topology.COMPLETE else 4,
+        num_neighbors=8 if topology is Topology.COMPLETE else 4,
         threshold=threshold,
         quorum=5,
         min_survivors=min_survivors,

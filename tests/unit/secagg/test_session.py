@@ -18,7 +18,7 @@ SPARSE = Terms(
     adversary=Adversary.HONEST_BUT_CURIOUS,
     topology=Topology.SPARSE,
     num_clients=12,
-    num_neighbours=4,
+    num_neighbors=4,
     threshold=3,
     quorum=7,
     min_survivors=2,
@@ -31,7 +31,7 @@ SPARSE = Terms(
     ),
 )
 ACTIVE = replace(SPARSE, adversary=Adversary.ACTIVE_SERVER)
-COMPLETE = replace(SPARSE, topology=Topology.COMPLETE, num_neighbours=11, threshold=5)
+COMPLETE = replace(SPARSE, topology=Topology.COMPLETE, num_neighbors=11, threshold=5)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ COMPLETE = replace(SPARSE, topology=Topology.COMPLETE, num_neighbours=11, thresh
     [
         (replace(SPARSE, min_survivors=9), 9, "8 clients in the roster, the least is 9"),
         (ACTIVE, 7, "6 clients in the roster, the quorum is 7"),
-        (SPARSE, 6, "5 clients are too few for a sparse graph with 4 neighbours"),
+        (SPARSE, 6, "5 clients are too few for a sparse graph with 4 neighbors"),
         (COMPLETE, 5, "4 holders, the threshold is 5"),
     ],
 )

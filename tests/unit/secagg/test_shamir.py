@@ -29,7 +29,7 @@ def test_any_three_of_six_shares_give_every_secret() -> None:
 
 
 def test_owners_with_different_holders_are_combined_together() -> None:
-    """As in a sparse graph, where each client has different neighbours."""
+    """As in a sparse graph, where each client has different neighbors."""
     rng = np.random.default_rng(0)
     secrets = [SecretBytes.generate(32) for _ in range(20)]
     rows, chosen = [], []

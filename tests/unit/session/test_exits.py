@@ -24,7 +24,7 @@ from fedlearn.training.trainer import (
 class Exiting:
     """A trainer that raises what ``except Exception`` does not catch."""
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

@@ -51,7 +51,7 @@ class Answering:
     """A trainer whose result is ``answer(tensors)``."""
 
     answer: Answer
-    honours = ()
+    honors = ()
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         result: LocalResult = self.answer(dict(tensors))
@@ -270,7 +270,7 @@ def test_a_trainer_that_loads_a_copy_is_not() -> None:
     assert isinstance(reply_of(answer), TrainReply)
 
 
-def test_a_setting_that_is_not_honoured_is_refused_before_training() -> None:
+def test_a_setting_that_is_not_honored_is_refused_before_training() -> None:
     """The error names the setting."""
 
     def never(_: object) -> LocalResult:
@@ -279,7 +279,7 @@ def test_a_setting_that_is_not_honoured_is_refused_before_training() -> None:
     local = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
     reply = reply_of(never, settings_of(replace(local, momentum=0.9)))
     assert isinstance(reply, Failure)
-    assert "Answering does not honour the setting 'epochs'" in reply.reason
+    assert "Answering does not honor the setting 'epochs'" in reply.reason
 
 
 def evaluated(answer: Answer) -> Reply:

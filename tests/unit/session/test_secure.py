@@ -84,7 +84,7 @@ class Trainer:
         self.num_examples = num_examples
         self.is_cancelled = is_cancelled
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         if self.is_cancelled:
@@ -241,7 +241,7 @@ def test_terms_below_the_policy_are_refused_in_words() -> None:
 
 
 def test_keys_that_a_coordinator_tells_of_are_pinned_and_never_change() -> None:
-    """A client without pins learns its neighbours' keys from its first roster."""
+    """A client without pins learns its neighbors' keys from its first roster."""
     desk = Desk([Trainer(), Trainer(), Trainer()])
     told = dict(desk.identities)
     for i, session in enumerate(desk.sessions):

@@ -37,7 +37,7 @@ class Counting:
 
     contexts: list[TrainContext] = field(default_factory=list)
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         self.contexts.append(context)
@@ -56,7 +56,7 @@ class Counting:
 class Leaking:
     """A trainer whose errors quote its data."""
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         raise RuntimeError("patient Alice has value 42")
@@ -141,7 +141,7 @@ class Raising:
 
     error: Exception
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         patient = "ecilA"[::-1]
@@ -207,7 +207,7 @@ class CalledOff(NullControl):
 class Attentive(Counting):
     """A trainer that checks for cancellation before it trains or evaluates."""
 
-    honours = ("epochs", "batch_size", "learning_rate")
+    honors = ("epochs", "batch_size", "learning_rate")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         context.control.check()

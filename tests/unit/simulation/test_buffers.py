@@ -25,7 +25,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.simulation.population import BootstrapPopulation
@@ -107,7 +107,7 @@ def plan(
     limits: Asynchrony,
     executor: ToTheirOwn,
     *,
-    behaviour: Table = Table(),
+    behavior: Table = Table(),
     strategy: Strategy | None = None,
     deadline_s: float = math.inf,
     block_size: int = 4,
@@ -130,7 +130,7 @@ def plan(
     )
     engine = Engine(
         population=population,
-        behaviour=behaviour,
+        behavior=behavior,
         executor=executor,
         policy=policy,
         cluster=Alone(),
@@ -285,7 +285,7 @@ def test_failures_are_told_and_others_take_their_place() -> None:
         plan(
             asynchrony(buffer_size=3, concurrency=5),
             executor,
-            behaviour=Table(failing=frozenset({7})),
+            behavior=Table(failing=frozenset({7})),
         ),
         num_rounds=5,
     )
@@ -305,14 +305,14 @@ def test_a_round_that_nobody_fills_has_no_aggregate() -> None:
     """It ends, although clients could be asked again without end."""
     everyone = Table(failing=frozenset(range(NUM_CLIENTS)))
     _, rounds = run(
-        plan(asynchrony(buffer_size=3, concurrency=5), ToTheirOwn(), behaviour=everyone),
+        plan(asynchrony(buffer_size=3, concurrency=5), ToTheirOwn(), behavior=everyone),
         num_rounds=1,
     )
     assert rounds[0].aggregate is None
     assert rounds[0].count(Status.FAILED) > 10
     never = Table(seconds=[math.inf] * NUM_CLIENTS)
     _, rounds = run(
-        plan(asynchrony(buffer_size=3, concurrency=5), ToTheirOwn(), behaviour=never), num_rounds=1
+        plan(asynchrony(buffer_size=3, concurrency=5), ToTheirOwn(), behavior=never), num_rounds=1
     )
     assert rounds[0].aggregate is None
 

@@ -97,7 +97,7 @@ def test_alone_a_sum_is_the_value() -> None:
     assert launch(body, num_workers=1, environment={}) == (pid, 2.0, "value")
 
 
-def test_torchrun_is_recognised_by_its_variables() -> None:
+def test_torchrun_is_recognized_by_its_variables() -> None:
     """Under torchrun, the processes exist already."""
     assert read_torchrun_size({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}) == 8
     assert read_torchrun_size({}) is None

@@ -30,7 +30,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import describe_unsound, is_sound
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.engine import Engine, deal, share_client_states
 from fedlearn.simulation.executors.base import TrainedBlock, Work
 from fedlearn.simulation.population import BootstrapPopulation
@@ -99,7 +99,7 @@ def collect(
     executor: Recording,
     cohort: list[int],
     *,
-    behaviour: Table | None = None,
+    behavior: Table | None = None,
     block_size: int = 4,
     num_wanted: int = 6,
     deadline_s: float = 100.0,
@@ -116,7 +116,7 @@ def collect(
     )
     engine = Engine(
         population=population(),
-        behaviour=behaviour or Table(),
+        behavior=behavior or Table(),
         executor=executor,
         policy=policy,
         cluster=Alone(),
@@ -218,8 +218,8 @@ def test_when_all_diverge_nothing_is_aggregated() -> None:
 def test_who_fails_or_is_late_is_not_trained() -> None:
     """Their examples are not even loaded."""
     executor = Recording()
-    behaviour = Table(failing=frozenset({0, 2}), duration_s={5: math.inf})
-    collected = collect(executor, list(range(8)), behaviour=behaviour, deadline_s=4.0)
+    behavior = Table(failing=frozenset({0, 2}), duration_s={5: math.inf})
+    collected = collect(executor, list(range(8)), behavior=behavior, deadline_s=4.0)
     assert [c for block in executor.blocks for c in block] == [1, 3, 4]
     assert with_status(collected, Status.FAILED) == [0, 2]
     assert with_status(collected, Status.LATE) == [6, 7, 5]
@@ -237,9 +237,9 @@ def test_an_empty_cohort_trains_nobody() -> None:
 
 def test_devices_are_told_what_they_transfer_and_compute() -> None:
     """The model's size both ways, and the number of examples times the number of epochs."""
-    behaviour = Table()
-    collect(Recording(), [0, 1], behaviour=behaviour)
-    assert behaviour.calls == [(PARAMS.num_bytes, PARAMS.num_bytes, 3 * LOCAL.epochs)]
+    behavior = Table()
+    collect(Recording(), [0, 1], behavior=behavior)
+    assert behavior.calls == [(PARAMS.num_bytes, PARAMS.num_bytes, 3 * LOCAL.epochs)]
 
 
 def test_reports_have_their_losses_and_examples() -> None:
@@ -253,7 +253,7 @@ def test_the_population_is_available_without_a_table() -> None:
     """The ids of a million clients are a range."""
     engine = Engine(
         population=population(),
-        behaviour=Table(),
+        behavior=Table(),
         executor=Recording(),
         policy=StragglerPolicy(
             num_wanted=1,
@@ -349,7 +349,7 @@ A_MILLION_CLIENTS = """
     from fedlearn.core.collecting import Status
     from fedlearn.core.params import Params
     from fedlearn.core.randomness import Seed
-    from fedlearn.simulation import behaviour
+    from fedlearn.simulation import behavior
     from fedlearn.simulation.cluster import launch
     from fedlearn.simulation.engine import Engine
     from fedlearn.simulation.executors.sequential import SequentialExecutor
@@ -368,9 +368,9 @@ A_MILLION_CLIENTS = """
             features=torch.randn(10_000, 64), labels=torch.randint(0, 10, (10_000,)),
             num_classes=10, num_clients=1_000_000, examples_per_client=20, seed=Seed(0),
         )
-        devices = behaviour.Behaviour(
+        devices = behavior.Behavior(
             median_ms_per_example=1.0, speed_sigma=1.0,
-            bandwidth=behaviour.LognormalBandwidth(median_mbit_per_s=5.0, sigma=1.0),
+            bandwidth=behavior.LognormalBandwidth(median_mbit_per_s=5.0, sigma=1.0),
             dropout_rate=0.05, round_jitter_sigma=0.1,
         )
         cpu = torch.device("cpu")
@@ -378,7 +378,7 @@ A_MILLION_CLIENTS = """
             make_model, CrossEntropy(), device=cpu, precision=Precision.FLOAT32
         )
         engine = Engine(
-            population=population, behaviour=devices, executor=SequentialExecutor(model),
+            population=population, behavior=devices, executor=SequentialExecutor(model),
             policy=policy, cluster=cluster, block_size=50,
         )
         plan = RoundPlan(

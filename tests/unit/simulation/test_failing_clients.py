@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.core.collecting import Status
 from fedlearn.errors import EngineError, RoundError
-from fedlearn.simulation.behaviour import DeviceRound
+from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import TrainedBlock
 from fedlearn.simulation.partition import Partition
@@ -163,7 +163,7 @@ class Failing:
 
     def __init__(self, features: Tensor, labels: Tensor, *, fails: bool) -> None:
         self.inner = TorchTrainer.of(plain, features, labels)
-        self.fails, self.honours = fails, self.inner.honours
+        self.fails, self.honors = fails, self.inner.honors
 
     def train(self, tensors: Mapping[str, Tensor], *, context: Any) -> Any:
         if self.fails:

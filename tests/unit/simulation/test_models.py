@@ -13,7 +13,7 @@ from fedlearn.simulation.models import Cnn, Logistic, Mlp
 
 @pytest.mark.parametrize("shape", [(64,), (1, 28, 28), (3, 8, 5)])
 def test_every_network_maps_a_batch_to_its_outputs(shape: tuple[int, ...]) -> None:
-    """Features of any shape are flattened; images may be small, coloured and rectangular."""
+    """Features of any shape are flattened; images may be small, colored and rectangular."""
     makers: list[Callable[[], nn.Module]] = [
         Logistic(feature_shape=shape, num_outputs=7),
         Mlp(feature_shape=shape, hidden=(5, 6), num_outputs=7),

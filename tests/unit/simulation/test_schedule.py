@@ -95,7 +95,7 @@ def test_weights_are_means_and_padding_weighs_nothing(local: LocalSgd, sizes: li
 
 
 @pytest.mark.parametrize(("sizes", "is_uniform"), [([8, 8], True), ([8, 4], False), ([6], False)])
-def test_equal_batches_are_recognised(sizes: list[int], *, is_uniform: bool) -> None:
+def test_equal_batches_are_recognized(sizes: list[int], *, is_uniform: bool) -> None:
     """A block is uniform if it has no padding and all clients finish at the same step."""
     local = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
     assert schedule_of(local, sizes).is_uniform is is_uniform

@@ -53,11 +53,11 @@ def plan(
     *,
     late: LateUpdates = LATE,
     policy: StragglerPolicy = POLICY,
-    behaviour: Table = BY_TABLE,
+    behavior: Table = BY_TABLE,
     block_size: int = 4,
 ) -> RoundPlan:
     limits = buffers.asynchrony(buffer_size=4, concurrency=4)
-    made = buffers.plan(limits, executor, behaviour=behaviour, block_size=block_size)
+    made = buffers.plan(limits, executor, behavior=behavior, block_size=block_size)
     assert isinstance(made.collector, Engine)
     engine = replace(made.collector, policy=policy, staleness=late)
     return replace(made, policy=policy, collector=engine, is_retried=True)
@@ -123,7 +123,7 @@ def test_nothing_is_counted_twice_and_nothing_is_lost(late: LateUpdates) -> None
     """A late client has a row in a later round or is still in flight, and trains only once."""
     executor = ToTheirOwn(diverging=frozenset({5}))
     failing = Table(failing=frozenset({6, 11}))
-    state, rounds = run(plan(executor, late=late, behaviour=failing), num_rounds=25)
+    state, rounds = run(plan(executor, late=late, behavior=failing), num_rounds=25)
     awaited = dict[int, int]()
     for number, row in rows(rounds):
         if row.status is Status.LATE:
@@ -196,7 +196,7 @@ def test_a_round_that_can_ask_nobody_closes_as_soon_as_those_at_work_have_answer
     policy = replace(
         POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=6, deadline_s=deadline_s
     )
-    made = plan(ToTheirOwn(), policy=policy, behaviour=Table(seconds=seconds))
+    made = plan(ToTheirOwn(), policy=policy, behavior=Table(seconds=seconds))
     state, first, _ = step(made, begun(made))
     assert first.count(Status.LATE) == NUM_CLIENTS
     assert first.duration_s == deadline_s
@@ -213,7 +213,7 @@ def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None
     policy = replace(
         POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=2, deadline_s=10.0
     )
-    made = plan(ToTheirOwn(), policy=policy, behaviour=Table(seconds=never))
+    made = plan(ToTheirOwn(), policy=policy, behavior=Table(seconds=never))
     state, _, _ = step(made, begun(made))
     state = replace(state, pending=tuple(each for each in state.pending if each.client_id == 0))
     nobody = replace(made, draw=lambda *_, **__: ())
@@ -239,7 +239,7 @@ def test_who_never_answers_holds_up_no_round() -> None:
     never = [math.inf if each == 3 else 1.0 + each for each in range(NUM_CLIENTS)]
     policy = replace(POLICY, deadline_s=math.inf, over_selection=1.0)
     late = replace(LATE, max_staleness=2)
-    made = plan(ToTheirOwn(), late=late, policy=policy, behaviour=Table(seconds=never))
+    made = plan(ToTheirOwn(), late=late, policy=policy, behavior=Table(seconds=never))
     _, rounds = run(made, num_rounds=5)
     assert all(math.isfinite(each.duration_s) for each in rounds)
     stale = [number for number, row in rows(rounds) if row.status is Status.STALE]

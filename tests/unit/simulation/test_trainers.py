@@ -18,7 +18,7 @@ from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.simulation.behaviour import Instant
+from fedlearn.simulation.behavior import Instant
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.trainers import MakeTrainer, TrainerExecutor
 from fedlearn.simulation.partition import Partition
@@ -54,7 +54,7 @@ class Noting:
     contexts: dict[int, list[TrainContext]] = field(default_factory=dict)
     changes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
-    honours = ()
+    honors = ()
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         self.contexts.setdefault(context.client_id, []).append(context)
@@ -82,7 +82,7 @@ def population() -> ArrayPopulation:
 def engine(make_trainer: MakeTrainer) -> Engine:
     return Engine(
         population=population(),
-        behaviour=Instant(),
+        behavior=Instant(),
         executor=TrainerExecutor(make_trainer),
         policy=POLICY,
         cluster=Alone(),

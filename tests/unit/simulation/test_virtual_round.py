@@ -68,7 +68,7 @@ def played(
             examples_per_client=1,
             seed=Seed(0),
         ),
-        behaviour=Table(durations_s, frozenset(i for i in cohort if kinds[i] == DROPS)),
+        behavior=Table(durations_s, frozenset(i for i in cohort if kinds[i] == DROPS)),
         executor=executor,
         policy=policy,
         cluster=Alone(),

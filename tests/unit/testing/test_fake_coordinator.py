@@ -120,7 +120,7 @@ class Spoiling:
     """A trainer that spoils its results with ``spoil``."""
 
     spoil: Callable[[LocalResult], Any]  # Any: also values that no trainer may return
-    honours = settings_names()
+    honors = settings_names()
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         result: LocalResult = self.spoil(standard_trainer().train(tensors, context=context))

@@ -168,7 +168,7 @@ def test_a_local_training_is_that_of_opacus(name: str) -> None:
     assert difference(trained[SGD], expected) > 1e-2
 
 
-class Centred(nn.Module):
+class Centered(nn.Module):
     """A module that subtracts the batch's mean from each example."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ def coupled(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - outputs.mean(0)).square().sum()
 
 
-def centred(outputs: Tensor, labels: Tensor) -> Tensor:
+def centered(outputs: Tensor, labels: Tensor) -> Tensor:
     return (outputs - outputs.mean(0)).square().sum(1)
 
 
@@ -217,10 +217,10 @@ def centred(outputs: Tensor, labels: Tensor) -> Tensor:
             CrossEntropy(),
             r"layer 0 \(InstanceNorm1d\)",
         ),
-        (Centred(), CrossEntropy(), "depends on the others in its batch.* GroupNorm"),
+        (Centered(), CrossEntropy(), "depends on the others in its batch.* GroupNorm"),
         (Counting(), CrossEntropy(), "changes the buffer 'running'"),
         (mlp(), CustomLoss(coupled, per_example=False), "the loss couples the examples"),
-        (mlp(), CustomLoss(centred), "depends on the others in its batch"),
+        (mlp(), CustomLoss(centered), "depends on the others in its batch"),
     ],
 )
 def test_what_couples_examples_is_refused(

@@ -3,7 +3,7 @@
 Shape legend: K clients, B examples per batch, P parameters; k <= K and b <= B are those of one
 step. Activations are [k, b, features] or, for images, [b, k * channels, height, width] with
 channels last in memory. An operator may overwrite the activation and the gradient that it receives,
-unless a neighbouring layer needs them.
+unless a neighboring layer needs them.
 """
 
 from collections.abc import Mapping, Sequence

@@ -28,7 +28,7 @@ def split_of(x: NDArray[np.float64], y: NDArray[np.int64], context: Context) -> 
 
 
 def blobs(num_features: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return 300 rows, each labelled by the side of a plane on which it lies."""
+    """Return 300 rows, each labeled by the side of a plane on which it lies."""
     generator = np.random.default_rng(7)
     x = generator.normal(size=(300, num_features))
     return x, (x @ generator.normal(size=num_features) > 0).astype(np.int64)

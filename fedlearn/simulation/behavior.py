@@ -48,7 +48,7 @@ class DeviceRound:
     seed: Seed
 
 
-class ClientBehaviour(Protocol):
+class ClientBehavior(Protocol):
     """Predicts durations and failures of the devices of a population.
 
     The result for a client must depend only on what is asked of it, not on the other clients in
@@ -221,7 +221,7 @@ class TraceBandwidth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Behaviour(Ranged):
+class Behavior(Ranged):
     """Devices of different speeds that sometimes fail."""
 
     median_ms_per_example: Annotated[

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.simulation.behaviour import (
-    Behaviour,
+from fedlearn.simulation.behavior import (
+    Behavior,
     DeviceRound,
     Instant,
     LognormalBandwidth,
@@ -18,7 +18,7 @@ from fedlearn.simulation.behaviour import (
 
 _IDS = np.arange(1000)
 _EQUAL_BANDWIDTH = LognormalBandwidth(median_mbit_per_s=8.0, sigma=0.0)
-_EQUAL = Behaviour(
+_EQUAL = Behavior(
     median_ms_per_example=2.0,
     speed_sigma=0.0,
     bandwidth=_EQUAL_BANDWIDTH,
@@ -76,27 +76,27 @@ def test_speed_and_bandwidth_of_a_client_are_unrelated() -> None:
 
 def test_a_client_is_the_same_whoever_else_is_asked() -> None:
     """A client's values depend neither on the order nor on the other clients in the call."""
-    behaviour = replace(_EQUAL, speed_sigma=1.0, dropout_rate=0.5, round_jitter_sigma=0.1)
+    behavior = replace(_EQUAL, speed_sigma=1.0, dropout_rate=0.5, round_jitter_sigma=0.1)
     some = np.array([900, 3, 17])
     few, all_ = _asked(some, round_num=1), _asked(_IDS, round_num=1)
-    assert np.array_equal(behaviour.durations_s(few), behaviour.durations_s(all_)[some])
-    assert np.array_equal(behaviour.failures(few), behaviour.failures(all_)[some])
+    assert np.array_equal(behavior.durations_s(few), behavior.durations_s(all_)[some])
+    assert np.array_equal(behavior.failures(few), behavior.failures(all_)[some])
 
 
 def test_only_jitter_changes_a_device_from_round_to_round() -> None:
     """Without it, a client takes as long in every round and attempt."""
     for jitter, same in ((0.0, True), (0.1, False)):
-        behaviour = replace(_EQUAL, round_jitter_sigma=jitter)
-        first = behaviour.durations_s(_asked(_IDS))
+        behavior = replace(_EQUAL, round_jitter_sigma=jitter)
+        first = behavior.durations_s(_asked(_IDS))
         for other in (_asked(_IDS, round_num=1), _asked(_IDS, attempt=1)):
-            assert np.array_equal(first, behaviour.durations_s(other)) is same
+            assert np.array_equal(first, behavior.durations_s(other)) is same
 
 
 def test_clients_fail_at_the_rate_afresh_in_every_round_and_attempt() -> None:
     """The rate holds over clients, and no two rounds or attempts have the same pattern."""
-    behaviour, ids = replace(_EQUAL, dropout_rate=0.2), np.arange(100_000)
+    behavior, ids = replace(_EQUAL, dropout_rate=0.2), np.arange(100_000)
     patterns = [
-        behaviour.failures(_asked(ids, round_num=round_num, attempt=attempt))
+        behavior.failures(_asked(ids, round_num=round_num, attempt=attempt))
         for round_num, attempt in ((0, 0), (1, 0), (0, 1))
     ]
     for pattern in patterns:
@@ -149,7 +149,7 @@ def test_traces_do_not_leak_into_each_other() -> None:
 
 
 def test_transfers_agree_with_a_second_by_second_replay() -> None:
-    """The vectorised integral equals a slow loop over intervals, on random traces."""
+    """The vectorized integral equals a slow loop over intervals, on random traces."""
     rng = np.random.default_rng(0)
     gaps = rng.uniform(0.1, 2.0, 60)
     mbit_per_s = np.where(rng.uniform(size=60) < 0.3, 0.0, rng.uniform(0.1, 4.0, 60))
