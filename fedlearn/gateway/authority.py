@@ -169,9 +169,11 @@ class Authority:
                 ProtocolError, ValueError, TypeError, InvalidSignature, ExtensionNotFound
             ):
                 certificate = load_certificate(content)
+                # Files restored from different backups must not be served together.
                 certificate.verify_directly_issued_by(self._ca)
                 names = certificate.extensions.get_extension_for_class(SubjectAlternativeName)
                 is_ours = certificate.public_key() == self._server_key.public_key()
+                # A changed list of host names needs a new certificate, too.
                 if is_ours and names.value == self._alternatives:
                     return self._with_renewal_time(content, certificate)
         return b"", datetime.min.replace(tzinfo=UTC)
@@ -193,10 +195,10 @@ class Authority:
     def _with_renewal_time(
         self, content: bytes, certificate: x509.Certificate
     ) -> tuple[bytes, datetime]:
-        """Return a certificate and its renewal time; the authority's last one is never renewed."""
         end = certificate.not_valid_after_utc
         if end < self._ca.not_valid_after_utc:
             return content, end - _RENEW_BEFORE
+        # A certificate cannot outlive its authority, so renewing this one would change nothing.
         remedy = f"before that, stop every coordinator, then {_REPLACE_AUTHORITY}"
         _log.warning("authority_ends", at=end.isoformat(), remedy=remedy)
         return content, end
@@ -237,6 +239,7 @@ def _new_p256() -> ec.EllipticCurvePrivateKey:
 
 def _load_or_create_key(path: Path, make: Callable[[], KeyT]) -> KeyT:
     """Load the key in ``path``, which is created first if it is missing."""
+    # Made in any case: its type is what the file is checked against.
     fresh = make()
     # Another process may create the file first: both then load the same key from it.
     if not path.exists():
@@ -253,7 +256,6 @@ def _load_or_create_key(path: Path, make: Callable[[], KeyT]) -> KeyT:
 def _load_or_create_ca(
     path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime
 ) -> x509.Certificate:
-    """Load the authority's certificate in ``path``, which is created first if it is missing."""
     if not path.exists():
         name, public = common_name("fedlearn authority"), key.public_key()
         builder = x509.CertificateBuilder(name, name, public).add_extension(
@@ -297,6 +299,7 @@ def _sign_certificate(
         builder.serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
         .not_valid_after(end)
+        # Path length 0: the authority certifies peers, never another authority.
         .add_extension(x509.BasicConstraints(ca, 0 if ca else None), critical=True)
         .add_extension(usage, critical=True)
     )

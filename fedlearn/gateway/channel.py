@@ -122,6 +122,8 @@ class GatewayChannel:
         in_use = {question.state.key.folder for question in self._open}
 
         def is_old(name: str) -> bool:
+            # Folders are named kind-round-attempt-number. Rounds have six digits, so that text
+            # order is number order; a name without a round compares as older than any.
             round_num = name.split("-")[1:2]
             return name not in in_use and round_num[:1] < [f"{before_round - 1:06d}"]
 
@@ -167,6 +169,8 @@ class GatewayChannel:
         key = TaskKey(self.run_id, request.kind, request.round_num, self._attempt(request), 0)
         if number is not None:
             return key._replace(exchange=number)
+        # Questions of one kind are numbered within a round and attempt. A restarted run asks in
+        # the same order, so it finds the same keys, and with them its logs.
         last = self._last.get(key.kind)
         if last is not None and last.order[:2] == key.order[:2]:
             key = key._replace(exchange=last.exchange + 1)
@@ -227,6 +231,8 @@ class GatewayChannel:
             personal=asked.personal,
             log=log,
             arrivals=exchange.arrivals,
+            # Only the wall clock survives a restart. It may have been set back meanwhile, hence
+            # `max`.
             started_s=now_s - max(0.0, now_unix_s - log.opened_unix_s),
             deadline_s=now_s + remaining_s if exchange.ends_s is None else exchange.ends_s,
         )
@@ -235,6 +241,8 @@ class GatewayChannel:
         """Return the seconds until an exchange ends, which an earlier process may have opened."""
         if not log.is_resumed or not isfinite(deadline_s):
             return deadline_s
+        # Downtime counts against the deadline, but clients need some time to find the new process.
+        # `min`: a wall clock that was set back must not extend the round.
         left_s = log.opened_unix_s + deadline_s - now_unix_s
         return min(deadline_s, max(left_s, self.recovery_grace_s))
 
@@ -281,6 +289,7 @@ class GatewayChannel:
         ):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             offers = [self._encode_request(each, folder, has_older=has_older) for each in requests]
+            # Clients of open questions may still download these files.
             in_use = [offer for question in self._open for offer in question.offers]
             in_use += [] if self._prefetched is None else [self._prefetched]
             needed = {each.path for offer in [*offers, *in_use] for each in offer.files}
@@ -386,6 +395,8 @@ class GatewayExchange:
                 return None
             question, reply = logged
             data = question.log.read(reply)
+        # The verdict is sent with the next call: until then, the caller may still refuse the
+        # reply.
         read = self._last = _ReadReply(question)
         try:
             answer = decode_reply(data)
@@ -397,6 +408,7 @@ class GatewayExchange:
                 self._channel.loop.post(partial(refuse, reply.client_id, answer.reason))
         read.failed = isinstance(answer, Failure)
         del self._awaited[reply.client_id]
+        # Logs count from their own question, arrivals from the first question of the exchange.
         elapsed_s = question.started_s - self._started_s + reply.elapsed_s
         logged_s = reply.elapsed_s if is_found else None
         return Arrival(reply.client_id, answer, elapsed_s, read.refuse, logged_s)
@@ -447,6 +459,8 @@ class GatewayExchange:
         try:
             yield
         except FedlearnError:
+            # Back to the first question of each kind: reopened, the exchange asks all of them
+            # again, and must find each one's log.
             for key in self._firsts.values():
                 self._channel.put_back(key)
             for question in self._take_open_questions():
@@ -481,6 +495,7 @@ class GatewayExchange:
         self._questions = [each for each in self._questions if each.state.key in open_keys]
 
     def _wait_for_logged(self, until_s: float) -> tuple[LiveQuestion, LoggedReply] | None:
+        # Replies of an earlier process first, even after the deadline: they counted then.
         if self._found:
             self._channel.check()
             return self._found.popleft()
@@ -493,6 +508,8 @@ class GatewayExchange:
             left_s = min(self._started_s + until_s, ends_s) - now_s
             try:
                 with self._channel.waiting():
+                    # A short timeout, so that `check` runs often enough to notice a stop or a lost
+                    # lease.
                     logged = self.arrivals.get(timeout=max(0.0, min(left_s, _POLL_S)))
             except Empty:
                 if left_s <= 0.0:

@@ -194,6 +194,7 @@ class ServerSession:
                     await self._wake.wait()
             except TimeoutError:
                 self._waiting.append(_BEAT)
+            # Nothing awaits between this and the next look at the queue, so no message is missed.
             self._wake.clear()
 
 
@@ -255,6 +256,7 @@ class Sessions:
     def enter(self, session: ServerSession) -> bool:
         """Add a session, replacing the client's previous one; return False if it is sent away."""
         client_id = session.client.client_id
+        # Popped and inserted again, not replaced: the dict stays ordered by age.
         old = self._sessions.pop(client_id, None)
         if old is not None:
             self.counters.sessions_replaced += 1
@@ -268,6 +270,7 @@ class Sessions:
 
     def leave(self, session: ServerSession) -> None:
         """Remove a session that has ended, unless a newer one has replaced it."""
+        # The call of a replaced session ends later than its successor enters.
         if self._sessions.get(session.client.client_id) is session:
             del self._sessions[session.client.client_id]
             self._touch(session)

@@ -55,6 +55,8 @@ class Contacts:
             contacts = list(self._unwritten.values())
             await asyncio.to_thread(self.registry.keep_contacts, contacts, are_all=is_due)
         except StoreError as error:
+            # `_unwritten` stays: the next call writes it, with newer contacts in place of older
+            # ones.
             _log.warning("contacts_not_kept", reason=str(error))
             return
         self._unwritten.clear()

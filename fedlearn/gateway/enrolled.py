@@ -52,6 +52,8 @@ class EnrolledClients:
         """Read the registry if it has changed; if it cannot be read, keep the present copy."""
         async with self._renewing:
             try:
+                # Before the clients: a change between the two reads is then read again, not
+                # missed.
                 revision = await asyncio.to_thread(self._registry.revision)
                 is_new = revision != self._revision
                 clients = await asyncio.to_thread(self._registry.clients) if is_new else []
@@ -76,6 +78,7 @@ class EnrolledClients:
         if fingerprint not in self._by_fingerprint:
             came_s = self._clock.now_s()
             async with self._looking:
+                # Otherwise a read began after this caller came, and its result is good enough.
                 if self._looked_s <= came_s:
                     await asyncio.sleep(self._looked_s + _LOOK_AGAIN_S - self._clock.now_s())
                     self._looked_s = self._clock.now_s()

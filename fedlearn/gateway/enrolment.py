@@ -120,6 +120,7 @@ class Enrolments:
         proof = encode_enrolment(request.token, request.csr_pem)
         if not verify(request.identity_key, request.identity_signature, proof):
             raise EnrolmentRefused("the request is not signed by the identity key in it")
+        # The registry calls this inside its transaction, once the client's number is known.
         made: list[bytes] = []
 
         def certify(client_id: ClientId) -> tuple[bytes, str, str]:
@@ -144,7 +145,6 @@ class Enrolments:
     def _certificate(
         self, request: wire_pb2.EnrolRequest, client_id: ClientId
     ) -> tuple[bytes, str, str]:
-        """Return a certificate, PEM, its fingerprint and its expiry."""
         if self.authority is None:
             return b"", sha256(request.identity_key).hexdigest(), "9999-12-31T23:59:59Z"
         pem = self.authority.sign(

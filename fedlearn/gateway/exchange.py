@@ -201,6 +201,8 @@ class ExchangeHistory:
             return refuse("it belongs to another run", "other_run")
         if key in self._past:
             return self._past[key].get(client_id, LATE)
+        # Older than the last question of its kind, and forgotten: late. A newer one may be a
+        # question that this process has yet to reopen.
         latest = self._latest.get(key.kind)
         if latest is not None and key.order < latest:
             return LATE
@@ -233,6 +235,7 @@ class TokenBucket:
 
     def take(self, *, now_s: float) -> float:
         """Take a token and return the seconds to wait before proceeding; 0 within the bound."""
+        # Tokens may go below zero: each caller that waits owes one, so the next waits longer.
         grown = self._tokens + (now_s - self.now_s) * self.rate_per_s
         self._tokens = min(grown, 2.0 * self.rate_per_s) - 1.0
         self.now_s = now_s

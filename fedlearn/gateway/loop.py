@@ -14,6 +14,8 @@ class LoopThread:
     """Runs an asyncio event loop until it is stopped."""
 
     def __init__(self, name: str) -> None:
+        # With its own factory, the runner does not set the event loop of the thread that creates
+        # it.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -26,6 +28,7 @@ class LoopThread:
 
     def ask(self, function: Callable[[], T]) -> T:
         """Call ``function`` on the loop and return its result."""
+        # On the loop's own thread this would wait for itself forever.
         return self.call(_call_async(function)).result()
 
     def call(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
@@ -38,6 +41,7 @@ class LoopThread:
         self._thread.join()
 
     def _run(self) -> None:
+        # On leaving, the runner cancels the tasks that are left, and closes the loop.
         with self._runner:
             self._loop.run_forever()
 

@@ -22,6 +22,7 @@ def max_open_files() -> int | None:
 def raise_max_open_files() -> None:
     """Let this process open as many files as its user allows."""
     if sys.platform != "win32":
+        # The soft limit is often 1024, which a coordinator with 1000 clients reaches.
         soft, hard = getrlimit(RLIMIT_NOFILE)
         if hard != RLIM_INFINITY:
             setrlimit(RLIMIT_NOFILE, (hard, hard))

@@ -101,6 +101,8 @@ class Pace:
         """
         before_s, self._measured_s = self._measured_s, self.clock.now_s()
         decay = 0.5 ** ((self._measured_s - before_s) / _HALF_LIFE_S)
+        # Decay both sums, not their quotient: a quiet period then weighs as little as it has
+        # check-ins.
         self._cpu_s = decay * self._cpu_s + cpu_s
         self._num_check_ins = decay * self._num_check_ins + num_check_ins
         if self._num_check_ins >= _FEWEST:
@@ -110,6 +112,7 @@ class Pace:
     def record_lateness(self, *, late_s: float) -> None:
         """Adjust the rate to how late the event loop is, in seconds."""
         self.late_s = late_s
+        # Fast down, slow up: one late poll halves the rate, four good ones restore it.
         self._part *= _LESS if late_s > _LATE_S else _MORE
         self._part = min(1.0, max(_LEAST_PART, self._part))
         self._set_rate()
@@ -117,6 +120,7 @@ class Pace:
         self._booked = Counter({s: n for s, n in self._booked.items() if s >= begun})
 
     def _set_rate(self) -> None:
+        # An unknown cost is NaN, which is not above 0.
         whole = self.share / self.cost_s if self.cost_s > 0.0 else _FIRST_PER_S
         self._bucket.rate_per_s = max(_LEAST_PER_S, whole * self._part)
 
@@ -136,14 +140,17 @@ class Pace:
         if client_id is not None:
             self._release(client_id)
         now_s, most = self.clock.now_s(), max(1, round(_SCHEDULED_SHARE * self.rate_per_s))
+        # Seconds of the schedule are whole: the next full one is the first that honors `least_s`.
         first = int(now_s + least_s) + 1
         last = max(first, int(now_s) + _LONGEST_S)
+        # Looking up a missing key of a Counter gives 0 and does not insert it.
         second = next((s for s in range(first, last) if self._booked[s] < most), None)
         if second is None:
             second = int(self.jitter.integers(first, last + 1))
         self._booked[second] += 1
         if client_id is not None:
             self._seconds[client_id] = second
+        # Spread within the second, or all of its clients would come at its start.
         return second + self.jitter.random() - now_s
 
     def _release(self, client_id: ClientId) -> None:

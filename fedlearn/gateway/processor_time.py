@@ -44,6 +44,8 @@ class ProcessorTime:
         for thread in (self._loop, *self._grpc):
             with suppress(OSError):  # the thread has ended
                 threads_s[thread] = thread_processor_s(thread)
+        # A new thread counts from its start. One that has ended drops out, instead of lowering the
+        # sum.
         passed_s = sum(now - self._seen_s.get(each, 0.0) for each, now in threads_s.items())
         before_s, self._process_s = self._process_s, process_processor_s()
         self._seen_s = threads_s

@@ -158,6 +158,8 @@ class Gateway:
             DeploymentError: A port cannot be opened, or is not on the loopback without TLS.
             StoreError: The upload store cannot be read.
         """
+        # 1. Recover from the logs of earlier processes which replies counted, so that clients that
+        # missed their receipt still get one.
         history, is_recovering = ExchangeHistory(self.run_id), False
         for name, log in read_exchange_logs(self.uploads_dir / "replies", run_id=self.run_id):
             if log.closed is None:
@@ -171,6 +173,7 @@ class Gateway:
         # A coordinator that no longer leads would delete the files of its successor.
         if self.is_leader():
             shutil.rmtree(self.uploads_dir / "passing", ignore_errors=True)
+        # 2. Build the parts. They all belong to the loop's thread from here on.
         self._loop = LoopThread("gateway")
         self._writer = GroupWriter(self._loop.post)
         self._files = ThreadPoolExecutor(4, thread_name_prefix="gateway-files")
@@ -374,6 +377,8 @@ class Gateway:
                 ("grpc.server_handshake_timeout_ms", _to_ms(self.settings.handshake_timeout_s)),
                 ("grpc.keepalive_time_ms", _to_ms(2 * wire.KEEPALIVE_S)),
                 ("grpc.keepalive_timeout_ms", _to_ms(wire.KEEPALIVE_S)),
+                # Without these three, the server answers its clients' own keepalive pings with
+                # GOAWAY (too_many_pings).
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", _to_ms(wire.KEEPALIVE_S / 2)),
@@ -434,6 +439,7 @@ class Gateway:
     async def _close(self, grace_s: float, reason: str) -> None:
         self._poll.cancel()
         self._report_refusals()
+        # Exchanges first: they answer uploads with a reason, before `stop` cancels their calls.
         self._exchanges.abandon()
         for session in self._sessions.all():
             self._sessions.send_away(session, reason, after_s=_SOON_S)
@@ -542,6 +548,9 @@ class Gateway:
         async with self._report_ending(context):
             client = await self._authenticate(context)
             with count_call(self._calls, client.client_id, at_most=_MAX_CALLS, what="calls"):
+                # This inner block reports under the client's name. `abort` raises another error
+                # type than CallEnded, so the outer block, for unknown peers, does not report it
+                # again.
                 async with self._report_ending(context, client=client):
                     await serve(client, context)
 
@@ -574,6 +583,7 @@ class Gateway:
                 num_calls, _ = self._refusals.get(cause, (0, ""))
                 self._refusals[cause] = num_calls + 1, context.peer() if who is None else who.name
             try:
+                # Trailing metadata must be set before `abort` sends the trailers.
                 if code in _NOT_NOW:
                     client_id = None if who is None else who.client_id
                     after_s = self._pace.book_return_s(_SOON_S, client_id=client_id)
@@ -590,6 +600,7 @@ class Gateway:
             reason = "this coordinator is on standby; try another address"
             raise CallEnded(grpc.StatusCode.UNAVAILABLE, reason)
         self.counters.check_ins += 1
+        # Before `may_check_in`, which uses the rate that this measures.
         if self.counters.check_ins - self._num_measured >= _MANY:
             self._measure()
         if not self._sessions.may_check_in(client.client_id):
@@ -637,6 +648,7 @@ class Gateway:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._leave(session)
+            # Does not replace an earlier ending; it only lets `write` send its queue and return.
             session.finish(CallStatus(grpc.StatusCode.OK, "the client has left"))
             # gRPC cannot end a call while a message is being sent.
             await asyncio.wait({writing}, timeout=_LAST_WORD_S)
@@ -645,6 +657,8 @@ class Gateway:
                 task.cancel()
             await asyncio.wait(tasks)
             self._leave(session)
+        # A message was still being sent, and gRPC takes no status then: cancelling resets the
+        # call.
         if writing.cancelled():
             raise asyncio.CancelledError
 
@@ -658,6 +672,8 @@ class Gateway:
         while (data := await read(context)) is not None:
             self.counters.messages += 1
             self.counters.bytes_in += len(data)
+            # A fast client waits here, which fills its flow-control window, and is not
+            # disconnected.
             wait_s = bucket.take(now_s=self.clock.now_s())
             if wait_s > 0.0:
                 self.counters.throttled += 1
@@ -712,6 +728,8 @@ class Gateway:
         if self.authority is None:
             name = dict(context.invocation_metadata() or ()).get(NAME_METADATA, "")
             return await self._enrolled.find_by_name(str(name))
+        # gRPC has verified this certificate against the authority; the registry decides who it is,
+        # and whether it is still admitted.
         for certificate in context.auth_context().get("x509_pem_cert", ()):
             try:
                 client = await self._enrolled.find_by_fingerprint(
@@ -730,6 +748,9 @@ class Gateway:
             self.counters.authenticated += 1
             self._peers[peer] = None
             if len(self._peers) > _MAX_PEERS:
+                # A dict keeps its order, so this is the oldest. An evicted peer that calls again
+                # is counted twice, which is harmless: the count only serves to tell strangers from
+                # clients.
                 del self._peers[next(iter(self._peers))]
 
 

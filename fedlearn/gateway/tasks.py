@@ -171,6 +171,7 @@ class Exchanges:
         self._questions |= dict.fromkeys(live.state.participants, live)
         self.is_recovering = False
         self.history.open(live.state.key)
+        # Mark logged replies before any task is sent: their clients must not train a second time.
         for reply in live.log.replies:
             if live.state.is_awaited(reply.client_id):
                 live.state.log(reply.client_id, now_s=now_s)
@@ -245,6 +246,8 @@ class Exchanges:
         if not self._leave(live):
             return  # the server has stopped, and the exchange will be opened again
         key, state = live.state.key, live.state
+        # The verdicts are taken now, but announced only once the close is durable: until then, a
+        # crash could reopen the exchange, and count a reply whose client has been told "late".
         late, silent = state.split_unsettled()
         rulings = state.collect_rulings()
         self.history.remember(key, rulings)
@@ -370,8 +373,11 @@ class Exchanges:
     ) -> None:
         """Log the verified reply of an awaited client; its verdict follows later."""
         live = self._live[TaskKey.of(envelope.key)]
+        # Taken before it is durable: a second copy that arrives during the fsync is not logged
+        # again.
         live.state.take(client_id)
         self.num_unlogged += 1
+        # Timed on arrival, not after the fsync: a busy disk must not make a client look slow.
         elapsed_s = self.clock.now_s() - live.started_s
         reply = LoggedReply(client_id, elapsed_s, envelope.digest, envelope.num_bytes)
         self.writer.put(live.log, Draft(reply, data), partial(self._on_logged, live, client_id))
@@ -400,6 +406,7 @@ class Exchanges:
             if not self.is_leader():
                 raise CallEnded(*_NO_VERDICT)
             self._pending_verdicts[key, client_id], timeout_s = judgment, wait_s
+        # One waiter a client: the older call belongs to a connection that the client has given up.
         self._answer(key, client_id, SUPERSEDED)
         waiter: Waiter = asyncio.get_running_loop().create_future()
         self._waiters[key, client_id] = waiter
@@ -409,6 +416,7 @@ class Exchanges:
         except TimeoutError as error:
             raise CallEnded(*_NO_VERDICT) from error
         finally:
+            # A newer call may have put its own waiter here.
             if self._waiters.get((key, client_id)) is waiter:
                 del self._waiters[key, client_id]
         if isinstance(outcome, CallStatus):
@@ -430,6 +438,7 @@ class Exchanges:
         """Return the phase of each client of the open exchange, and since when; JSON values."""
         if not self._live:
             return {"exchange": None, "clients": {}}
+        # Several questions may be open at once; report the one asked last.
         live, now_s = next(reversed(self._live.values())), self.clock.now_s()
         asked = {
             client_id: each.state.participants[client_id]
@@ -477,6 +486,8 @@ class Exchanges:
             live.state.log(client_id, now_s=self.clock.now_s())
             if self._live.get(key) is live:
                 live.arrivals.put((live, outcome))
+            # The question closed during the fsync. If it was only suspended, the reply counts when
+            # the question opens again, so it gets no verdict now.
             elif self.history.is_past(key):
                 self._settle_late(key, client_id)
             return
@@ -498,16 +509,20 @@ class Exchanges:
             self.counters.replies_late += 1
 
     def _settle(self, key: TaskKey, client_id: ClientId, ruling: Ruling) -> None:
-        """Send a client the verdict on its reply; a disconnected one asks when it reconnects."""
         if not self._is_final(key, ruling):
             self._pending_verdicts[key, client_id] = ruling
+        # A disconnected client gets no message; it names the replies that it holds when it
+        # returns.
         elif not self._answer(key, client_id, ruling):
             self.sessions.push(client_id, _encode_receipt(key, ruling))
 
     def _is_final(self, key: TaskKey, ruling: Ruling) -> bool:
         """Whether a verdict is final: neither a crash nor another coordinator can change it."""
+        # Before the close is durable, a restart would open the exchange again and accept this
+        # reply.
         if ruling.verdict is Verdict.LATE and key in self._closing:
             return False
+        # A refusal depends on the reply alone, so every coordinator would refuse it.
         return ruling.verdict is Verdict.REFUSED or self.is_leader()
 
     def _answer(self, key: TaskKey, client_id: ClientId, outcome: Ruling | CallStatus) -> bool:
@@ -570,6 +585,8 @@ class Exchanges:
             digest=offer.digest,
             num_bytes=offer.num_bytes,
             data=offer.data,
+            # 0 means "no deadline" on the wire, so a deadline that has passed must not round to
+            # it.
             remaining_s=max(1e-3, remaining_s) if isfinite(remaining_s) else 0.0,
             max_reply_bytes=offer.max_reply_bytes,
             max_inline_bytes=self._max_inline_bytes(),
@@ -580,7 +597,6 @@ class Exchanges:
 
 
 def _add_constants(task: wire_pb2.Task, offer: Offer) -> None:
-    """Add to a task the digest of the constants that its request lacks."""
     if offer.constants is not None:
         task.constants_digest = offer.constants.digest
         task.constants_bytes = offer.constants.num_bytes

@@ -151,6 +151,8 @@ class _Server(web.Server):
             keepalive_timeout=_IDLE_S,
             logger=self._logger,
         )
+        # Replace the oldest instead of refusing the new one: peers that connect and stay silent
+        # must not keep the supervisor out.
         self._handlers.append(handler)
         if len(self._handlers) > _MAX_CONNECTIONS:
             self._handlers.popleft().force_close()
@@ -203,7 +205,6 @@ class _Families:
 
 
 def _format_bound(value: float) -> str:
-    """Format the upper end of a bucket as Prometheus does."""
     return "+Inf" if math.isinf(value) else repr(value)
 
 

@@ -117,6 +117,8 @@ class Transfers:
         self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda _: None
     ) -> T:
         """Call in a thread; if cancelled, wait for the call to end, and undo it."""
+        # A thread cannot be cancelled. Without the shield, this would return while it still uses
+        # the file.
         running = asyncio.get_running_loop().run_in_executor(self.files, call)
         try:
             return await asyncio.shield(running)
@@ -140,6 +142,8 @@ class Transfers:
         client_id = client.client_id
         old = self._uploads.pop(client_id, None)
         if old is not None:
+            # Both uploads would write to the same file. `wait`, unlike `await`, does not raise its
+            # error here.
             old.cancel()
             await asyncio.wait({old})
         task = asyncio.create_task(self._receive(client, envelope, context))
@@ -204,7 +208,10 @@ class Transfers:
                 self.counters.upload_bytes.observe(upload.num_bytes)
                 is_taken = True  # the file now belongs to the log
                 return ReplyState.TAKEN
+            # The file is useless, whichever part of it is wrong.
             upload.discard()
+            # The wrong bytes may be those of an earlier attempt, for which this call is not to
+            # blame.
             if missing == 0 and upload.was_resumed:
                 reason = "the bytes received earlier do not match the rest; start again"
                 raise CallEnded(grpc.StatusCode.ABORTED, reason)
@@ -229,6 +236,8 @@ class Transfers:
                 if missing < 0 or not data:
                     break
                 chunks.append(data)
+                # One write at a time: the next waits for the previous one, which bounds memory and
+                # keeps order.
                 if missing == 0 or len(chunks) >= self._num_together():
                     await asyncio.shield(writing)
                     writing, chunks = self._write_to(upload, chunks), []

@@ -181,6 +181,9 @@ class ReplyLog:
             head = _REPLY.pack(*reply[:-1])
             if isinstance(data, PartialUpload):
                 try:
+                    # Durable in this order: the file's bytes, its name (the rename), the folder,
+                    # and last the record that names it. A crash in between leaves a file without a
+                    # record, and the client sends it again.
                     data.finish(_reply_path(self.folder, reply), durable=self._durable)
                 except OSError as error:
                     logged.append(error)
@@ -196,6 +199,7 @@ class ReplyLog:
                 sync_folder(self.folder)  # files must be durable before records that name them
             self._write(records)
         except OSError as error:
+            # None of these replies has a record, so no file may look as if it had one.
             for reply, _ in drafts:
                 with suppress(OSError):  # a read-only disk fails even for a missing file
                     _reply_path(self.folder, reply).unlink(missing_ok=True)
@@ -236,6 +240,8 @@ class ReplyLog:
             if self._durable:
                 sync_file(self._file)
         except OSError:
+            # Half a record in the middle would hide all later ones: a reader stops at the first
+            # torn one.
             self._file.truncate(self._end)
             raise
         self._end += len(content)
@@ -258,9 +264,12 @@ class PartialUpload:
     def __init__(self, folder: Path, *, client_id: ClientId, digest: bytes, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._path = path = folder / f"{client_id}-{digest.hex()}.part"
+        # A file that is longer than announced comes from two writers; its bytes are worthless.
         for other in folder.glob(f"{client_id}-*.part"):
             if other != path or other.stat().st_size > num_bytes:
                 other.unlink(missing_ok=True)
+        # Append mode: what is there stays, and is hashed again, since a digest cannot be resumed
+        # from disk. Unbuffered: a buffer would hide a full disk until `close`.
         self._stream: BinaryIO = path.open("ab+", buffering=0)
         self._stream.seek(0)
         self._hash = hash_stream(self._stream)
@@ -278,6 +287,7 @@ class PartialUpload:
             self._hash.update(chunk)
             missing = memoryview(chunk)
             while missing:
+                # `write` may take less than all, for example on a disk that is almost full.
                 written = os.write(self._stream.fileno(), missing)
                 self.offset, missing = self.offset + written, missing[written:]
         if sys.platform == "linux":
@@ -394,6 +404,8 @@ class GroupWriter:
             batch = [self._jobs.get() for _ in range(size)]
             is_over = None in batch
             jobs, outcomes = [job for job in batch if job is not None], list[WriteResult]()
+            # Only neighbors are grouped, so a log is closed after the replies that came before its
+            # end.
             for _, group in groupby(jobs, key=lambda job: (id(job.log), type(job.what))):
                 outcomes += _write_group(list(group))
             if jobs:
@@ -439,6 +451,7 @@ def _parse_log(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
     parse = partial(parse_json, source=folder / _LOG_NAME, raises=StoreError, remedy=_REMEDY)
     for kind, body, begin in _read_records(stream):
         match kind:
+            # A log has exactly one opening record, first, and nothing after its closing record.
             case _ if (opened is None) != (kind is _Kind.OPENED) or closed is not None:
                 break
             case _Kind.OPENED:
@@ -447,6 +460,7 @@ def _parse_log(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
                 closed = parse(body, _CLOSED, holds="the end of an exchange")
             case _:
                 offset = begin + _REPLY.size if kind is _Kind.INLINE else -1
+                # An inline reply's bytes stay on disk: only their position is kept in memory.
                 reply = LoggedReply._make((*_REPLY.unpack_from(body), offset))
                 path = _reply_path(folder, reply)
                 if kind is _Kind.INLINE or (

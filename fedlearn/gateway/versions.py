@@ -38,6 +38,8 @@ class Versions:
         """Return the reason why a client may not connect, for it to log; empty if it may."""
         protocol, software = hello.protocol, hello.software[:MAX_SOFTWARE]
         before = self._refused.get(client_id)
+        # A client whose replies cannot be read may speak the right protocol: it stays out until
+        # its software changes.
         if before is not None and (before.protocol, before.software) == (protocol, software):
             return before.reason
         if protocol not in wire.MESSAGE_VERSIONS:
