@@ -54,6 +54,8 @@ def end_blockers(engine: Engine, session: Session) -> Iterator[None]:
     if engine.dialect.name != "postgresql":
         yield
         return
+    # The blocked session cannot run a query while it waits, so a thread looks from another
+    # connection.
     waiting = session.scalar(text("SELECT pg_backend_pid()"))
     is_over = threading.Event()
     watcher = threading.Thread(

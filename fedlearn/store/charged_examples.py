@@ -45,5 +45,6 @@ def remember_examples(database: Database, charged: ChargedExamples) -> None:
         StoreError: The database cannot be written.
     """
     with database.writing(lock=_LOCK) as session:
+        # The primary key: population, users, digest.
         if session.get(ExamplesRow, charged[:3]) is None:
             session.add(ExamplesRow(**charged._asdict()))

@@ -90,6 +90,8 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
     with explain_disk_errors(temporary, raises=StoreError):
         try:
             _serialize(checkpoint, temporary)
+            # "rb+" although it is only read: Windows syncs no file that is open for reading alone.
+            # The hash is that of the bytes on disk, so it covers what the serializer wrote.
             with temporary.open("rb+") as stream:
                 digest = file_digest(stream, "sha256").hexdigest()
                 num_bytes = stream.tell()
@@ -99,6 +101,7 @@ def write_checkpoint(checkpoint: Checkpoint, *, folder: Path) -> CheckpointFile:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+        # The rename itself is durable only once the folder is.
         sync_folder(folder)
     return CheckpointFile(
         round_num=checkpoint.round_num, path=path, sha256=digest, num_bytes=num_bytes
@@ -129,6 +132,7 @@ def read_checkpoint(file: CheckpointFile, *, remedy: str) -> Checkpoint:
             f"{file.path} is not the checkpoint that was committed: {committed}, found {found} "
             f"({len(content)} bytes); {remedy}"
         )
+    # The bytes that were verified, not the file, which may have changed since.
     return _decode(content, path=file.path, remedy=remedy)
 
 
@@ -171,6 +175,7 @@ def _serialize(checkpoint: Checkpoint, path: Path) -> None:
         "names": list(checkpoint.tensors),  # safetensors does not keep their order
     }
     kept = {name: t.detach().cpu().contiguous() for name, t in checkpoint.tensors.items()}
+    # These hold raw addresses: `kept` must outlive the call that writes them.
     specs = {
         name: TensorSpec(
             dtype=str(tensor.dtype).removeprefix("torch."),
@@ -183,6 +188,7 @@ def _serialize(checkpoint: Checkpoint, path: Path) -> None:
     try:
         serialize_file(specs, path, {_METADATA_KEY: json.dumps(head)})
     except SafetensorError as error:
+        # The errno is only in the text, and callers must be able to tell a full disk.
         number = re.search(r"os error (\d+)", str(error))
         code = int(number[1]) if number else errno.EIO
         raise OSError(code, os.strerror(code)) from error
@@ -192,6 +198,7 @@ def _decode(content: bytes, *, path: Path, remedy: str) -> Checkpoint:
     parse = partial(
         parse_json, source=path, raises=CorruptCheckpoint, holds="a checkpoint", remedy=remedy
     )
+    # A safetensors file starts with the length of its JSON header, in 8 bytes.
     length = int.from_bytes(content[:8], "little")
     text = parse(content[8 : 8 + length], _FILE_ADAPTER).metadata.fedlearn
     # Parse only the format first: a later version's header may have other fields.
@@ -204,5 +211,6 @@ def _decode(content: bytes, *, path: Path, remedy: str) -> Checkpoint:
     from safetensors.torch import load  # noqa: PLC0415 (who lists runs does not wait for torch)
 
     head, found = parse(text, _HEADS), load(content)
+    # Files of earlier versions have no list of names.
     tensors = {name: found[name] for name in head.names or found}
     return Checkpoint(round_num=head.round_num, tensors=tensors, values=head.values)

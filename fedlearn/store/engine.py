@@ -126,6 +126,7 @@ def migrate(engine: Engine) -> None:
             )
         with engine.execution_options(writes=True).begin() as connection:
             serialize_transactions(connection, _MIGRATION_LOCK)
+            # Reads the revision again under the lock: another process may have upgraded meanwhile.
             migrations.upgrade(connection)
 
 
@@ -166,7 +167,6 @@ def _require_url(url: str) -> URL:
 
 
 def _redact_url(url: URL) -> str:
-    """Format a URL with any password redacted."""
     return redact(url.render_as_string())
 
 
@@ -187,11 +187,11 @@ def _begin_sqlite(connection: Connection) -> None:
 
 
 def _classify_error(error: DBAPIError) -> tuple[type[StoreError], str]:
-    """Classify a driver error: the StoreError class to raise, and the remedy."""
     if isinstance(error, IntegrityError):
         return StoreError, "another process writes to the same run: stop one of them"
     name = getattr(error.orig, "sqlite_errorname", None)
     if name is not None:  # only SQLite's errors have one
+        # Extended names such as SQLITE_BUSY_SNAPSHOT belong to the same family.
         family = "_".join(name.split("_")[:2])
         kind = {"SQLITE_FULL": NoSpace, "SQLITE_BUSY": StoreUnavailable}.get(family, StoreError)
         return kind, _REMEDIES.get(family, f"SQLite calls this {family}")

@@ -41,6 +41,7 @@ def hold_run(folder: Path) -> Iterator[None]:
         with explain_disk_errors(path, raises=StoreError, doing="lock"):
             if not _take_within(file, tries=_TRIES, pause_s=_PAUSE_S):
                 raise RunHeld(run=folder.name, holder=read_note(path))
+            # For the error message of the process that comes second; the lock alone decides.
             write_note(file, f"process {os.getpid()} on {socket.gethostname()}")
         yield
 
@@ -53,6 +54,7 @@ def is_held(folder: Path) -> bool | None:
     """
     try:
         with _open_to_look(folder / _FILE) as file:
+            # Closing the file, on leaving the block, releases the lock again.
             return not _take_within(file, tries=_LOOKS, pause_s=_LOOK_PAUSE_S)
     except OSError:
         return None
@@ -67,7 +69,6 @@ def _open_to_look(path: Path) -> FileIO:
 
 
 def _take_within(file: FileIO, *, tries: int, pause_s: float) -> bool:
-    """Try several times to take the lock; return whether this process has it now."""
     clock = SystemClock()
     for _ in range(tries - 1):
         if take_lock(file):

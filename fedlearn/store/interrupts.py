@@ -32,6 +32,7 @@ def defer_interrupts() -> Iterator[None]:
     deferred = dict[int, FrameType | None]()
 
     def note(number: int, frame: FrameType | None) -> None:
+        # The second signal: the user does not want to wait.
         if number in deferred:
             handlers[signal.Signals(number)](number, frame)
         deferred[number] = frame
@@ -41,6 +42,7 @@ def defer_interrupts() -> Iterator[None]:
             signal.signal(each, note)
         yield
     finally:
+        # Restore all handlers before calling any: a handler usually raises.
         for each, handler in handlers.items():
             signal.signal(each, handler)
         for number, frame in deferred.items():

@@ -43,6 +43,7 @@ class StoredJournal:
                     f"cohort: {len(known.cohort)} clients, not these {len(opened.cohort)}; use "
                     "the cohort in the journal"
                 )
+            # A retry after a commit whose answer was lost.
             if known is not None:
                 return
             session.add(build_row(OpenRoundRow, opened, run_id=self._run_id))

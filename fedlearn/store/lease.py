@@ -132,11 +132,14 @@ class Lease:
                 so its silence is measured from the start again.
         """
         try:
+            # Taken before the query, and `_seen_s` after it: a slow query makes a holder look less
+            # silent, never more.
             now_s = self._clock.now_s()
             found = find_deployment(self._database, self.name)
             state = found.epoch, found.beat
             if self._seen != state:
                 self._seen, self._seen_s = state, self._clock.now_s()
+            # Our own name: an earlier attempt was committed, but its answer was lost.
             is_free = found.holder in {"", self.holder}
             is_silent = now_s - self._seen_s >= self.ttl_s
             return (is_free or is_silent) and self._take_if_unchanged(found, is_silent=is_silent)
@@ -196,6 +199,7 @@ class Lease:
             Fenced: Another coordinator has taken over, or the lease was never ours.
         """
         ours = (
+            # A shared row lock: a takeover has to wait until this transaction ends.
             select(DeploymentRow.epoch).where(*self._match_own_lease()).with_for_update(read=True)
         )
         if session.scalar(ours) is None:
@@ -207,6 +211,7 @@ class Lease:
         A silent holder may be stalled inside a transaction that locks the row; its session is ended
         instead of waited for.
         """
+        # Before the write is sent: see `_extend`.
         sent_s = self._clock.now_s()
         with (
             self._database.writing() as session,
@@ -215,6 +220,8 @@ class Lease:
             taken = session.scalar(
                 update(DeploymentRow)
                 .where(
+                    # Compare and set: of several waiters, one updates the row, the others find no
+                    # match.
                     DeploymentRow.uuid == found.run_id,
                     DeploymentRow.epoch == found.epoch,
                     DeploymentRow.beat == found.beat,

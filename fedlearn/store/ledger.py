@@ -47,6 +47,8 @@ class StoredLedger:
             total, position = session.execute(
                 select(func.coalesce(func.sum(ChargeRow.count), 0), func.count()).where(mine)
             ).one()
+            # Charges only accumulate, so an equal sum means that the ledger is as the caller knows
+            # it.
             if total != sum(known.values()):
                 return False
             row = ChargeRow(
@@ -96,12 +98,13 @@ class StoredLedger:
                 event = Event(_decode_cohorts(sampling, users, expected, largest), noise).for_run(
                     run
                 )
+                # `int`: PostgreSQL sums integers to a Decimal. Add up: events of different runs
+                # may be equal.
                 counted[event] = counted.get(event, 0) + int(count)
         return counted
 
 
 def _encode_cohorts(cohorts: Cohorts) -> tuple[str, int, int, int]:
-    """Encode cohorts as columns: sampling, users, expected size, and largest size."""
     match cohorts:
         case PoissonCohorts(population, expected, largest):
             return _POISSON, population, expected, largest
@@ -114,7 +117,6 @@ def _encode_cohorts(cohorts: Cohorts) -> tuple[str, int, int, int]:
 
 
 def _decode_cohorts(sampling: str, users: int, expected: int, largest: int) -> Cohorts:
-    """Decode the columns of :func:`_encode_cohorts`."""
     match sampling:
         case "poisson":
             return PoissonCohorts(users, expected, largest)

@@ -57,6 +57,7 @@ class Patience:
                 left_s = away_since_s + self.give_up_s - now_s
                 if left_s <= 0:
                     raise
+                # Not beyond the limit: the last attempt comes when the time is up.
                 self.clock.sleep(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             else:

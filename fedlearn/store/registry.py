@@ -116,6 +116,8 @@ class StoredRegistry:
                 certificate_expires_utc=expires_utc,
             )
             session.merge(build_row(ClientRow, client, revision=_read_revision(session) + 1))
+            # A used invitation lets the same key redeem it again, after a lost answer. The old key
+            # must not.
             used = (InvitationRow.name == name, InvitationRow.redeemed_by != b"")
             session.execute(delete(InvitationRow).where(*used))
         return client
@@ -172,6 +174,7 @@ class StoredRegistry:
             for begin in range(0, len(contacts), _BATCH):
                 batch = contacts[begin : begin + _BATCH]
                 numbers = [each.client_id for each in batch]
+                # Delete and insert: SQLAlchemy has a different upsert for each database.
                 session.execute(delete(ContactRow).where(ContactRow.client_id.in_(numbers)))
                 session.execute(insert(ContactRow), [asdict(each) for each in batch])
 
@@ -198,6 +201,8 @@ def _assign_client_id(session: Session, name: str, *, identity_key: bytes) -> Cl
         )
     known = session.scalar(select(ClientRow.client_id).where(ClientRow.name == name))
     if known is None:
+        # Rows are never deleted (a revoked client keeps its own), so the count is the next free
+        # number. The lock keeps two enrolments from taking the same one.
         known = session.scalar(select(func.count()).select_from(ClientRow)) or 0
     return ClientId(known)
 

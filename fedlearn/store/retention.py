@@ -39,6 +39,7 @@ class Retention(Ranged):
         """Select the checkpoints to keep, each given by its number of finished rounds."""
         kept = set(sorted(rounds)[-self.keep_last :])
         if self.keep_every:
+            # 0 is a multiple of everything, but the initial model is not worth a file.
             kept |= {each for each in rounds if each and each % self.keep_every == 0}
         return kept | ({best_round} & set(rounds) if self.keep_best else set())
 

@@ -63,6 +63,7 @@ def insert_rounds(connection: Connection, run_id: int, records: Sequence[RoundRe
         {"run_id": run_id} | {name: getattr(record, name) for name in _ROUND_COLUMNS}
         for record in records
     )
+    # Rounds first: the other rows refer to them.
     _insert_all(connection, "rounds", rounds)
     _insert_participations(connection, run_id, records)
     metrics = (
@@ -150,6 +151,8 @@ def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str
             row.run_id == run_id,
             row.status == Status.FAILED,
             row.round_num > func.coalesce(last.c.round_num, -1),
+            # A round in which no client reported says more about the coordinator than about its
+            # clients.
             row.round_num.in_(select(of_client.c.round_num)),
         )
         .order_by(row.round_num)
@@ -192,6 +195,7 @@ def _build_participation_rows(run_id: int, record: RoundRecord) -> Iterable[tupl
     each = record.participations
     reasons = [""] * len(each)
     for place, reason in each.reasons.items():
+        # As `_PlainText` does, which this statement bypasses.
         reasons[place] = escape_text(reason)
     return zip(
         repeat(run_id),
@@ -275,5 +279,6 @@ def _read_metrics(session: Session, run_id: int, *, first: int) -> defaultdict[i
         else:
             measured["metrics"][name] = value
     for measured in found.values():
+        # As text, "10" comes before "2".
         measured["staleness"] = dict(sorted(measured["staleness"].items()))
     return found

@@ -121,6 +121,7 @@ class Database:
             self.explain_errors(),
             defer_interrupts(),
             Session(engine) as session,
+            # Innermost, so that its commit, too, runs with signals deferred and errors explained.
             session.begin(),
         ):
             if lock is not None:
@@ -132,6 +133,8 @@ class Database:
         """Open a transaction in which every statement sees the same commit."""
         engine = self._engine
         if engine.dialect.name == "postgresql":
+            # PostgreSQL's default shows each statement a newer commit. SQLite keeps one snapshot
+            # anyway.
             engine = engine.execution_options(isolation_level="REPEATABLE READ")
         with self.explain_errors(), Session(engine) as session:
             yield session
@@ -330,9 +333,14 @@ class StoredRun:
                 )
         with self._explain_failed_commit():
             folder = self.path / "checkpoints"
+            # 1. The file first: a row must never name a file that does not exist.
             file = write_checkpoint(checkpoint, folder=folder)
             with self._writing() as session:
+                # 2. Rows, in one transaction. What an attempt with unknown outcome has stored is
+                # not stored again.
                 self._drop_known_records(session)
+                # Set before the commit: if the connection breaks, only the database knows whether
+                # it succeeded.
                 self._uncertain_commit = file.sha256, len(self._buffer)
                 insert_rounds(session.connection(), self._run_id, self._buffer)
                 best_round = checkpoint.values.get("best_round")
@@ -343,6 +351,7 @@ class StoredRun:
                 # coordinator that takes over later.
                 found = list(folder.iterdir())
         self._buffer, self._uncertain_commit = [], None
+        # 3. Old files last, once no committed row names them.
         _remove_all_but(kept, found=found)
 
     def load(self) -> Checkpoint | None:
@@ -412,6 +421,7 @@ class StoredRun:
             remedy = f"there are others after {', '.join(others)} rounds: `fedlearn rollback`"
         checkpoint = read_checkpoint(found[-1], remedy=remedy)
         with self._writing() as session:
+            # Rounds last: the others refer to them.
             for row in (MetricRow, ParticipationRow, RoundRow):
                 later = row.round_num >= checkpoint.round_num
                 session.execute(delete(row).where(row.run_id == self._run_id, later))
@@ -519,7 +529,6 @@ class StoredRun:
             yield session
 
     def _drop_known_records(self, session: Session) -> None:
-        """Drop the records that an earlier attempt with unknown outcome has committed."""
         if self._uncertain_commit is None:
             return
         sha256, num_records = self._uncertain_commit
@@ -571,20 +580,23 @@ def _new_folder(path: Path) -> Iterator[Path]:
     try:
         path.mkdir()
     except FileExistsError as error:
+        # Left by a process that was killed while it created a run: the folder is used, not
+        # refused.
         if not _is_unfinished(path):
             raise _NameTaken(
                 f"{path} exists already; choose another name for the run, or move it away"
             ) from error
     with ExitStack() as undo:
+        # Registered before the block runs, and dropped if it succeeds.
         undo.callback(shutil.rmtree, path, ignore_errors=True)
         yield path
         undo.pop_all()
 
 
 def _is_unfinished(folder: Path) -> bool:
-    """Check whether a folder is left over from a process that was killed while creating a run."""
     if not folder.is_dir():
         return False
+    # The pattern below also matches the temporary file of an atomic write.
     inside = [path.relative_to(folder) for path in folder.rglob("*")]
     return all(path == Path("checkpoints") or path.match("*config.json*") for path in inside)
 

@@ -64,6 +64,8 @@ class _Code(TypeDecorator[CodeT], Generic[CodeT]):
     def __init__(self, *members: CodeT) -> None:
         super().__init__()
         self.members = members
+        # The database has these indices: reordering the members would change the meaning of stored
+        # rows.
         self._index = {member: index for index, member in enumerate(members)}
 
     def process_bind_param(self, value: CodeT | None, dialect: Dialect) -> int | None:  # noqa: ARG002 (SQLAlchemy's signature)
@@ -101,6 +103,7 @@ class _JsonText(TypeDecorator[Any]):  # Any: JSON values
 
     def process_result_value(self, value: str | None, dialect: Dialect) -> Any:  # noqa: ARG002 (SQLAlchemy's signature)
         found = None if value is None else json.loads(value)
+        # Records are frozen and compared by value, so they hold tuples.
         return tuple(found) if isinstance(found, list) else found
 
 
