@@ -228,6 +228,7 @@ class Agent:
         """
         self._require_own_process()
         with self._changed:
+            # First in memory: this agent obeys even if the disk does not take the decision.
             self._is_revoked = True
         try:
             self._home.set_consent(granted=False)
@@ -336,7 +337,6 @@ class Agent:
         return Changes(conditions=self._options.conditions, policy=self._options.policy)
 
     def _has_consent(self) -> bool:
-        """Check whether the user agrees; consent that cannot be read counts as none."""
         try:
             return not self._is_revoked and self._home.has_consent()
         except (OSError, UnicodeDecodeError) as error:
@@ -374,6 +374,7 @@ class Agent:
                 if not self._is_hopeless and self._has_consent():
                     return True
                 self._changed.wait()
+            # Under the lock, or `start` could see a thread that is alive but about to end.
             self._thread = None  # `start` must create a new thread
             self._changed.notify_all()
         return False
@@ -413,9 +414,11 @@ class Agent:
         self._update(is_running=True, pid=child.process.pid)
         with self._changed:
             self._child = child
+            # `change` may have run since `options` was read; it found no child to tell.
             is_changed = self._options != options
         if is_changed:
             child.send(self._make_changes())
+        # Likewise for `stop` and `revoke_consent`.
         if self._is_stopping or not self._has_consent():
             child.ask_to_stop()
         if self._probes != Probes():

@@ -77,6 +77,7 @@ class Backoff:
 
     def next_s(self) -> float:
         """Draw the next wait, in seconds."""
+        # The bound is 0 before the first wait.
         self._bound_s = min(self.max_s, 2.0 * self._bound_s or _FIRST_S)
         return self._bound_s * self.jitter()
 

@@ -30,6 +30,7 @@ class Caller:
         threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
+        # No `except`: the exception must reach `threading.excepthook`, which ends this thread.
         has_failed = True
         try:
             while (function := self._calls.get()) is not None:

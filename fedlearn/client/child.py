@@ -124,6 +124,8 @@ class _Application:
             loop, runtime = attached
             with suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(runtime.stop)
+            # Time to end properly. A training step inside native code does not notice, and is
+            # killed.
             SystemClock().sleep(END_S)
         end_family()
 
@@ -136,6 +138,7 @@ class _Application:
             loop, runtime = attached
             with suppress(RuntimeError):  # the loop has just closed
                 loop.call_soon_threadsafe(_handle, words, runtime)
+        # Before the runtime exists, there is nothing to save, and no loop to ask.
         elif "Stop" in words:
             end_family()
 

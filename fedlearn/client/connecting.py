@@ -249,8 +249,10 @@ class Connector:
 
     async def _converse(self, live: LiveSession, address: str) -> None:
         self._is_offline, self._end_reason = False, ""
+        # The attempt has its answer: from now on, `wake` must not end it.
         self._attempt = self._asked_s = None
         run_id = live.session.welcome.run_id
+        # Before its first use: it becomes a file name, and the coordinator chose it.
         require_run_id(run_id)
         self._save_addresses(live.session.welcome.addresses, here=address)
         try:

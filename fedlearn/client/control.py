@@ -76,6 +76,7 @@ class WorkControl:
         begin_s = self._clock.now_s()
         if begin_s < self._next_checkpoint_s:
             return
+        # Copies: safetensors refuses tensors that share memory or are not contiguous.
         own = {
             name: each.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, each in tensors.items()

@@ -292,6 +292,7 @@ def _start_session(here: Conversation, run_id: str) -> Transition:
 def _consider_task(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping:
         return here, ()  # the session is about to end; the task is offered again in the next one
+    # Answered already: the coordinator has lost the reply, or not got it yet.
     if here.held is not None and here.held.key == task.key:
         return here, (Deliver(here.held, is_asked_again=True),)
     if here.task is None:
@@ -308,6 +309,7 @@ def _consider_task(here: Conversation, task: OpenTask) -> Transition:
 
 def _begin(here: Conversation, task: OpenTask) -> Transition:
     here = replace(here, task=None, waiting=None, is_cancelled=False, is_withdrawn=False)
+    # Only plain training is done in advance; other kinds leave `ready` for a later task.
     if task.key.kind != TRAIN_KIND:
         return replace(here, task=task), (Begin(task),)
     ready, here = here.ready, replace(here, ready=None)
@@ -377,6 +379,7 @@ def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
 
 
 def _finish_work(here: Conversation, event: WorkFinished) -> Transition:
+    # Finished before the cancellation took effect, but the coordinator does not want it.
     if here.is_withdrawn:
         return _end_work(here)
     task = here.task or event.task  # `here.task` is the adopting task, if work started in advance
@@ -409,6 +412,7 @@ def _start_next(here: Conversation) -> Transition:
     if here.waiting is not None:
         return _begin(here, here.waiting)
     task = here.prefetched
+    # One result in advance at a time: the next task uses it, and only then is more work useful.
     if task is None or here.ready is not None or not here.is_connected:
         return here, ()
     here = replace(here, task=task, begun_round=task.key.round_num)

@@ -186,6 +186,8 @@ def explain(address: str, error: str, *, now: str) -> Finding:
         error: gRPC's error message.
         now: The time by this device's clock, as text.
     """
+    # First: such an error also says CERTIFICATE_VERIFY_FAILED, which alone means another
+    # authority.
     if found := _CLOCK_WRONG.search(error):
         words = f"{address}: {found[0]} at {now} by this device's clock; set the clock"
         return Finding("clock", CheckOutcome.BAD, words)
@@ -241,6 +243,7 @@ def _check_offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -
 
     Only certificates and the user's conditions depend on it: deadlines are sent as seconds left.
     """
+    # They read their clock between `begin` and `end`: only a time outside of that shows an offset.
     ahead_s = max(0.0, begin_unix_s - their_unix_s) - max(0.0, their_unix_s - end_unix_s)
     outcome, words = CheckOutcome.OK, f"within {_MAX_OFFSET_S:.0f} s of the coordinator's clock"
     if abs(ahead_s) > _MAX_OFFSET_S:

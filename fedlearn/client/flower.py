@@ -160,6 +160,8 @@ def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
     if asked.get("proximal"):
         local = Proximal(inner=local, proximal=1.0)  # a placeholder, overridden by `asked` below
     else:
+        # Flower's FedProx sends 0 for "no term", which a trainer without that setting would
+        # refuse.
         asked.pop("proximal", None)
     return {**settings_of(local), **asked}
 

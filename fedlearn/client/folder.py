@@ -141,6 +141,8 @@ class ClientFolder:
         file = self.folder / "consent"
         if granted and not self.has_consent():
             with self.lock(timeout_s=_REVOKED_S):
+                # Before the file: a crash in between leaves the client without consent, not with
+                # old state.
                 self.erase()
                 write_private(file, _GRANTED)
         elif not granted:
@@ -235,6 +237,7 @@ def remove_all(paths: list[Path]) -> None:
         DeploymentError: One cannot be removed; the others are.
     """
     with ExitStack() as removals:  # makes every removal, even if one raises
+        # The stack unwinds in reverse order, so this removes them in the order given.
         for path in reversed(paths):
             removals.callback(_remove, path)
 

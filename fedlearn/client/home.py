@@ -90,6 +90,8 @@ class Home(ClientFolder):
             "personal_digest": compute_digest(task.message.personal).hex(),
             "is_ahead": task.is_announced,
         }
+        # The digests count, too: a task of the same key with another request must not resume this
+        # one's checkpoint.
         if self._task_values != values:
             self.close_task()
             make_private_folder(self._task)
@@ -221,6 +223,7 @@ class Home(ClientFolder):
         if self._task_values.get("is_ahead"):
             self.close_task()
         held = None
+        # In ascending order, so that the newest reply's state is promoted last.
         for number in sorted(self._list_numbers()):
             folder = self._replies / f"{number:08d}"
             found = _read_reply(folder)
@@ -291,6 +294,7 @@ class Home(ClientFolder):
             now_unix_s: The current time.
         """
         spent = self._load_spent(now_unix_s)
+        # The first entry stays: a resumed training spends nothing more.
         spent.setdefault(known.hex(), (now_unix_s, squared))
         write_private(self.folder / "privacy.json", json.dumps(spent).encode())
 
@@ -374,11 +378,6 @@ def _is_recent(unix_s: float, now_unix_s: float) -> bool:
 
 
 def _read_values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> ValuesT | None:
-    """Parse a JSON file; ``None`` if it is missing or damaged, and damage is logged.
-
-    Raises:
-        DeploymentError: The file cannot be read.
-    """
     with explain_disk_errors(path, raises=DeploymentError, doing="read"):
         try:
             content = path.read_bytes()

@@ -271,6 +271,7 @@ class Judge:
         if self.policy.max_epochs is None:
             return
         epochs = settings.get("epochs")
+        # Not `epochs > max_epochs`: NaN compares false, and must be refused.
         if not (isinstance(epochs, int | float) and epochs <= self.policy.max_epochs):
             raise PolicyViolation(
                 rule="max_epochs",

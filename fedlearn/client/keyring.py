@@ -200,6 +200,7 @@ class Keyring:
             "redeemed": enrolment.redeemed,
             "lineage": enrolment.lineage.to_bytes().hex(),
         }
+        # Last: this file marks `identity.new` as complete, see `_locate_identity`.
         write_private(self._next / "enrolment.json", json.dumps(values).encode())
         with explain_disk_errors(self.folder, raises=DeploymentError):
             if self._current.exists():
@@ -238,6 +239,8 @@ class Keyring:
             noted = (self.folder / "rotate").read_text()
         except FileNotFoundError:
             return False
+        # The request names the key to replace. If a crash comes after the new keys but before the
+        # request is cleared, it has no effect.
         return noted.strip() == enrolment.identity.public_key.hex()
 
     def rotate(self, enrolment: Enrolment, *, certificate_pem: bytes) -> Enrolment:

@@ -73,6 +73,7 @@ async def cancel(jobs: list[asyncio.Task[Any]]) -> None:
     """Cancel jobs and wait until they have ended."""
     for job in jobs:
         job.cancel()
+    # Wait even for those that fail: their cleanup may use the session.
     await asyncio.gather(*jobs, return_exceptions=True)
 
 

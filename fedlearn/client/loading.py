@@ -108,6 +108,7 @@ def _source_of(module: str) -> Path | None:
         if spec is None and loaded is not None:
             return None
         if spec is None:
+            # Not `importlib.util.find_spec`, which imports the parent packages.
             found = (finder.find_spec(name, path) for finder in sys.meta_path)
             spec = next((each for each in found if each is not None), None)
         if spec is None:
@@ -177,6 +178,7 @@ def _module(place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
+        # Otherwise the module exists, but something that it imports does not.
         if error.name is not None and place.startswith(error.name):
             raise _no_module(place) from error
         raise

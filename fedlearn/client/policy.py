@@ -227,6 +227,7 @@ class ExtraPolicy:
     def find_objection(self, name: str, value: object) -> str | None:
         """Describe what the policy allows if it forbids this setting; ``None`` if it allows it."""
         match value:
+            # Before `int`, of which `bool` is a subclass.
             case bool():
                 kind, names = "truth values", self.truths
             case int() | float():

@@ -112,6 +112,7 @@ class ModelPrefetcher:
         if wanted is None or live is None or wanted is self._tried or is_busy:
             return
         left_s = self.times.left_s(self.clock.now_s())
+        # The first fetch starts at once, to learn how long one takes.
         if self._last_s is None or left_s <= _MARGIN * self._last_s:
             self._tried = wanted
             self._job = live.spawn(self._fetch(wanted, live))

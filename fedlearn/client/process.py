@@ -119,6 +119,7 @@ class TrainingProcess:
         environ = make_client_environment() | {MARK: mark}
         process, link = start_linked(_CHILD, environ=environ, python=python)
         with ExitStack() as if_failed:
+            # Called in reverse: kill, then reap, then close.
             if_failed.callback(link.close)
             if_failed.callback(process.wait)
             if_failed.callback(process.kill)
@@ -203,6 +204,8 @@ class TrainingProcess:
     def end(self) -> int:
         """Wait for the process to exit, kill its remaining descendants, and return its code."""
         self._family.await_end()
+        # Only the group; then those that have left it. The process itself is reaped last, which
+        # keeps its id from being reused.
         self.kill()
         end_marked(self.mark, but=[self.process.pid])
         with self._lock:

@@ -62,6 +62,7 @@ class KeyRotation:
             self._noted_s = math.inf
             return False
         now_s = self._clock.now_s()
+        # Since when it is due: a session that never ends must not put it off forever.
         self._noted_s = min(self._noted_s, now_s)
         if is_connected and now_s < self._next_s:
             return False

@@ -107,6 +107,7 @@ class Runtime:
     def stop(self) -> None:
         """Stop at the next batch; call this from the event loop's thread."""
         self._events.put_nowait(conversation.StopRequested())
+        # Training stops at the end of a batch; one that hangs must not keep the process.
         asyncio.get_running_loop().call_later(_STOP_S, self._broken.set)
 
     def update_facts(self, facts: Facts) -> None:
@@ -242,6 +243,8 @@ class Runtime:
         self._work.add_done_callback(self._check_work)
 
     def _check_work(self, work: "asyncio.Task[None]") -> None:
+        # `answer` turns every expected error into an event, so this one is a bug: `_break` raises
+        # it.
         if not work.cancelled() and work.exception() is not None:
             self._broken.set()
 

@@ -16,6 +16,8 @@ def call_on_signals(callbacks: Mapping[signal.Signals, Callable[[], None]]) -> I
     # Not loop.add_signal_handler, which Windows lacks.
     loop = asyncio.get_running_loop()
     before = {
+        # `call=call` binds the loop variable now. `call_soon` would not wake a loop that waits for
+        # I/O.
         number: signal.signal(number, lambda *_, call=call: loop.call_soon_threadsafe(call))
         for number, call in callbacks.items()
     }

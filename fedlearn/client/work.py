@@ -235,6 +235,8 @@ class Worker:
         job = control.download = live.spawn(
             live.connection.download(wanted.digest, num_bytes=wanted.num_bytes, path=wanted.path)
         )
+        # `wait`, unlike `await`, does not raise: the job may be cancelled with its session while
+        # this task continues.
         await asyncio.wait([job])
         if job.cancelled():
             return False
@@ -276,6 +278,7 @@ class Worker:
         except Cancelled:
             return WorkAbandoned()
         finally:
+            # Also after an error: only a process that dies leaves the count increased.
             self.home.end_work()
         most = task.message.max_reply_bytes
         if 0 < most < len(reply):
