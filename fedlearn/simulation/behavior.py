@@ -89,6 +89,7 @@ class LognormalBandwidth(Ranged):
 
     def mbit_per_s(self, client_ids: NDArray[np.int64], *, seed: Seed) -> NDArray[np.float64]:
         """Return each client's bandwidth: [B]."""
+        # exp(sigma * z) has the median 1, so the configured median holds for every sigma.
         spread = np.exp(self.sigma * seed.derive("bandwidth").normal(client_ids))
         return self.median_mbit_per_s * spread
 
@@ -135,6 +136,7 @@ class TraceBandwidth:
         self._refuse(np.flatnonzero(np.diff(self.offsets) < 2), "it has fewer than two samples")  # noqa: PLR2004  an interval has two ends
         every = np.arange(self.num_traces)
         owner = np.repeat(every, np.diff(self.offsets))
+        # Compare neighbors of one trace only: the next trace starts its clock again.
         inner = np.diff(owner) == 0
         rising = np.isfinite(self.time_s[1:]) & (np.diff(self.time_s) > 0.0)
         self._refuse(owner[1:][inner & ~rising], "its times do not increase")
@@ -182,6 +184,8 @@ class TraceBandwidth:
         length_s, total = self._over(traces, at_s), self._over(traces, at_mbit)
         first = self.offsets[traces]
         start_s = start_s % length_s
+        # With C(t) the Mbit carried by time t, the transfer ends at C^-1(C(start) + size). All
+        # traces lie end to end on one curve, so a single interpolation serves the whole block.
         carried = np.interp(at_s[first] + start_s, at_s, at_mbit)
         target = carried - at_mbit[first] + num_bytes / _BYTES_PER_MBIT
         # Whole passes of the trace, so that the rest ends within one pass and is above 0.
@@ -196,6 +200,7 @@ class TraceBandwidth:
         (at_s, at_mbit), first = self._passed, self.offsets[traces]
         wanted = at_mbit[first] + mbit
         last = self.offsets[traces + 1] - 1
+        # Rounding must not push the search into the trace before or after.
         after = np.clip(np.searchsorted(at_mbit, wanted), first + 1, last)
         low, high = at_mbit[after - 1], at_mbit[after]
         # At a whole number of laps, rounding can hit an interval with zero bandwidth.

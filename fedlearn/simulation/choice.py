@@ -46,6 +46,7 @@ from fedlearn.simulation.population import Population, find_readable_client, pic
 from fedlearn.training.keyed_dropout import preserve_generator
 from fedlearn.training.resident import Precision, ResidentModel
 
+# A damaged cache file may hold NaN, which every comparison of speeds would let pass.
 _SECONDS = TypeAdapter(dict[str, FiniteFloat])
 #: Compiling pays off in a run that takes longer than this without it, in seconds.
 _WORTH_COMPILING_S = 60.0
@@ -121,6 +122,8 @@ class TrainingJob:
             DataError: Their examples cannot be read.
         """
         steps = self.local.work.num_steps(self.population.num_examples(client_ids))
+        # Executors rely on this order: step t runs on the prefix of clients that still have a
+        # batch.
         client_ids = client_ids[np.argsort(-steps, kind="stable")]
         task = LocalTask(
             params=self.params,
@@ -201,6 +204,7 @@ def choose(job: TrainingJob, *, clock: Clock, cache_dir: Path) -> Choice:
     try:
         speed = _load_or_probe(job, clock, path)
     except EngineError as error:
+        # If not even one client at a time can be trained, the user gets that error, not a choice.
         _require_trainable(job)
         return _make_choice(job, ExecutorKind.SEQUENTIAL, str(error))
     fastest = _choose_fastest(job, speed, trial, not_fused)
@@ -236,7 +240,6 @@ def use_configured(job: TrainingJob, kind: ExecutorKind) -> Choice:
 
 
 def _build_refusal(kind: ExecutorKind, reason: str) -> EngineError:
-    """Build the error for a configured executor that cannot train the model."""
     return EngineError(f'engine.executor "{kind}": {reason}; use "auto" or "sequential"')
 
 
@@ -367,6 +370,7 @@ def _time_block_sizes(job: TrainingJob, usual: Choice, clock: Clock) -> dict[str
     usual_size = min(usual.block_size, most)
     sizes = dict.fromkeys(min(max(1, round(usual_size * each)), most) for each in _SIZES)
     candidates = [(usual.kind, size) for size in sizes]
+    # Second, because the budget is spent in this order: even a short run compares the executors.
     candidates.insert(1, (ExecutorKind.SEQUENTIAL, 1))
     # The time left for measuring, in clients trained at the usual speed.
     left, found = _MEASURING * job.num_clients, dict[str, float]()
@@ -431,8 +435,8 @@ def _load_or_probe(job: TrainingJob, clock: Clock, path: Path) -> _Speed:
 
 
 def _load_timings(path: Path) -> dict[str, float]:
-    """Load cached timings by name; empty if the file is missing or damaged."""
     try:
+        # A missing or damaged cache only costs another probe.
         return _SECONDS.validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return {}
@@ -465,6 +469,7 @@ def _probe(job: TrainingJob, clock: Clock) -> _Speed:
         return time_block(client_ids)
     except (DataError, EngineError) as error:
         trained = attempts(lambda some: sequential.train(job.work(some)), client_ids, errors)
+        # Some clients' data may be bad. The others are enough to compare the executors.
         sound = [places for places, _ in trained]
         if not (sound and errors):  # the failure is not specific to some clients
             raise EngineError(describe_first_line(error)) from error
@@ -485,11 +490,13 @@ def _time_executor(executor: Executor, work: Work, clock: Clock) -> float:
         except Exception as error:
             raise EngineError(describe_first_line(error)) from error
         times.append(clock.now_s() - started_s)
+    # The minimum, since other processes can only slow a run down.
     return min(times[1:]) / len(work.client_ids)
 
 
 def _fingerprint(job: TrainingJob) -> str:
     """Hash everything that a probe's result depends on, as a key for cached timings."""
+    # Building a model draws its initial weights; the run's own draws must not move.
     with preserve_generator(torch.default_generator):
         model = job.make_model()
     parts = (

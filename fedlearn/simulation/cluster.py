@@ -65,6 +65,7 @@ class SharingMemory:
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Sum the tensors over all processes; each process sums a part of the elements."""
+        # The buffers alternate, which saves a third barrier after read().
         self._turns[0] ^= 1
         shared = self.rows[self._turns[0]]
         shared.write(self.rank, tensors)
@@ -191,6 +192,7 @@ def _run_spawned(
                 each.close()
             for process in processes:
                 if process.pid is not None:
+                    # Workers ignore SIGTERM.
                     process.kill()
                     process.join()
 
@@ -226,9 +228,11 @@ def _run_spawned_worker(
     link: Link,
     folder: Path,
 ) -> NoReturn:
-    """Entry point of a spawned worker."""
     torch.set_num_threads(1)
+    # In the middle of a computation, a worker does not notice that its link was closed.
     threading.Thread(target=_exit_with_parent_process, daemon=True).start()
+    # Sent after the script was imported, so that rank 0 can tell a failed import from a lost
+    # worker.
     link.send_bytes(b"ready")
     _work(others, lambda: SharingMemory(rank, [link], _share_rows(folder, num_workers)))
 
@@ -260,12 +264,10 @@ def _run_forked_worker(
     rows: tuple[SharedRows, SharedRows],
     link: Link,
 ) -> NoReturn:
-    """Entry point of a forked worker."""
     _work(others, lambda: SharingMemory(rank, [link], rows))
 
 
 def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoReturn:
-    """Run a worker's part and exit its process."""
     status = 1
     try:
         # Rank 0 handles these signals. A worker exits when rank 0 is gone.
@@ -279,6 +281,7 @@ def _work(body: Callable[[Cluster], object], join: Callable[[], Cluster]) -> NoR
         traceback.print_exc()
         raise
     finally:
+        # Not sys.exit: a fork must not run the atexit handlers and finally blocks of rank 0.
         os._exit(status)
 
 

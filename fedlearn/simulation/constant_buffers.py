@@ -58,6 +58,7 @@ def constant_buffers(
         Exception: Any error of the model or the objective.
     """
     num_examples = population.num_examples(np.arange(min(64, population.num_clients)))
+    # A client with many examples, since batch normalization refuses a batch of one.
     features, labels = population.load(np.asarray([num_examples.argmax()])).gather()
     device, some = params.vector.device, slice(_TRIED)
     with preserve_generator(torch.default_generator):

@@ -227,12 +227,17 @@ class Engine:
             places = zip(block.tolist(), trained.metrics_K, strict=False)
             metrics |= {place: each for place, each in places if report[2, place] == REPORTED}
         report[2, list(errors)] = RAISED
+        # One all-reduce for the aggregate and the report: in rounds of milliseconds, each one
+        # counts.
         reduction.share(self.cluster, more=torch.from_numpy(report))
         verdicts = report[2].astype(np.int64)
+        # All workers now hold the same verdicts, so they all enter the collectives below, or none
+        # does.
         if (verdicts != REPORTED).any():
             reasons |= {place: describe_failure(error) for place, error in errors.items()}
             everywhere = gather(reasons, self.cluster)
             reasons = {place: reason for each in everywhere for place, reason in each.items()}
+        # Only in the first round: a model that has trained before is not at fault.
         if request.round_num == 0 and (verdicts == RAISED).all():
             self._require_another(client_ids, request, reasons, errors)
         if isinstance(self.executor, TrainerExecutor):
@@ -263,6 +268,8 @@ class Engine:
         """
         problem = None
         if self.cluster.rank == 0:
+            # One worker decides. User code could succeed here and fail there, and then only some
+            # would raise.
             others = pick_spread_clients(self.population, _TRIED)
             others = others[~np.isin(others, client_ids)]
             trains = any(self._trains(each, request) for each in others.tolist())
@@ -301,6 +308,7 @@ class Engine:
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest]
     ) -> Sequence[LocalUpdate]:
         """Return each client's local update, by the request that it was sent."""
+        # By identity: clients of one round share the object, and comparing strategies is slow.
         strategies = {id(each.strategy): each.strategy for each in requests}
         if len(strategies) == 1:
             strategy = requests[0].strategy
@@ -336,6 +344,8 @@ class Engine:
             kept=stack_states(request.kept, client_ids.tolist()),
             apart=apart,
         )
+        # All clients of a round share these tensors. A step that changes one in place would change
+        # the start model of the next client.
         with read_only(
             (request.params.vector, *request.broadcast.values()), who=f"{type(local).__name__}.step"
         ):
@@ -435,7 +445,6 @@ def _attach_weights(
     *,
     factors: NDArray[np.float64] | None,
 ) -> Updates:
-    """Give a block's updates their aggregation weights."""
     num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
     weights_B = weights(reduction.aggregation, _list_sent_numbers(num_examples_B, requests[0]))
     if factors is not None:
@@ -506,6 +515,7 @@ def share_client_states(
         return kept
     rows = {}
     for name, spec in specs.items():
+        # Each client trained on one worker and is zero on the others, so the sum is its state.
         zero = make_initial_state(spec, params)
         rows[name] = torch.stack([kept[c][name] if c in kept else zero for c in client_ids])
     cluster.all_reduce(list(rows.values()))
@@ -544,6 +554,7 @@ def _cut_blocks(
         for index in mine.tolist():
             update, request = work[index]
             does = (update, request.strategy.transforms)
+            # A list, since the user's dataclasses need not be hashable.
             if does not in alike:
                 alike.append(does)
             model = request.round_num if is_apart else 0
@@ -577,6 +588,7 @@ def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
         return by_size
     load, mine = [0] * cluster.world_size, []
     for index in by_size.tolist():
+        # Ties go to the lowest rank. Every worker computes the same deal, without a message.
         worker = load.index(min(load))
         load[worker] += int(steps[index])
         if worker == cluster.rank:

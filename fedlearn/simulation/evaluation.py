@@ -66,6 +66,7 @@ class CentralEvaluator:
             return {}
         everything = outputs
         if self.cluster.world_size > 1:
+            # Each row is zero on all workers but one, so the sum concatenates their shares.
             everything = outputs.new_zeros(len(self.labels), *outputs.shape[1:])
             everything[mine] = outputs
             self.cluster.all_reduce([everything])
@@ -103,6 +104,7 @@ class ReadOnce:
         Raises:
             DataError: An example that was just read is invalid.
         """
+        # Evaluation asks for the same blocks of clients every time, so a whole block is the key.
         key = client_ids.tobytes()
         if key in self._kept:
             return self._kept[key]
@@ -146,6 +148,7 @@ class ClientEvaluator:
             values_MC[:, part] = [found[name] for name in directions]
         is_failed_C = np.isin(sample, list(reasons)).astype(np.float64)
         self.cluster.all_reduce([torch.from_numpy(values_MC), torch.from_numpy(is_failed_C)])
+        # After the all-reduce every worker sees the same failures: all raise, or none does.
         if is_failed_C.all():
             client_id, reason = min(min(each.items()) for each in gather(reasons, self.cluster))
             raise EngineError(f"no client can be evaluated; client {client_id}: {reason}")
@@ -173,7 +176,6 @@ class ClientEvaluator:
     def _measure(
         self, params: Params, client_ids: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
-        """Compute each metric over each client's examples: one value per client."""
         rows = self.population.load(client_ids)
         features, labels = rows.gather()
         features, labels = (
@@ -205,7 +207,6 @@ class ClientEvaluator:
 
 
 def _take_share(num: int, cluster: Cluster) -> slice:
-    """Return this worker's share of ``num`` items."""
     ends = np.linspace(0, num, cluster.world_size + 1).astype(int)
     return slice(ends[cluster.rank], ends[cluster.rank + 1])
 

@@ -380,7 +380,6 @@ def from_dataset(
 def _join_datasets(
     dataset: Any, own: "_OwnDatasets | None"
 ) -> MapDataset:  # Any: not looked at yet
-    """Join the clients' datasets into one."""
     whole: MapDataset = dataset if own is None else ConcatDataset(own.datasets)
     return whole
 
@@ -413,6 +412,7 @@ def _own_datasets(
 def _is_dataset(value: object) -> bool:
     """Whether a value is a dataset, not an example of one."""
     is_example = isinstance(value, tuple | list | Mapping | Tensor | np.ndarray)
+    # Arrays and tensors have __getitem__ too; a list of those is one dataset of examples.
     return isinstance(value, Dataset) or (hasattr(value, "__getitem__") and not is_example)
 
 
@@ -464,7 +464,6 @@ def _divide_rows(
 
 
 def _read_all(dataset: MapDataset) -> tuple[Features, Tensor]:
-    """Read a whole dataset with the keys for evaluation."""
     pairs, batches = list[Pair](), list(evaluation_batches(len(dataset)))
     with reseed_by_key() as set_key:
         for batch in batches:
@@ -482,10 +481,12 @@ def _require_repeatable(dataset: MapDataset) -> None:
     Raises:
         DataError: A row differs between two reads, or is not a pair of numbers.
     """
+    # Spread over the dataset, which may be several datasets joined.
     rows = np.unique(np.linspace(0, len(dataset) - 1, _READ_TWICE).astype(np.int64))
     with reseed_by_key() as set_key:
         readings = []
         for _ in range(2):
+            # The second reading starts from the same generator state as the first.
             set_key(0)
             readings.append(read_pairs(dataset, rows=rows))
     for row, first, second in zip(rows.tolist(), *readings, strict=True):
@@ -634,6 +635,7 @@ def _in_float32(examples: Examples) -> Examples:
 
 def _require_division(partition: object) -> None:
     """Check that a partition is a rule, not a number of clients or a class, for example."""
+    # A class such as fl.Iid has the method too, and so does a string: str.split.
     if isinstance(partition, type | str) or not (
         isinstance(partition, Natural | Bootstrap) or hasattr(partition, "split")
     ):

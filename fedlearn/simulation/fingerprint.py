@@ -71,9 +71,12 @@ def fingerprint_of(population: Population) -> Fingerprint:
         is_stable = _reads_alike(population)
         for rows in _blocks(population):
             hashes = example_hashes(rows)
+            # The smallest k hashes of a union are among the smallest k of its parts (Broder's
+            # bottom-k), so the sketch needs memory for one block only.
             sketch = np.unique(np.concatenate([sketch, hashes]))[:SKETCH_SIZE]
             users += [_digest(np.sort(own)) for own in np.split(hashes, rows.offsets[1:-1])]
     if isinstance(population, BootstrapPopulation):
+        # Clients are virtual, perhaps millions. Their number and size identify the division.
         users = [_digest(np.array([population.num_clients, population.examples_per_client]))]
     return Fingerprint(sketch, f"{_digest(np.sort(np.array(users, np.uint64))):016x}", is_stable)
 

@@ -203,6 +203,8 @@ def _index_clients(table: Table, *, client: str) -> _ClientIndex:
 def _find_runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[np.int64]]:
     """Find runs of consecutive rows of one client: the client of each run, and its length."""
     if pt.is_dictionary(clients.type):
+        # Each row group of a dictionary column has its own codes, which do not compare across
+        # groups.
         clients = clients.cast(clients.type.value_type)
     text = pt.is_string(clients.type) or pt.is_large_string(clients.type)
     if clients.null_count or not (text or pt.is_integer(clients.type)):
@@ -217,12 +219,14 @@ def _find_runs(clients: Any, *, column: str, path: Path) -> tuple[Any, NDArray[n
 
 def _join_runs(names: Any, lengths: NDArray[np.int64]) -> tuple[Any, NDArray[np.int64]]:
     """Join runs of one client that continue in the next row group."""
+    # A row group may end in the middle of a client's rows.
     changes = pc.not_equal(names.slice(1), names.slice(0, len(names) - 1))
     starts = np.concatenate([[0], np.flatnonzero(changes.to_numpy(zero_copy_only=False)) + 1])
     return names.take(starts), np.add.reduceat(lengths, starts)
 
 
 def _require_grouped(names: Any, *, column: str) -> None:
+    # Each run is one client by now, so a name that occurs twice has rows in two places.
     if pc.count_distinct(names).as_py() == len(names):
         return
     counts = pc.value_counts(names)

@@ -150,6 +150,7 @@ class Iid(Ranged):
         _require_enough(len(labels), needed=self.num_clients, what=f"{self.num_clients} clients")
         owners = np.empty(len(labels), np.int64)
         order = seed.derive("iid").numpy().permutation(len(labels))
+        # Dealing in turns keeps the sizes within one of each other.
         owners[order] = np.arange(len(labels)) % self.num_clients
         return Partition.of_owners(owners, num_clients=self.num_clients)
 
@@ -214,6 +215,8 @@ class Dirichlet(Ranged):
         for num_draws in range(1, _MAX_DRAWS + 1):
             shares_KC = rng.dirichlet(concentration, counts.size)
             cuts = (np.cumsum(shares_KC, axis=1) * counts[:, None]).astype(np.int64)
+            # The shares sum to 1 only up to rounding; the last client must not lose an example to
+            # that.
             cuts[:, -1] = counts
             sizes_KC = np.diff(cuts, prepend=0, axis=1)
             sizes_C = sizes_KC.sum(axis=0)
@@ -244,10 +247,13 @@ class Dirichlet(Ranged):
             Applications".
         """
         num_sampled = num_draws * self.num_clients
+        # The q at which 1,000 draws succeed with probability 1e-7 at most (union bound): q^C = 1e-7
+        # / 1000.
         needed = (_NEXT_TO_NOTHING / _MAX_DRAWS) ** (1 / self.num_clients)
         found = num_served / num_sampled
         if found >= needed:
             return False
+        # Chernoff: P(observed share <= found) <= exp(-n * KL(found || needed)).
         divergence = float(rel_entr(found, needed) + rel_entr(1 - found, 1 - needed))
         return num_sampled * divergence > -math.log(_NEXT_TO_NOTHING)
 
@@ -286,6 +292,7 @@ class Shards(Ranged):
         _require_enough(len(labels), needed=num_shards, what=f"{num_shards} shards")
         holders = seed.derive("shards").numpy().permutation(num_shards) // self.shards_per_client
         owners = np.empty(len(labels), np.int64)
+        # Integer arithmetic keeps the sizes of shards within one of each other.
         shard_of_place = np.arange(len(labels)) * num_shards // len(labels)
         owners[np.argsort(labels, kind="stable")] = holders[shard_of_place]
         return Partition.of_owners(owners, num_clients=self.num_clients)
@@ -350,6 +357,8 @@ def require_ids(ids: ArrayLike, *, num_examples: int) -> NDArray[Any]:
     listed = values.tolist()
     kinds = {_kind_of_id(kind) for kind in set(map(type, listed))}
     if kinds == {"integer"}:
+        # Integers of more than 64 bits become Python objects or floats here; they are refused
+        # below.
         numbers = np.asarray(listed)
         if numbers.dtype.kind in "iu":
             return numbers
@@ -393,6 +402,7 @@ def _refusal_of_ids(ids: Sequence[object]) -> str:
     A missing value is ``None``, NaN, or pandas's ``NA`` or ``NaT``.
     """
     for row, each in enumerate(ids):
+        # By the type's name, since pandas is not a dependency.
         if each is None or type(each).__name__ in ("NAType", "NaTType") or _is_nan(each):
             return f"row {row} has no client id ({each}): {_MISSING_ID}"
     remedy = "give integers or strings, such as `[str(each) for each in ids]`"

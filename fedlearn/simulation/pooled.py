@@ -132,6 +132,7 @@ class PooledExamples:
         if self._unread is not None:
             return self._unread.batch(rows, key=key)
         owners = np.searchsorted(self._offsets, rows, side="right") - 1
+        # Load each client of the batch once; `places` maps the rows back to their clients.
         clients, places = np.unique(owners, return_inverse=True)
         loaded = self.population.load(clients)
         at = loaded.rows[loaded.offsets[places] + rows - self._offsets[owners]]

@@ -111,7 +111,6 @@ class CheckedExamples:
         )
 
     def _place(self, row: int) -> str:
-        """Format a row for a message."""
         return row_name(row)
 
 
@@ -227,6 +226,7 @@ class UnreadRows:
         with reseed_by_key() as set_key:
             for client, (start, end) in enumerate(pairwise(self.offsets.tolist())):
                 own, epochs = self.rows[start:end], epochs_of(client)
+                # Only reading can show whether a dataset draws random numbers.
                 first, has_drawn = self._epoch(own, epochs[0], set_key)
                 pairs += first
                 num_reads.append(len(epochs) if has_drawn else 1)
@@ -263,6 +263,7 @@ class UnreadRows:
         if not instead:
             in_batches = np.concatenate([batch.rows for batch in batches])
             others = np.setdiff1d(np.arange(len(rows)), in_batches)
+            # The last batch may have been dropped, but its examples need their places too.
             batches = [*batches, KeyedBatch(others, 0)] if others.size else batches
         has_drawn = False
         for batch in batches:
@@ -352,6 +353,7 @@ class BootstrapPopulation(CheckedExamples):
     def load(self, client_ids: NDArray[np.int64]) -> ClientRows:
         """Return the tensors, uncopied, and the rows that these clients drew."""
         positions = np.arange(self.examples_per_client)
+        # The modulo's bias is below N / 2**64, far from visible.
         hashes = self.seed.derive("bootstrap").hash(client_ids[:, None], positions)
         rows = (hashes % np.uint64(len(self.labels))).astype(np.int64).ravel()
         offsets = np.arange(client_ids.size + 1) * self.examples_per_client
@@ -449,6 +451,7 @@ def check_examples(
 def _require_classes(labels: Tensor, *, num_classes: int, place: Callable[[int], str]) -> None:
     if not labels.numel():
         return
+    # The extremes first: that is one pass, while the masks below take memory.
     low, high = (int(extreme) for extreme in labels.aminmax())
     if low >= 0 and high < num_classes:
         return

@@ -46,6 +46,7 @@ class ClipCount:
         """Count the clipped rows among the accepted rows of a block."""
         if self._clip_norm is None:
             return
+        # Statistics are not clipped, so only the trained part tells.
         trained_BQ, _ = sent.delta_parts()
         for trained, reason in zip(trained_BQ, reasons, strict=True):
             if reason is None:
@@ -117,6 +118,7 @@ class Summed:
         Returns:
             One reason per row; ``None``: the row was added.
         """
+        # Summed apart, so that a refused block leaves no trace in the total.
         block = self.aggregation.accumulate(self._empty(), current)
         reasons: list[str | None] = [None] * len(sent.client_ids)
         if not self._is_plausible(block, sent.weights_B):
@@ -197,6 +199,7 @@ class Gathered:
         self._weights[index] = some.weights_B
         self._based_on[index] = torch.tensor(some.based_on, dtype=torch.float64)
         for name, rows in some.lanes.items():
+            # A copy: the executor reuses the memory of its block.
             self._rows[name][index] = stack_rows(rows)
         self._clipped.add(sent, reasons)
         return reasons
@@ -207,6 +210,7 @@ class Gathered:
         rows = [*self._rows.values(), self._weights, self._based_on]
         cluster.all_reduce([*rows, self._clipped.wave, more])
         self._clipped.end()
+        # A place with weight zero was refused, or its client failed.
         is_there = (self._weights > 0).cpu().numpy()
         client_ids = [ClientId(each) for each in self._client_ids.tolist()]
         wave = Updates(
@@ -245,6 +249,7 @@ def find_refusals(
     bounds: UpdateBounds | None,
 ) -> list[str | None]:
     """Return the reason for each row that must not be aggregated; ``None`` if it may be."""
+    # One norm per row for the whole block: exact checks row by row dominate small rounds.
     if _are_clearly_within(sent, bounds):
         return [None] * len(sent.client_ids)
     rows = range(len(sent.client_ids))

@@ -72,10 +72,12 @@ def schedule(
     positions_TKB = (within_TK * batch)[:, :, None] + np.arange(batch)
     used_K = work.count_used_per_epoch(sizes_K)
     real_TKB = (positions_TKB < used_K[:, None]) & (epoch_TK < work.epochs)[:, :, None]
+    # Padding points to the first row, which exists, with a weight of zero.
     positions_TKB = np.where(real_TKB, positions_TKB, 0)
     if work.shuffle:
         order_KEN = _orders(work, sizes_K, client_ids, round_num=round_num, seed=seed)
         client_K = np.arange(len(sizes_K))[:, None]
+        # Clients that have finished step past their last epoch; their rows are masked out below.
         epochs_TK1 = np.minimum(epoch_TK, work.epochs - 1)[:, :, None]
         positions_TKB = order_KEN[client_K, epochs_TK1, positions_TKB]
     if rows.num_reads_K is not None:  # each epoch has its own copy of the examples
@@ -122,6 +124,8 @@ def training_rows(
         batches = list(positions)
         keys = step_keys([step_seed(seed, round_num=at, client_id=client_id)], len(batches))[0]
         keyed = list(map(KeyedBatch, batches, keys.tolist()))
+        # Batch after batch and epoch after epoch, in the order in which a deployed trainer derives
+        # keys.
         per_epoch = len(keyed) // work.epochs
         return [keyed[first : first + per_epoch] for first in range(0, len(keyed), per_epoch)]
 
@@ -162,6 +166,8 @@ def _orders(
 
     Shape [K, E, largest client].
     """
+    # An example's key is a hash of (round, client, epoch, position), so a block needs no loop over
+    # clients, and a device computes the same order.
     position_N = np.arange(int(sizes_K.max()))
     keys_KEN = seed.hash(
         round_num if isinstance(round_num, int) else round_num[:, None, None],

@@ -92,6 +92,7 @@ def policy_for(plan: SecurePlan) -> TermsPolicy:
         max_cohort=MAX_CLIENTS,
         max_clip=max(plan.clip_norm, plan.statistics_norm),
         max_weight=plan.max_examples,
+        # A simulated upload costs nothing, so no size is refused.
         max_upload_bytes=1 << 62,
         max_releases_per_round=1,
         max_draw_factor=1.0,  # has no effect without a roster
@@ -154,6 +155,7 @@ class ModularSum:
             )
             failed = dict.fromkeys(np.flatnonzero(reported).tolist(), reason)
             codes = np.where(reported, STATUSES.index(Status.FAILED), rows.codes)
+            # Nothing was opened, so the coordinator learned no client's numbers.
             examples, losses = np.zeros_like(rows.num_examples), np.full(len(rows), math.nan)
             reasons = {**rows.reasons, **failed}
             return replace(rows, codes=codes, num_examples=examples, losses=losses, reasons=reasons)
@@ -161,6 +163,7 @@ class ModularSum:
             num_examples, loss = 0, math.nan
         else:
             examples_B = rows.num_examples[reported].clip(max=self.plan.max_examples)
+            # As clients do it: a loss that is NaN is sent with a weight of zero.
             losses_B = rows.losses[reported]
             weights_B = (examples_B if self.plan.by_examples else 1) * ~np.isnan(losses_B)
             sent_B = np.nan_to_num(losses_B).clip(0.0, self.plan.max_loss)
@@ -251,7 +254,11 @@ class ModularSum:
         The levels are float64, and NaN if the lane is not finite.
         """
         if not bool(torch.isfinite(row).all()):
+            # Encoding would turn a NaN into some level. As NaN it spoils the block's sum, so that
+            # the reduction looks at each row and refuses this one.
             return torch.full_like(row, math.nan, dtype=torch.float64), False
+        # With one stream for all, clients would round in the same direction and the errors add up.
+        # The update's own bytes give each client its own stream, in any order of training.
         digest = hashlib.sha256(self.seed.value.to_bytes(8, "little"))
         digest.update(row.contiguous().numpy().tobytes())
         noise = expand_keystream(SecretBytes(digest.digest()), 4 * len(row)).view(np.uint32)

@@ -173,6 +173,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         if has_dataset and isinstance(self.make_trainer, ResidentTrainers):
             own = Subpopulation(self.population, client_ids)
             device = self.make_trainer.model.device
+            # Read in batches, as a deployed client does: each batch's key seeds its random draws.
             return self.make_trainer.reading(PooledExamples(own, device))
         if train is None:
             rows = self.population.load(client_ids)
@@ -220,6 +221,7 @@ class SessionsKept:
 
     def restore(self, kept: ClientStates) -> None:
         """Restore the client state of sessions that have not started in this process."""
+        # A session that has run in this process is ahead of the run's state: do not overwrite it.
         for client_id in kept.keys() - self.channel.states.keys():
             state = SessionState(trainer=kept[client_id], session=None)
             self.channel.states[ClientId(client_id)] = state.to_bytes()

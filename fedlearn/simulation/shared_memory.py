@@ -86,6 +86,7 @@ def _views(file: int, like: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
     for size, dtype in like:
         end = offsets[-1] + size * dtype.itemsize
         offsets.append(end + -end % _ALIGNMENT)
+    # Never shrink: a slower process may still map the larger size of the call before.
     os.truncate(file, max(1, offsets[-1], os.fstat(file).st_size))
     memory = mmap.mmap(file, max(1, offsets[-1]))
     return [
@@ -105,5 +106,6 @@ def _open_memory_file() -> int:
     if sys.platform == "linux":
         return os.memfd_create("fedlearn")
     else:
+        # The file has no name any more; the duplicate keeps it alive when the block ends.
         with tempfile.TemporaryFile() as file:
             return os.dup(file.fileno())

@@ -45,6 +45,7 @@ _KEPT_DTYPES = {
     (dtype.kind, dtype.itemsize): dtype
     for dtype in map(np.dtype, ("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2"))
 } | {("b", 1): np.dtype(np.uint8), ("f", np.dtype(np.longdouble).itemsize): np.dtype(np.float64)}
+# int64 would wrap around silently above this.
 _LARGEST = 2**63 - 1
 
 _log = structlog.get_logger(__name__)
@@ -259,7 +260,6 @@ def tensor_of(
 
 
 def _no_numbers(array: NDArray[Any], what: str) -> str:
-    """Build the error message for an array that does not have numbers: the reason and a fix."""
     if not array.ndim and array.dtype.kind in "OSU":
         value = array.item()
         shown = f'"{value}"' if isinstance(value, str | Path) else f"a {type(value).__name__}"
@@ -309,6 +309,7 @@ def _choose_held_out(
 ) -> NDArray[np.bool_]:
     """Choose the examples to hold out, as a mask: the fraction of each class, rounded."""
     keys = seed.derive("test split").hash(np.arange(labels.size))
+    # Sort by class, then by key: the first few of each class are a random sample of it.
     order = np.lexsort((keys, labels))
     _, first, counts = np.unique(labels[order], return_index=True, return_counts=True)
     place_in_class = np.arange(labels.size) - np.repeat(first, counts)
@@ -328,6 +329,7 @@ def _last_of_each(
         rows = np.flatnonzero(lost[owners])
         keys = seed.derive("test split").hash(rows)
         order = rows[np.lexsort((keys, owners[rows]))]
+        # The example with the smallest key stays, whatever the order of the rows.
         _, first = np.unique(owners[order], return_index=True)
         is_kept[order[first]] = True
         _log.warning(

@@ -126,9 +126,11 @@ class VirtualRound:
 
     def run(self) -> Collected:
         """Process arrivals in order until the round closes; return its result."""
+        # Before anything else, so that a client whose update is too stale may be drawn again.
         self.collection.give_up_stale()
         self._expect(self.collection.pending)
         collection = self.collection
+        # Training may refuse updates and so open a round again that seemed complete.
         while not (collection.is_closed and self._train_and_recheck()):
             if collection.may_ask:
                 self._ask()
@@ -148,7 +150,6 @@ class VirtualRound:
     # ---- Arrivals -------------------------------------------------------------------------
 
     def _ask(self) -> None:
-        """Send tasks to as many clients as may be asked now."""
         while True:
             self._expect(self.collection.ask(self.now_s))
             if not (drawn := self.collection.draw(self.draw)):
@@ -165,6 +166,7 @@ class VirtualRound:
         """
         waited_for, closes_s = self.collection.waited_for, self.collection.closes_s
         known_s = [due_s for due_s, _, task in self._arrivals if task.client_id in waited_for]
+        # Some client in flight has no arrival in the queue: only the deadline ends the wait for it.
         if len(known_s) < len(waited_for) and math.isfinite(closes_s):
             return closes_s
         return min(closes_s, max([0.0, *known_s]) if known_s else math.inf)

@@ -34,6 +34,7 @@ def attempts(
     if trained is not None:
         yield block, trained
     elif len(block) > 1:
+        # Not by halves: a failing client may fail only now and then, and each one needs a verdict.
         singles = [block[place : place + 1] for place in range(len(block))]
         yield from _retries(train, [s for s in singles if _attempt(train, s, errors)], errors)
 
@@ -46,7 +47,9 @@ def _retries(
     """Train clients together that each succeeded alone; if that fails, one by one."""
     if not singles:
         return
+    # As a block once more: stacked training rounds differently from training one at a time.
     together = np.concatenate(singles)
+    # Without a single failure the block itself is the problem, and would fail again.
     trained = _attempt(train, together, errors) if errors else None
     if trained is not None:
         yield together, trained

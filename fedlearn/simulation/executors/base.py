@@ -193,6 +193,8 @@ def refuse_global_draws(work: Work) -> Iterator[None]:
         return
     generator = global_generator(work.params.vector.device)
     with preserve_global_generators() as have_moved, preserve_generator(generator):
+        # Draws leave no trace but a moved generator, so compare its state instead of patching
+        # torch.
         before = generator.get_state()
         yield
         if have_moved() or not torch.equal(before, generator.get_state()):

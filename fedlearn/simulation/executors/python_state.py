@@ -61,7 +61,6 @@ def _places(module: nn.Module, objective: object) -> Iterator[tuple[str, object]
 
 
 def _state_of(module: nn.Module) -> dict[str, object]:
-    """Return the attributes of a layer, except its parameters and buffers."""
     excluded = _TENSORS
     if isinstance(module, nn.RNNBase):
         excluded += _LISTS_OF_PARAMETERS
@@ -94,6 +93,7 @@ class _Describer(pickle.Pickler):
             raise ValueError(f"Python state of more than {_MOST_OBJECTS:,} objects is not compared")
         match value:
             case Tensor() if id(value) in self._own or value.layout is not torch.strided:
+                # Parameters change in training. By identity, a model that replaces one still shows.
                 return "tensor", id(value)
             case Tensor():
                 flat = value.detach().contiguous().view(-1).view(torch.uint8).cpu()
@@ -103,6 +103,7 @@ class _Describer(pickle.Pickler):
             case ModuleType() | CodeType():
                 return "code", id(value)
             case type() | FunctionType() if not _is_users(value):
+                # Installed code is assumed to keep no state; following it would visit all of torch.
                 return "code", id(value)
             case BuiltinFunctionType() if isinstance(value.__self__, ModuleType | None):
                 return "code", id(value)
@@ -125,6 +126,7 @@ class _Describer(pickle.Pickler):
             reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         except Exception:  # noqa: BLE001 - user code, or an object that cannot be pickled
             return _ObjectDescription, (name,)
+        # A string means "look me up by name", as for a singleton: it has no state to compare.
         return (_ObjectDescription, (name,)) if isinstance(reduced, str) else reduced
 
 
@@ -160,6 +162,7 @@ def _list_references(function: FunctionType) -> list[object]:
     named = [function.__globals__[name] for name in names if name in function.__globals__]
     for module in [value for value in named if isinstance(value, ModuleType)]:
         named += [vars(module)[name] for name in names if name in vars(module)]
+    # An empty cell belongs to a variable that is not assigned yet; reading it would raise.
     cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
     return [vars(function), function.__defaults__, function.__kwdefaults__, *cells, *named]
 

@@ -90,6 +90,7 @@ def _iterate_batches(work: Work) -> Iterator[Part]:
     counts_KT = work.schedule.counts_TK.T
     is_step_KT = counts_KT > 0
     rows_KTB = work.schedule.rows_TKB.transpose(0, 1)
+    # A boolean mask flattens [K, T] row by row: client after client, steps in order.
     rows_NB = rows_KTB[torch.from_numpy(is_step_KT).to(rows_KTB.device)]
     sizes_N, keys = counts_KT[is_step_KT], work.step_keys()[is_step_KT].tolist()
     like, inputs = work.features, list_tensors(work.features)

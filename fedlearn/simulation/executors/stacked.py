@@ -268,7 +268,6 @@ class StackedExecutor:
         return len(self._deltas_KP)
 
     def _reserve(self, height: int, local: LocalUpdate) -> None:
-        """Allocate memory for at least ``height`` clients."""
         names, grows = self._gradient, height > self._height
         if grows:
             self._stack = Stack(
@@ -280,6 +279,7 @@ class StackedExecutor:
         if grows or local.memory != self._specs:
             memory = make_memory(local, list(self._stack.trainable.values()), kept={})
             self._stack, self._specs = replace(self._stack, memory=memory), local.memory
+            # They are views of the memory that was just replaced.
             self._prefixes.clear()
 
     def _new(self, names: Sequence[str], height: int) -> Named:
@@ -295,7 +295,6 @@ class StackedExecutor:
     # --- steps --------------------------------------------------------------------------
 
     def _step(self, run: _Run, step: int) -> None:
-        """Take one step for all clients that still have a batch."""
         active = int(run.work.schedule.active_T[step])
         sizes_k = run.work.schedule.counts_TK[step, :active]
         run.draws.fill(self._prefix(active).memory, step)
@@ -310,6 +309,8 @@ class StackedExecutor:
 
     def _step_together(self, run: _Run, step: int, *, active: int, size: int) -> None:
         if size == run.rows_TKB.shape[2]:
+            # Some clients past the active ones compute along, since each height must be traced.
+            # Their results are cut off before they reach the stack.
             height = _round_up_height(active, self._height)
             batch = run.batch(step, slice(height), size=size)
             outcome = self._traced(self._prefix(height), run.shared, batch).first(active)
@@ -364,6 +365,7 @@ class StackedExecutor:
         shared = run.shared
         for size in np.unique(sizes_k).tolist():
             index = torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device)
+            # index_select copies, so the stepped rows are written back below.
             part = self._stack.map(partial(torch.index_select, dim=0, index=index))
             outcome = self._gradient(part, shared, run.batch(step, index, size=size))
             outcome.finish(
@@ -388,6 +390,7 @@ def _round_up_size(local: LocalWork, size: int) -> int:
     size, it is the next of four sizes between 2^n and 2^(n+1).
     """
     if local.batch_size is None:
+        # Four sizes per doubling: at most a quarter of padding, and few shapes to trace.
         gap = 1 << max(0, (size - 1).bit_length() - 3)
         return -(-size // gap) * gap
     bucket = local.batch_size

@@ -181,6 +181,7 @@ class GradientResult(NamedTuple):
         affine = None if affine_at is None else affine_at(moment)
         if affine is not None and not affine.shift:
             # A fused multiplication and step reads and writes the weights only once.
+            # w <- keep * w + scale * (left @ right) + pull * w_global.
             for (name, own), model in zip(stack.trainable.items(), broadcast[MODEL], strict=True):
                 if name in self.factors:
                     left, right = self.factors[name]
@@ -244,11 +245,14 @@ class BlockGradient:
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.statistics = [spec.name for spec in self.layout.statistics]
         self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
+        # Constants have no client dimension: a counter such as num_batches_tracked is the same for
+        # all.
         out_dims: Any = (0, (0, (0, None)))  # Any: vmap's annotation excludes nested ones
         self._vectorized = vmap(
             grad_and_value(self._loss, has_aux=True),
             in_dims=(0, 0, None, None, 0, 0, 0, 0),
             out_dims=out_dims,
+            # Draws from the global generator would depend on the composition of the block.
             randomness="error",
         )
         self.by_example = by_example
@@ -292,10 +296,11 @@ class BlockGradient:
         return {name: grads[name] for name in names}, rest
 
     def together(self, parts: Parts, batch: Batch) -> Any:
-        """Compute per-example gradients as :meth:`vectorized` does, but summed over each batch."""
+        """Compute what :meth:`compute_vectorized` does for examples, summed over each batch."""
         is_real = (batch.weights > 0).to(batch.weights)
         examples = (batch.features, batch.labels, is_real, batch.keys[:, 0])
         grads, (losses, _) = self._vectorized(*parts, *examples)
+        # Padding has the weight 0, so the largest weight is 1 / (size of the batch).
         return grads, (losses * batch.weights.amax(1), (parts[1], parts[3]))
 
     def find_used(self, parts: Parts, batch: Batch) -> tuple[str, ...]:
@@ -334,6 +339,7 @@ class BlockGradient:
         """Compute one client's loss on one batch, and its buffers afterwards."""
         features, labels, weights, key = batch
         self.dropouts.key = key
+        # BatchNorm updates its buffers in place, and vmap may not write to its inputs.
         statistics = {name: value.clone() for name, value in statistics.items()}
         constants = {name: value.clone() for name, value in constants.items()}
         with autocast(self._precision, self.device):
@@ -401,6 +407,7 @@ class BlockGradient:
             return None
         generator, results = global_generator(self.device), []
         with preserve_generator(generator):
+            # Two copies, since BatchNorm refuses a batch of one.
             for part in (rows[:1].repeat(2), rows):
                 generator.manual_seed(0)
                 results.append(self._probe(part, features, labels))
@@ -429,7 +436,6 @@ def spread_rows(num_rows: int, num_wanted: int, *, like: Tensor) -> Tensor:
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors agree up to rounding."""
     return bool(((one - other).abs() <= 1e-4 * one.abs().max() + 1e-12).all())
 
 

@@ -62,6 +62,8 @@ class TracedSteps:
             Exception: Any exception that the module or the loss raises for this batch.
         """
         given = batch.tensors()
+        # The stack has the batch's height, and the local update's step is not traced, so the
+        # batch's shapes identify a graph.
         key = tuple((value.shape, value.dtype) for value in given)
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         tensors = [value for part in parts for value in part.values()] + given
@@ -89,6 +91,7 @@ class TracedSteps:
                     parts, batch, tensors
                 )
                 if self._is_compiled:
+                    # torch compiles at the first call: make it here, where a failure has a remedy.
                     step = torch.compile(step, dynamic=False, fullgraph=True)
                     step(*tensors)
         except Exception as error:
@@ -141,6 +144,7 @@ class TracedSteps:
         )
         factors = _outer_factors if self._gradient.by_example else _factors
         _return_factors(trace.graph, num_trainable=len(parts[0]), factors_of=factors)
+        # The products themselves are dead now that their factors are returned.
         trace.graph.eliminate_dead_code()
         trace.recompile()
         return trace

@@ -59,6 +59,8 @@ class TrainerExecutor:
         )
         try:
             reply, kept = train_and_reply(trainer, request, context=context)
+        # NaN deltas make the engine refuse the update with the reason that a coordinator would
+        # give.
         except Diverged:
             layout = work.params.layout
             return TrainedBlock(
@@ -90,6 +92,7 @@ class TrainerExecutor:
 def _request(work: Work) -> TrainRequest:
     return TrainRequest(
         round_num=work.round_num,
+        # A trainer does not see the attempt, so any number will do.
         attempt=0,
         tensors=work.params.to_tensors(),
         order=tuple(spec.name for spec in work.params.layout.specs),

@@ -72,6 +72,7 @@ class Round:
             if name not in found or found[name].shape != value.shape:
                 return f"{name} of another shape"
             error, size = _largest(found[name] - value), _largest(value)
+            # 16 times the measured effect of rounding: one sample of it is no upper bound.
             tolerance = self._share * size + 16 * self.rounding[name] + least
             if not error <= tolerance:  # `not` makes a NaN a difference
                 return f"{name} differently, by {error:.1e}"
@@ -144,6 +145,7 @@ def trial_of(
         if gradient.draws_random_numbers(work.features, work.labels, rows=rows):
             return "it draws random numbers in its forward pass"
         runs, states = list[TrainedBlock](), list[Mapping[str, bytes]]()
+        # 1. Train the same clients several times on one module, then on a second one.
         for model in (*(first,) * _TIMES, second):
             runs.append(_train(model, sample))
             if have_moved():
@@ -154,15 +156,18 @@ def trial_of(
         first_round = _round(third, sample, runs[0], precision)
     # Skip the first run, since a value that is computed once and cached is as good as a constant.
     before, after = states[_TIMES - 2 : _TIMES]
+    # 2. Python's state must not have changed between the last two runs,
     changed = [name for name in before if before[name] != after.get(name)]
     if changed:
         return f"its forward pass changes {changed[0]} from call to call"
+    # 3. nor the result, on the same module or on another one.
     for again in runs[1:_TIMES]:
         if difference := first_round.difference(again):
             return f"a second training of the same clients trains {difference}"
     if difference := first_round.difference(runs[-1]):
         return f"a second model of make_model() trains {difference}"
     with preserve_generator(torch.default_generator):
+        # 4. The second round starts from client state, which the first one does not have.
         following = _following(sample, runs[0])
         second_round = _round(first, following, _train(first, following), precision)
     return Trial(rounds=(first_round, second_round))
@@ -222,7 +227,6 @@ def _tensors(trained: TrainedBlock, params: Params) -> dict[str, Tensor]:
 
 
 def _largest(values: Tensor) -> float:
-    """Return the largest absolute value; 0 if there is none."""
     return float(values.abs().max()) if values.numel() else 0.0
 
 
@@ -249,6 +253,7 @@ def _sample_of(work: Work, rows: NDArray[np.int64]) -> Work:
     )
     return replace(
         work,
+        # Real noise would make any two trainings differ.
         local=quiet(without_force(work.local)),
         client_ids=client_ids,
         rows_K=np.split(rows, [3]),

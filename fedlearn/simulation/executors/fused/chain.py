@@ -139,6 +139,7 @@ class _NotAChainError(Exception):
 def _require_plain(module: nn.Module, layout: Layout) -> None:
     for spec in layout.statistics:
         raise _NotAChainError(f"{spec.name} is a statistic (as of BatchNorm), not a parameter")
+    # By default torch lists a shared parameter under its first name only.
     named = list(module.named_parameters(remove_duplicate=False))
     for name, parameter in named:
         if not parameter.requires_grad:
@@ -324,6 +325,7 @@ def _max_pool(  # noqa: PLR0917 - the signature of F.max_pool2d
     ceil_mode: bool = False,  # noqa: FBT001, FBT002 - as above
     return_indices: bool = False,  # noqa: FBT001, FBT002 - as above
 ) -> nn.Module:
+    # The layer takes the last two in the other order than the function.
     return nn.MaxPool2d(kernel_size, stride, padding, dilation, return_indices, ceil_mode)
 
 

@@ -148,6 +148,7 @@ class FusedExecutor:
         )
         if drifting is not None:
             drifting.count_steps(memory, num_steps=work.num_steps())
+        # Without a report nothing else reads the rows, and deltas() can take the copies instead.
         is_settled = rules is None or has_report(work.local)
         if rules is not None and is_settled:
             stack.settle(num_clients)
@@ -239,8 +240,11 @@ def _train(
     own_TKB = likelihoods_TKB
     if weights_TKB is not plan.weights_TKB:
         counts_TK1 = torch.from_numpy(plan.counts_TK).to(weights_TKB).unsqueeze(2)
+        # A batch's loss is a mean over the examples that count. It weighs as much as the whole
+        # batch, ignored examples included, as in the sequential executor.
         own_TKB = likelihoods_TKB * weights_TKB * counts_TK1
     is_real_TKB = weights_TKB > 0.0
+    # Not a product: the likelihood of padding may be infinite, and 0 * inf is NaN.
     sums_K = torch.where(is_real_TKB, own_TKB, 0.0).sum((0, 2), dtype=torch.float64)
     losses_K: NDArray[np.float64] = -sums_K.cpu().numpy() / plan.counts_TK.sum(0)
     return losses_K
@@ -267,4 +271,5 @@ def _make_rules(work: Work) -> Sequence[Affine] | None:
         return None
     found = [affine_at(Moment(work.round_num, step)) for step in range(num_steps)]
     rules = [rule for rule in found if rule is not None]
+    # All steps or none: the rows and the copies would take turns in being out of date.
     return rules if len(rules) == num_steps else None

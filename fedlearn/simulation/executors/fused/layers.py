@@ -44,6 +44,7 @@ class ParameterStack:
             for spec in chain.layout.specs
             if spec.size <= _LARGEST_COPY or len(spec.shape) == 4  # noqa: PLR2004 - a kernel
         }
+        # The union keeps the layout's order, on which shift() relies.
         self._values = self._rows | self._copies
 
     @cached_property
@@ -184,7 +185,7 @@ class OperatorMemory:
         return self.scratch.part(f"{self.name} {use}", num_examples, width, dtype)
 
     def parameter(self, spec: TensorSpec) -> tuple[Tensor, Tensor]:
-        """Return :meth:`Stack.parameter` for the first k clients."""
+        """Return :meth:`ParameterStack.parameter` for the first k clients."""
         values, target = self.stack.parameter(spec.name, in_place=self.in_place)
         return values[: self.num_clients], target[: self.num_clients]
 
@@ -229,7 +230,6 @@ def make_operator(
 
 
 def _add(target: Tensor, gradient: Tensor, rule: Affine) -> None:
-    """Apply ``gradient`` to ``target``."""
     if rule.keep == 0.0:  # overwrite, since 0 * NaN would keep a NaN in the target
         torch.mul(gradient, rule.scale, out=target)
     elif rule.keep == 1.0:
@@ -353,6 +353,7 @@ class _Flatten(_WithoutParameters):
         self._dx = place.images("dx", before)
 
     def forward(self, x: Tensor) -> Tensor:
+        # Images keep their channels last in memory, but torch flattens channels first.
         self._y.view(self._joined).copy_(x.view(self._split).transpose(0, 1))
         return self._y
 

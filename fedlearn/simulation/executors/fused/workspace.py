@@ -52,6 +52,7 @@ class Workspace:
         """Return the program of a step with these numbers of clients and examples."""
         key = (num_clients, batch_size, in_place)
         if key not in self._programs:
+            # Dropping all is enough: a program is a few views, made again in no time.
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.clear()
             self._programs[key] = self._new_program(num_clients, batch_size, in_place=in_place)
