@@ -72,12 +72,14 @@ def save(engine: RankTrainer, folder: Path, *, keep: int) -> None:
     write(tensors, folder / f"step-{engine.step_num}", is_alone=is_alone)
     if not is_alone:
         dist.barrier()
+    # All ranks have written their part, so older checkpoints may go.
     if engine.rank == 0:
         prune(folder, keep=keep)
 
 
 def prune(folder: Path, *, keep: int) -> None:
     """Remove all complete checkpoints in a folder except for the newest ``keep`` >= 1."""
+    # An incomplete checkpoint may be one that is being written.
     complete = [path for path in folder.iterdir() if (path / _COMPLETE).exists()]
     for path in sorted(complete, key=step_of)[:-keep]:
         shutil.rmtree(path)
@@ -89,6 +91,7 @@ def restore(engine: RankTrainer, checkpoint: Path) -> None:
     Raises:
         StoreError: The checkpoint cannot be read, or belongs to another model.
     """
+    # load() copies into these tensors, which are those of the model and the optimizer.
     tensors = engine.tensors() | {PROGRESS: engine.progress()}
     try:
         there = _names(checkpoint)

@@ -93,6 +93,7 @@ class Taught:
                 f"distil_steps needs a model with logits [examples, classes], but its outputs have "
                 f"shape {tuple(total.shape)}; set distil_steps to 0"
             )
+        # sigma(1/K sum_k f(x_k, d)): FedDF averages logits, not probabilities.
         return features, (total / len(self._members)).softmax(dim=1)
 
 

@@ -61,6 +61,7 @@ class RankTrainer:
         if self.world_size > 1:
             from fedlearn.parallel.preparing import device_mesh, prepare_model  # noqa: PLC0415 (seconds)
 
+            # Before the model is divided, after which ranks have different parts.
             _broadcast(module)
             self._grid = device_mesh(mesh, device)
             self._wrapped = prepare_model(module, plan.spread, self._grid, self._place.pipeline)
@@ -147,7 +148,6 @@ class RankTrainer:
                 group.set_timeout(timeout)
 
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimizer state, by parameter and name."""
         return {
             f"{name}/{key}": value
             for name, parameter in self._parameters.items()
@@ -215,6 +215,8 @@ class RankTrainer:
         for at, (part, targets) in enumerate(_parts(features, labels, num_parts)):
             # Gradients are summed over processes only in the backward pass of the last one.
             with self._wrapped.sum_gradients(at == num_parts - 1):
+                # Divided by the number of parts, whose gradients add up to that of the batch's mean
+                # loss.
                 with self._passes(), self._fitting(part, targets):
                     loss = self._loss(call_module(self._wrapped.called, part), targets) / num_parts
                 (loss if self._scale is None else loss * self._scale.value).backward()
@@ -295,6 +297,7 @@ class RankTrainer:
         return total + torch.stack([each.detach().double() for each in losses]).mean()
 
     def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        # A loss in half precision would round away small differences.
         wide = outputs if outputs.itemsize > 2 else outputs.float()  # noqa: PLR2004 (bytes)
         return mean_loss(self.task.objective, wide, labels)
 
@@ -311,6 +314,8 @@ class RankTrainer:
         scale = 1.0 if self._scale is None else self._scale.value
         norm = self._norm(grads) / scale
         if self._scale is not None:
+            # The norm covers the gradients of all ranks, so all of them skip the step, or none
+            # does.
             is_finite = bool(torch.isfinite(norm))
             self._scale = self._scale.after(is_finite=is_finite)
             if not is_finite:
@@ -465,7 +470,6 @@ def _parts(features: Features, labels: Tensor, number: int) -> Iterator[tuple[Fe
 
 @torch.no_grad()
 def _broadcast(module: nn.Module) -> None:
-    """Broadcast the weights and buffers of rank 0 to all processes."""
     for tensor in module.state_dict().values():
         dist.broadcast(tensor, src=0)
 

@@ -61,6 +61,7 @@ class Group:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         data, size = data.to(self._device), torch.tensor([len(data)], device=self._device)
         with self._noticing_losses():
+            # The size first, since the other processes must allocate the memory.
             self._backend.broadcast(size, 0).wait()
             if self.rank > 0:
                 data = data.new_empty(int(size))
@@ -94,6 +95,7 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
     like, parts = tensors[0], []
     for tensor in tensors:
         flat = tensor.flatten().to(like.device)
+        # Two float32 numbers carry 48 bits of the 53: enough for losses and counts in one message.
         rounded = flat.to(like.dtype)
         parts.append(rounded)
         if flat.dtype != like.dtype:
@@ -177,6 +179,7 @@ def _gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
 def _nccl(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     # A timeout should raise an error, not end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    # All processes are on this machine.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     options = _c10d.ProcessGroupNCCL.Options()
     options._timeout = timeout  # noqa: SLF001

@@ -268,6 +268,7 @@ def follow(
         control.check()
         if is_first:
             is_first = False
+            # The first step is the slowest: it connects processes and allocates memory.
             files.set_timeout(_STEPS * (clock.now_s() - began_s))
         every = job.checkpoint_every
         if every and engine.step_num % every == 0 and engine.step_num < until:
@@ -475,6 +476,7 @@ def _apart(
     command = [
         *("torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"),
         *(f"--max-restarts={job.max_restarts}", "--monitor-interval=0.1"),
+        # Tethered twice: torchrun ends with this process, and each rank ends with torchrun.
         *("-m", _TETHERED, _WORKER, str(folder.path)),
     ]
     with (
@@ -538,6 +540,7 @@ def _follow(
     rest = b""
     # Stop if torchrun has died, since no other process would end its ranks, or if a rank has
     # recorded a failure, since every restart would fail the same way.
+    # Not `is None`: after exit code 0 there may still be reports to read.
     while not process.poll() and not folder.failure.exists():
         control.check()
         try:
@@ -576,7 +579,6 @@ def _last_words(folder: Folder) -> str:
 
 
 def _read_final_error(folder: Folder) -> Exception:
-    """Return the error that a rank has recorded as final."""
     kind, _, text = folder.failure.read_text().partition("\n")
     made: Exception = getattr(errors, kind, EngineError)(text)
     return made

@@ -80,6 +80,7 @@ class LiveTensors(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        # Count after the operation, when its inputs and outputs are alive together.
         made = func(*args, **(kwargs or {}))
         for each in tensors_in((args, kwargs or {}, made)):
             self._follow(each)

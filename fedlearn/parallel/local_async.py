@@ -103,6 +103,7 @@ class Hogwild:
             FedlearnError: Any other error of the trainer.
         """
         _require_memoryless(self._trainer.update_of(context.settings))
+        # Before the first fork: memory that is shared later would be copied on write instead.
         if not self._is_shared:
             self._trainer.share_memory(tensors)
             self._is_shared = True
@@ -163,6 +164,7 @@ class _Counting(NullControl):
 
     def report(self, *, fraction: float, loss: float) -> None:  # noqa: ARG002 - its own steps
         """Count a step, and record its loss."""
+        # One operation that counts the step and replaces the loss: old + (new - old).
         self._done += torch.tensor([1.0, loss - float(self._done[1])], dtype=torch.float64)
 
 

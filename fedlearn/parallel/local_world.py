@@ -125,6 +125,7 @@ def _collect_results(
     while waited_for := {rank: link for rank, link in links.items() if rank not in outcomes}:
         meanwhile()
         left_s = until_s - clock.now_s()
+        # Wake up at every tick even without a message, since meanwhile() may cancel.
         ready = wait(waited_for.values(), max(0.0, min(_TICK_S, left_s)))
         if not ready and left_s <= _TICK_S:
             break
@@ -164,7 +165,6 @@ def _receive_outcome(link: Link) -> _Done[ResultT] | _Failed | None:
 
 
 def _ending(code: int) -> str:
-    """Describe for a message how a process ended."""
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 

@@ -235,6 +235,7 @@ def _on_the_way(spread: Spread, index: int) -> int:
     mesh, parts = spread.mesh, spread.num_micro_batches
     if mesh.pipeline == 1:
         return 1
+    # 1F1B: stage i of p runs p - i forward passes before its first backward pass.
     return parts if spread.schedule == "gpipe" else min(parts, mesh.pipeline - index)
 
 
@@ -394,6 +395,7 @@ def _moments(
     casts = total = 0
     for segment in segments:
         own, held = kept, total
+        # Its inputs stay; the rest is saved again, and freed, when the block is recomputed.
         if recompute and segment.is_block:
             total += _add(kept, segment.inputs)
             own, held, casts = dict(kept), total, casts + segment.casts
@@ -422,6 +424,7 @@ def _rising(moments: Sequence[tuple[int, Collection[int]]], own: Mapping[int, in
     """
     made: dict[int, int] = {}
     most = gradients = 0
+    # The backward pass runs the operations in reverse.
     for activations, new in reversed(moments):
         most = max(most, activations + gradients)
         gradients += _add(made, {key: own[key] for key in new})
@@ -581,6 +584,7 @@ def _trace_stages(
             outputs = require_one_tensor(part(*args, **kwargs))
             if is_last:
                 mean_loss(objective, outputs, expected)
+        # A parameter that no operation reads still takes memory in its stage.
         unused = set(weights) - {key for each in tracer.segments for key in each.weights}
         tracer.segments[-1].weights += sorted(unused)
         first_batch = sum(each.nbytes for each in list_tensors(given)) if index == 0 else 0
@@ -594,6 +598,7 @@ def _trace_stages(
                 segments=tracer.segments,
             )
         )
+        # The next stage receives a leaf, for which it computes a gradient to send back.
         inputs = outputs.detach().requires_grad_()
     return stages
 

@@ -17,6 +17,7 @@ from fedlearn.parallel.streams import LastUsed, Stream, passes
 Batch = tuple[Features, Tensor]
 
 _BLOCK = 1024
+# Bounds the length of a block, which has room for one example of the rarest stream.
 _LEAST_SHARE = Fraction(1, 1 << 20)
 
 
@@ -92,6 +93,7 @@ class Mixture:
         given = [(np.flatnonzero(owners == i), part) for i, part in enumerate(parts) if part]
         if len(given) == 1:
             return given[0][1]
+        # The inverse permutation: row order[i] of the concatenation belongs at place i.
         order = np.argsort(np.concatenate([places for places, _ in given]))
         rows = torch.from_numpy(order)
         inputs = zip(*(list_tensors(features) for _, (features, _) in given), strict=True)
@@ -160,6 +162,7 @@ def _shares(weights: Sequence[float], *, num_streams: int) -> list[Fraction]:
                 f"weight {place} is {weight}; give a finite one above zero, or leave the data set "
                 "out"
             )
+    # Exact fractions, so that every process rounds alike at any position.
     exact = [Fraction(weight) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     for weight, share in zip(weights, shares, strict=True):

@@ -142,6 +142,7 @@ class _Lars(Optimizer):
         assert g is not None  # checked by step()
         if w.dim() > 1:
             decay = group["weight_decay"]
+            # Norms of the whole tensor, of which a process may have only a shard.
             size, slope = (sum_of_squares([each]).sqrt().to(g.dtype) for each in (w, g))
             # The local rate of algorithm 1: eta |w| / (|g| + beta |w|).
             ratio = group["trust"] * size / (slope + decay * size)
@@ -151,6 +152,7 @@ class _Lars(Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(w)
         v = state["momentum_buffer"]
+        # v <- m v + gamma lambda (g + beta w), then w <- w - v.
         v.mul_(group["momentum"]).add_(g * local)
         w.sub_(v)
 

@@ -147,6 +147,8 @@ def recompute(module: nn.Module) -> None:
         <https://arxiv.org/abs/1604.06174>`_.
     """
     for block in blocks_of(module).values():
+        # Replace the method instead of wrapping the module, so that parameters keep their names.
+        # The reentrant variant would lose the gradients if no input requires one.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
@@ -272,6 +274,7 @@ def _cuts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Cut]]:
             if before is not None:
                 yield prefix + before, Cut(along="columns")
                 yield prefix + name, Cut(along="rows")
+            # Pairs do not overlap: the layer after a pair may begin the next one.
             before = name if before is None else None
         elif not isinstance(child, _ELEMENTWISE):
             before = None
@@ -284,7 +287,6 @@ def _is_chain(module: nn.Module) -> bool:
 
 
 def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
-    """Return the names of each stage's children."""
     if not _is_chain(module):
         raise ConfigError(
             f"pipeline is {num_stages}, but the model is a {type(module).__name__}, which may "

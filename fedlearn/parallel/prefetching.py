@@ -80,6 +80,7 @@ def read_ahead(
             cannot be read or a reader was killed.
     """
     sources = stream.streams if isinstance(stream, Mixture) else (stream,)
+    # Two iterators over one plan, the readers' ahead of the other by what is prefetched.
     for_readers, for_batches = tee((step, _parts(stream, share(step))) for step in steps)
     loader = DataLoader(
         _Readable(sources),
@@ -171,6 +172,7 @@ def _requests(sources: Sequence[Stream], wanted: Iterable[_Wanted]) -> Iterator[
     """Yield the requests to all sources, in the order of the first step that needs each."""
     each = zip(sources, tee(wanted, len(sources)), strict=True)
     requests = [_requests_of(source, i, steps) for i, (source, steps) in enumerate(each)]
+    # Results come in the order of the requests, so this order bounds how many of them wait.
     return heapq.merge(*requests, key=attrgetter("step"))
 
 
@@ -179,6 +181,7 @@ def _requests_of(source: Stream, place: int, wanted: Iterable[_Wanted]) -> Itera
     for step, parts in wanted:
         rest = parts[place]
         while rest:
+            # A request ends with its window, or when its first step has waited for long enough.
             if request is None or rest.start >= end or step >= request.step + _MOST_STEPS:
                 if request is not None:
                     yield request

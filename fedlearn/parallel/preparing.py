@@ -56,6 +56,7 @@ def prepare_model(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: in
         grid: torch's mesh over all processes.
         stage: This process's pipeline stage, from 0.
     """
+    # In this order: take the stage, cut its matrices, then shard or replicate the parts.
     mesh = spread.mesh
     if mesh.pipeline > 1:
         module = stage_of(module, stage, mesh.pipeline)
@@ -139,6 +140,7 @@ class _OwnMasks:
         if self._shared is None:  # only the first of parallel layers, such as query, key and value
             device = output.device
             seed = torch.randint(1 << 62, (), device=device)
+            # Saved after the draw, which all processes have made alike.
             self._shared = _state(device)
             torch.manual_seed(Seed(int(seed)).derive("part", self._rank).value)
 
@@ -166,6 +168,7 @@ def _shard_model(
     over = grid["replicate", "shard"] if spread.mesh.replicate > 1 else grid["shard"]
     precision = MixedPrecisionPolicy()
     if half is not None:
+        # Gradients are summed in float32, since sums of half-precision numbers lose small terms.
         precision = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
     offload = OffloadPolicy()
     if spread.offload:  # without an accelerator there is nothing to pin memory for
@@ -173,6 +176,7 @@ def _shard_model(
     shard = partial(fully_shard, mesh=over, mp_policy=precision, offload_policy=offload)
     for each in (*blocks, module):
         each.register_forward_hook(_no_view)
+    # Blocks first: the call for the whole model takes the parameters that are left.
     for block in blocks:
         shard(block)
     whole: FSDPModule = shard(module)

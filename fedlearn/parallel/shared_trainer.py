@@ -84,6 +84,8 @@ class SharedTrainer:
             FedlearnError: Any other error of the trainer.
         """
         workers = self._ready()
+        # Loaded once and sent to all: processes that resumed from different steps would not meet
+        # again.
         saved = context.control.load()
         own = replace(context, control=Resumed(context.control, saved))
         try:
@@ -94,6 +96,8 @@ class SharedTrainer:
             self.close()
             raise
         except BaseException:
+            # After a cancellation or an error that all share, the workers wait for the next
+            # training. One that does not answer may be stuck in a sum, so all are replaced.
             if not workers.have_parted():
                 self.close()
             raise

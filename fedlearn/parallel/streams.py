@@ -109,6 +109,7 @@ class LastUsed(Generic[T]):
         return self.__dict__ | {"_kept": {}}  # not pickled: another process computes its own
 
     def __getitem__(self, number: int) -> T:
+        # Popped and put back last, so that the first entry is the one to forget.
         value = self._kept.pop(number, None)
         value = self._make(number) if value is None else value
         self._kept = dict([*self._kept.items()][-1:]) | {number: value}

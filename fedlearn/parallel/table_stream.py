@@ -83,6 +83,8 @@ class TableStream:
         groups = table.sizes()
         table.require_rows(len(groups))
         largest = max(group.num_rows for group in groups) * table.row_bytes
+        # A window contains the row groups that start inside it, so the last one may reach beyond
+        # it.
         self._rows = RowGroups(
             table, groups=groups, cache_bytes=window_bytes + largest, check=_require_finite
         )
@@ -126,6 +128,7 @@ class TableStream:
         groups = self._seed.derive("pass", number).numpy().permutation(offsets.size - 1)
         ends = np.cumsum(np.diff(offsets)[groups])
         begins = np.concatenate([[0], ends[:-1]])
+        # A row group belongs to the window in which it starts.
         _, firsts = np.unique(begins // self._window_rows, return_index=True)
         return _Order(groups, np.append(firsts, groups.size), np.append(begins[firsts], ends[-1]))
 

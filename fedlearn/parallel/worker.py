@@ -157,11 +157,11 @@ def end(code: int = 0) -> NoReturn:
 def tell(progress: Progress) -> None:
     """Send a progress report, a line of JSON, to the process that started the job."""
     sys.stdout.flush()  # of user code, which may have printed only the beginning of a line
+    # A single write, so that the output of another rank cannot split the line.
     os.write(sys.stdout.fileno(), b"\n" + json.dumps(asdict(progress)).encode() + b"\n")
 
 
 def _import_maker(name: str) -> Callable[..., Task]:
-    """Import the function that builds the task."""
     module, _, function = name.partition(":")
     made: Callable[..., Task] = getattr(importlib.import_module(module), function)
     return made

@@ -129,6 +129,7 @@ class Workers:
         for rank, worker in enumerate(processes, start=1):
             who = _who(rank, processes)
             try:
+                # Sent once the worker has built its trainer, so this also waits for that.
                 said = json.loads(worker.link.recv_bytes())
             except (EOFError, OSError) as error:
                 raise DeploymentError(f"{who} {worker.ending()}") from error
@@ -146,6 +147,7 @@ class Workers:
                 meeting = {"file": str(file), "backend": backend, "world_size": world_size}
                 worker.link.send_bytes(json.dumps(meeting).encode())
             try:
+                # The folder may go afterwards: all have joined when this returns.
                 group = _join_group(trainer, file, backend=backend, rank=0, world_size=world_size)
             except ProcessesParted as error:
                 raise DeploymentError(str(error)) from error
@@ -258,6 +260,7 @@ def end_with(link: Connection) -> None:
     """Exit this process when the other end of its link, a socket, closes; watched on a thread."""
     watched = socket.fromfd(link.fileno(), socket.AF_INET, socket.SOCK_STREAM)  # a duplicate
 
+    # MSG_PEEK leaves the data to the link's reader; only the end of the stream matters here.
     def wait() -> None:
         with suppress(OSError):  # the other process was killed
             while watched.recv(1, socket.MSG_PEEK):  # peek: the data is for the link's reader
@@ -330,7 +333,6 @@ def _train(
 def _join_group(
     trainer: TorchTrainer, file: Path, *, backend: str, rank: int, world_size: int
 ) -> Group:
-    """Join the group of all processes of the shared trainer."""
     return join_group(
         file,
         backend=backend,
