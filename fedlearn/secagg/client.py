@@ -221,6 +221,7 @@ class SecureClient:
             sealing = keys.derive_packet_key(agreed, session=session.id, way=(own, peer))
             plain = messages.build_packet(session.points[peer], pairs[peer])
             packets.append(keys.seal(sealing, plain, session=session.id, way=(own, peer)))
+            # Derived now, so that the private packet key can be forgotten after this step.
             opening[peer] = keys.derive_packet_key(agreed, session=session.id, way=(peer, own))
         reply = Shares(
             session=session.id,
@@ -236,6 +237,7 @@ class SecureClient:
         if self.draw is not None:
             self.policy.judge_drawn(step.terms, session.points, draw=self.draw)
         own = session.by_id.get(self.client_id)
+        # In this order: a client that is missing from the roster has no point.
         if own != step.advert or session.points[self.client_id] != message.rank + 1:
             raise ProtocolError("this client's own advert is missing or altered")
         for advert in session.adverts:
@@ -361,6 +363,7 @@ class SecureClient:
                 f"{len(holders)} of this client's holders survive, the threshold is "
                 f"{terms.threshold}"
             )
+        # In a sparse graph `require_open` has refused a second sum of this round already.
         if session.is_whole:
             state.releases.require_same(terms, alive)
         return message.ranks

@@ -116,6 +116,7 @@ def find_max_accomplices(
     # Of A accomplices never more than A are drawn, and N is the size of the roster.
     low, high = num_corrupted, num_listed
     while low < high:
+        # Bisection works because more accomplices in the roster never lower the risk.
         middle = (low + high + 1) // 2
         if _log2_tail(middle, chance, num_corrupted) <= log2_risk:
             low = middle

@@ -42,6 +42,8 @@ def find_false_shares(
     """
     x_M = np.array(points, np.uint64)
     limbs_ML = shares_ML.astype(np.uint64)
+    # Drawn after the shares have arrived: with known weights, a liar could let the errors of its
+    # limbs cancel.
     weights_L = draw_uniform((limbs_ML.shape[1],))
     y_M = reduce(reduce(limbs_ML * weights_L).sum(axis=1))
     polynomial = _decode(x_M, y_M, threshold=threshold)
@@ -58,6 +60,7 @@ def _decode(x_M: Field, y_M: Field, *, threshold: int) -> Field | None:
     master = _build_vanishing(x_M)
     before, now = master, _interpolate(x_M, y_M, master)
     u_before, u_now = np.zeros(0, np.uint64), np.ones(1, np.uint64)
+    # Gao's step 2: stop at the first remainder of degree below (M + t) / 2.
     # The extended Euclidean algorithm, stopped halfway; now = u_now * interpolated (mod master).
     while 2 * (len(now) - 1) >= len(x_M) + threshold:
         quotient, rest = _divide(before, now)
@@ -72,6 +75,7 @@ def _build_vanishing(x_M: Field) -> Field:
     product = np.zeros(len(x_M) + 1, np.uint64)
     product[0] = 1
     for degree, x in enumerate(x_M):
+        # Times X: the top coefficient is still 0, so the roll puts a 0 in front.
         shifted = np.roll(product[: degree + 2], 1)
         product[: degree + 2] = reduce(shifted + reduce(product[: degree + 2] * (_P - x)))
     return product
@@ -85,6 +89,7 @@ def _interpolate(x_M: Field, y_M: Field, master: Field) -> Field:
     """
     quotients_M, slopes_M = np.zeros_like(x_M), np.zeros_like(x_M)
     rows = []
+    # Leave out the constant: Horner's rule would give the remainder there, which is 0.
     for coefficient in master[:0:-1]:
         quotients_M = reduce(quotients_M * x_M + coefficient)
         slopes_M = reduce(slopes_M * x_M + quotients_M)

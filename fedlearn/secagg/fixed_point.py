@@ -244,6 +244,7 @@ def build_noisy_lane(
     """
     tail, rounding = _TAIL * noise_share * math.sqrt(num_clients), math.sqrt(size)
     # Solve n M + tail (M + sqrt(d)) < 2**(b - 1) for M.
+    # Less 2: the noise is rounded up to whole levels, and the inequality is strict.
     room = (1 << (modulus_bits - 1)) - 2 - tail * rounding
     max_level = min(math.floor(room / (num_clients + tail)), MAX_LEVEL)
     if max_level < _FEWEST_LEVELS * rounding or noise_share * max_level < MIN_NOISE:
@@ -332,6 +333,7 @@ def encode(
         np.floor(np.add(level, up, out=level), out=level)
         # A value at its bound may be rounded up beyond M.
         np.clip(level, -lane.max_level, lane.max_level, out=level)
+        # Exact: levels are whole numbers of at most 2**51.
         np.copyto(signed[begin : begin + _CHUNK], level, casting="unsafe")
     return words
 
@@ -341,6 +343,8 @@ def add_noise(lane: Lane, words: Words, *, source: SecretStream) -> None:
     for begin in range(0, lane.size, _CHUNK):
         part = words[begin : begin + _CHUNK]
         samples = sample_discrete_gaussian(lane.noise, part.size, source=source)
+        # The cast wraps negative samples modulo the word, a multiple of 2**b, so the sum modulo
+        # 2**b stays right.
         np.add(part, samples.astype(lane.dtype), out=part)
 
 

@@ -28,6 +28,7 @@ class Topology(IntEnum):
 
 def draw_permutation(size: int, *, seed: bytes) -> NDArray[np.int64]:
     """Return 0 … ``size`` - 1 in the pseudorandom order given by ``seed``: shape [size]."""
+    # Little-endian words and a stable sort, so that all platforms get the same order.
     drawn = np.frombuffer(hashlib.shake_256(seed).digest(8 * size), "<u8")
     return np.argsort(drawn, kind="stable")
 

@@ -40,6 +40,7 @@ _BLOCK_BYTES = 1 << 18
 _STREAMS = 128
 #: Size of an AES block. ``update_into`` requires a buffer that is one byte short of a block longer.
 _AES_BYTES = 16
+#: Encrypting zeros gives the keystream itself.
 _ZEROS = allocate_aligned(_BLOCK_BYTES).data
 _NONCE_BYTES = 12
 #: Counter of GCM's first block of text: 1 is used for the tag.
@@ -101,6 +102,7 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
             for share in shares[1:]
             for s, parts in enumerate(spans)
         ]
+        # Wait for the in-place sums before other shares are added to the same words.
         for done in first:
             done.result()
         for parts, masks in others:
@@ -109,7 +111,6 @@ def fold(lanes: Sequence[Words], keys: MaskKeys, *, num_threads: int) -> None:
 
 
 def _split_spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
-    """Yield the parts of the lanes that each span covers."""
     parts: list[Words] = []
     room = SPAN_BYTES
     for words in lanes:
@@ -129,7 +130,6 @@ def _split_spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
 
 
 def _sum_masks(parts: Sequence[Words], number: int, keys: MaskKeys) -> list[Words]:
-    """Sum masks over one span into new words."""
     sums: list[Words] = [allocate_aligned(words.nbytes).view(words.dtype) for words in parts]
     _fold_span(sums, number, keys)
     return sums

@@ -60,6 +60,7 @@ def hash_leaf(entry: bytes) -> bytes:
 
 
 def _hash_node(split: bytes, left: bytes, right: bytes) -> bytes:
+    # The first byte keeps a node from passing for a leaf (RFC 6962, second preimages).
     return hashlib.sha256(b"\x01" + split + left + right).digest()
 
 
@@ -120,8 +121,10 @@ class MerkleTree:
             siblings = siblings[siblings < len(nodes)]
             hashes.append(nodes[siblings[~is_on_the_way[siblings]]].tobytes())
             above = at >> 1
+            # Drop duplicate parents; places ascend, so duplicates are adjacent.
             at = above[np.flatnonzero(np.diff(above, prepend=-1))]
             if self.keys is not None:
+                # A split that is an opened key is not repeated: the verifier has the key.
                 first = (2 * at[2 * at + 1 < len(nodes)] + 1) << level
                 splits.append(self.keys[first[~is_opened[first]]].tobytes())
         return Proof(hashes=b"".join(hashes), splits=b"".join(splits))
@@ -149,6 +152,7 @@ def compute_root(
     spans = {at: (key, key) for at, key in known.items()}
     while size > 1:
         above, wider = dict[int, bytes](), dict[int, tuple[int, int]]()
+        # Distinct parents in ascending order: the order in which `prove` lists hashes and splits.
         for parent in dict.fromkeys(at >> 1 for at in nodes):
             left, right = 2 * parent, 2 * parent + 1
             found = [spans[each] for each in (left, right) if each in spans]

@@ -59,6 +59,7 @@ class SignedTerms:
     """R0 down: the terms and the coordinator's signature."""
 
     signature: _Signature
+    # Must stay the last field: it takes all bytes that are left.
     terms: Annotated[Terms, octets.REST.map(Terms.to_bytes, Terms.from_bytes)]
 
 
@@ -78,6 +79,7 @@ class Advert:
     packet_key: _Key
     mask_key: _Key
     nonce: Annotated[bytes, octets.raw_bytes(NONCE_BYTES)]
+    # Must stay the last field: encode_signed_part cuts it off.
     signature: _Signature
 
     def encode_signed_part(self) -> bytes:
@@ -217,6 +219,7 @@ Down: TypeAlias = SignedTerms | Roster | Packets | Survivors | Signatures
 Up: TypeAlias = Advert | Shares | MaskedVector | SurvivorSignature | ShareRelease
 Message: TypeAlias = Down | Up
 
+# Append only: the place of a kind in this list is its byte on the wire.
 _MESSAGE: octets.Form[Message] = octets.one_of(
     SignedTerms,
     Advert,

@@ -209,6 +209,8 @@ def _find_form(hint: Any) -> Form[Any]:  # Any, here and below: each field and k
         if isinstance(form, Form):
             return form
     if isinstance(hint, type) and issubclass(hint, IntEnum):
+        # The limit turns an unknown value into a ProtocolError. So the values of an enumeration
+        # must have no gaps: its constructor would raise ValueError there.
         return integer(1, largest=max(hint)).map(int, hint)
     return _OF_TYPES.get(hint) or record(hint)
 

@@ -304,12 +304,15 @@ def lowest_threshold(
     )
     if assumptions.adversary is Adversary.HONEST_BUT_CURIOUS:
         return max(corrupted + 1, _MIN_THRESHOLD)
+    # 2t > h + a: otherwise a server that shows different survivors to different holders collects t
+    # shares of both secrets.
     lowest = max((num_holders(roster_size, num_neighbors) + corrupted) // 2 + 1, _MIN_THRESHOLD)
     if num_neighbors >= roster_size - 1:
         return lowest
     in_gap = _gap_bound(
         num_clients, num_neighbors, roster_size=roster_size, assumptions=assumptions
     )
+    # t >= k/2 + c closes the attack "chosen dropouts" (see the module docstring).
     return max(lowest, num_neighbors // 2 + in_gap)
 
 
@@ -346,6 +349,7 @@ def max_corrupted_neighbors(
     corrupted = num_corrupted(num_clients, corruption=assumptions.corruption)
     if num_neighbors >= roster_size - 1:
         return corrupted
+    # A union bound: P[more than a] <= 2^-r / n for each of the n clients.
     allowed = assumptions.log2_risk - math.log2(num_clients)
     # Of size - 1: an honest client is neither its own neighbor nor one of the corrupted.
     return _upper_quantile(roster_size - 1, corrupted, num_neighbors, log2_tail=allowed)
@@ -379,6 +383,8 @@ def num_audited(num_signed: int, *, quorum: int, risk_bits: int) -> int:
     one, audited = 1 << (risk_bits + _GUARD_BITS), 0
     chance = one
     while chance > 1 << _GUARD_BITS and audited < quorum:
+        # C(q - 1, s) / C(q', s) gains the factor (q - 1 - s) / (q' - s). Integers, because both
+        # sides must agree on s; rounded up, so that the risk is never underestimated.
         chance = -(-chance * (quorum - 1 - audited) // (num_signed - audited))
         audited += 1
     return audited
@@ -465,6 +471,8 @@ def _upper_quantile(population: int, marked: int, drawn: int, *, log2_tail: floa
     X counts the marked items among ``drawn`` from a population.
     """
     pmf = _hypergeometric(population, min(marked, population), drawn)
+    # Add the small terms first: 1 - cdf would lose all tails below 2^-53, and the allowed ones are
+    # near 2^-106.
     tails = np.cumsum(pmf[::-1])[::-1]  # tails[x] = P[X >= x]
     above = np.append(tails[1:], 0.0)
     return int(np.argmax(above <= 2.0**log2_tail))
@@ -472,7 +480,7 @@ def _upper_quantile(population: int, marked: int, drawn: int, *, log2_tail: floa
 
 @cache
 def _log_factorials() -> NDArray[np.float64]:
-    """Return log x! for x = 0 … MAX_CLIENTS. The array is cached: do not write to it."""
+    # log x! for x = 0 … MAX_CLIENTS. The array is shared by all callers: do not write to it.
     return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, MAX_CLIENTS + 1)))])
 
 
@@ -482,6 +490,7 @@ def _hypergeometric(population: int, marked: int, drawn: int) -> NDArray[np.floa
 
     def log_choose(n: int, k: NDArray[np.int64]) -> NDArray[np.float64]:
         inside = (k >= 0) & (k <= n)
+        # Impossible counts get a valid index here and probability 0 below.
         k = np.where(inside, k, 0)
         value = log_factorial[n] - log_factorial[k] - log_factorial[n - k]
         return np.where(inside, value, -np.inf)

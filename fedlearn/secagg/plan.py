@@ -216,6 +216,7 @@ class SecurePlan:
         lanes = [lane for parts in self.vector_lanes(layout).values() for lane in parts]
         if self.noise_multiplier is not None:
             return tuple(lanes)
+        # A client without a loss sends 0 in both lanes, so that it does not lower the mean.
         metrics = {LOSS: self.max_loss, HAS_LOSS: 1.0}
         if not self.by_examples:
             metrics[NUM_EXAMPLES] = float(self.max_examples)

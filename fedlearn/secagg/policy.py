@@ -43,6 +43,7 @@ class NoiseFloor:
             share: Standard deviation of the client's own noise, divided by its norm.
             squared: Squared distance of the session that it is asked to join.
         """
+        # The tolerance allows for rounding: noise and norm have passed through the terms' floats.
         _require_at_least("privacy.min_noise_share", share * (1.0 + 1e-9), self.min_share)
         if self.max_epsilon is None:
             return
@@ -128,6 +129,7 @@ class TermsPolicy:
         _require_at_most("max_upload_bytes", terms.num_bytes, self.max_upload_bytes)
         for lane in terms.lanes:
             if lane.role is LaneRole.VECTOR:
+                # bound is step * max_level, which rounding may put just above the clip.
                 _require_at_most("max_clip", lane.bound, self.max_clip * (1.0 + 1e-9))
         self.judge_noise(terms)
 
@@ -203,11 +205,11 @@ class TermsPolicy:
                 _require_at_least("sigma_bits", terms.sigma_bits, self.sigma_bits)
 
     def _build_assumptions(self, terms: Terms) -> Assumptions:
-        """Return the adversary that t, q and k must withstand."""
         return Assumptions(
             adversary=terms.adversary,
             topology=terms.topology,
             corruption=self.corruption,
+            # Dropout and eta decide whether a round succeeds, not whether it is safe.
             dropout=0.0,
             sigma_bits=self.sigma_bits,
             eta_bits=1,

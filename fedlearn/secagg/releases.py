@@ -146,6 +146,7 @@ class PastReleases:
             PolicyViolation: A sum that was opened in the meantime forbids this one.
         """
         before = self._find_in_round(terms)
+        # Shares of one session may be released again: they are the same shares.
         if before is not None and before.session == session:
             return self
         self.require_open(terms, most=most)

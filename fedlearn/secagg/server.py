@@ -161,7 +161,6 @@ class _Stage(Generic[T]):
         return len(self._received)
 
     def _require_awaited(self, client_id: ClientId, members: Collection[ClientId]) -> None:
-        """Refuse a message from a client that is not in this stage or has already answered it."""
         if client_id not in members:
             raise ProtocolError(f"client {client_id} does not take part in this stage")
         if client_id in self._received:
@@ -177,6 +176,7 @@ class Advertising(_Stage[Advert]):
 
     def receive(self, client_id: ClientId, advert: Advert) -> None:
         """Take the advert of the client that the channel authenticated as ``client_id``."""
+        # Any client may advertise, so only a second advert is refused here.
         self._require_awaited(client_id, {client_id})
         if self.num_received == self.terms.num_clients:
             raise ProtocolError(f"client {client_id} is one more than were invited")
@@ -241,6 +241,7 @@ class Sharing(_Stage[Shares]):
         for sender in sorted(self._received):
             recipients = self.session.neighbors(sender)
             for recipient, packet in zip(recipients, self._received[sender].packets, strict=True):
+                # Clients that have dropped out get no packets.
                 if recipient in inbox:
                     inbox[recipient][sender] = packet
         packets = {client_id: Packets(packets=rows) for client_id, rows in inbox.items()}
@@ -265,6 +266,7 @@ class Masking(_Stage[None]):
         """Add a client's masked vector to the sum."""
         self._require_awaited(client_id, self.commitments)
         _require_session(vector.session, self.session)
+        # Checks the length before it adds anything: a refused vector leaves the sum intact.
         masking.add_packed(self._sums, vector.packed, lanes=self.session.terms.lanes)
         self._received[client_id] = None
 
@@ -275,6 +277,7 @@ class Masking(_Stage[None]):
         """
         terms = self.session.terms
         _require_enough(Stage.MASK, len(self._received), terms)
+        # Stop before any share is released: the masks of this owner could never be removed.
         for owner in self.commitments:
             left = sum(holder in self._received for holder in self.session.holders(owner))
             if left < terms.threshold:

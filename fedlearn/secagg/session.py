@@ -110,6 +110,7 @@ class Session:
                 "neighbors"
             )
         ids = [advert.client_id for advert in roster.adverts]
+        # Clients outside the directory get no key here; `check_advert` then refuses them.
         known = {client_id: directory[client_id] for client_id in ids if client_id in directory}
         return cls(terms, roster.root, size, seen, roster.adverts, known)
 

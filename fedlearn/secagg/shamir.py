@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from fedlearn.core.secret_bytes import SecretBytes
 
+#: A Mersenne prime: products of two elements fit uint64, and shifts and additions reduce them.
 PRIME = (1 << 31) - 1
 SECRET_BYTES = 32
+#: Below p whatever the secret's bits are: 31 bits could be p itself, which equals 0.
 LIMB_BITS = 30
 NUM_LIMBS = -(-SECRET_BYTES * 8 // LIMB_BITS)
 #: One holder's share of one secret.
@@ -99,7 +101,9 @@ def draw_uniform(shape: tuple[int, ...]) -> Field:
     size = int(np.prod(shape))
     found = np.empty(0, np.uint32)
     while found.size < size:
+        # 8 spare numbers: one draw is nearly always enough.
         fresh = SecretBytes.generate(4 * (size - found.size + 8)).reveal()
+        # 31 random bits, of which only p itself is rejected; taking p as 0 would favour 0.
         drawn = np.frombuffer(fresh, np.uint32) & np.uint32(PRIME)
         found = np.concatenate([found, drawn[drawn < PRIME]])
     return found[:size].astype(np.uint64).reshape(shape)
@@ -122,6 +126,7 @@ def _to_limbs(secret: SecretBytes) -> Field:
 def _from_limbs(limbs: Field) -> SecretBytes | None:
     values = [int(limb) for limb in limbs]
     number = sum(value << LIMB_BITS * i for i, value in enumerate(values))
+    # Shares of a true secret always combine to limbs of 30 bits.
     if max(values) >> LIMB_BITS or number >> SECRET_BYTES * 8:
         return None
     return SecretBytes(number.to_bytes(SECRET_BYTES, "little"))
@@ -137,17 +142,20 @@ def reduce(x: Field) -> Field:
 
 def _matmul(a: Field, b: Field) -> Field:
     """Return a @ b mod p, exact: four float64 products of 16-bit halves."""
+    # float64 products run in BLAS; numpy multiplies integer matrices without it.
     a_low, a_high = (a & _LOW).astype(np.float64), (a >> _16).astype(np.float64)
     b_low, b_high = (b & _LOW).astype(np.float64), (b >> _16).astype(np.float64)
     low = reduce((a_low @ b_low).astype(np.uint64))
     high = reduce((a_high @ b_high).astype(np.uint64))
     middle = reduce((a_low @ b_high + a_high @ b_low).astype(np.uint64))
+    # low + 2**16 middle + 2**32 high; all are below 2**31, so the shifts stay in uint64.
     return reduce(low + reduce(middle << _16) + reduce(high << _32))
 
 
 def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
     """Return the Lagrange weights that give each row's polynomial at 0: shape [M, T]."""
     x = x_MT.astype(np.uint64)
+    # w_i = prod over j != i of x_j / (x_j - x_i), for all rows at once.
     numerator, denominator = np.ones_like(x), np.ones_like(x)
     for j in range(x.shape[1]):
         others = np.arange(x.shape[1]) != j

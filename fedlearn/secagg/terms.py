@@ -222,6 +222,7 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
     if terms.max_weight and not 0 <= contribution.weight <= terms.max_weight:
         raise ValueError(f"a weight of {contribution.weight}, not 0 to {terms.max_weight}")
     total = sum(lane.size for lane in terms.lanes)
+    # Uniform numbers that decide the rounding; the noise for privacy is added below.
     noise = expand_keystream(SecretBytes(rounding_key), 4 * total).view(np.uint32)
     words, begin = [], 0
     for lane in terms.lanes:
@@ -233,6 +234,7 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
         factor = contribution.weight / terms.max_weight if lane.weighted else 1.0
         levels = encode(lane, values, factor=factor, noise=noise[begin : begin + lane.size])
         if lane.noise:
+            # Never drawn from rounding_key, which a simulation derives from its public seed.
             add_noise(lane, levels, source=SecretStream.fresh())
         words.append(levels)
         begin += lane.size

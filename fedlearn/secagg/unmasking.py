@@ -80,6 +80,7 @@ class ShareBox:
         suspects: set[ClientId] = set()
         left = list(self._shares)
         while left:
+            # Any t holders do; if none lies, this first pass recovers everything.
             secrets = self._combine(left, [self._choose_holders(owner, suspects) for owner in left])
             found |= {
                 owner: secret
@@ -91,6 +92,7 @@ class ShareBox:
                 decoded = (
                     self._find_false_holders(owner, suspects) for owner in left[:_MOST_DECODED]
                 )
+                # Lazy: the liars that one owner exposes are usually those of all owners.
                 more = next(filter(None, decoded), None)
                 if more is None:
                     raise self._build_error(left, is_alone=bool(found))
