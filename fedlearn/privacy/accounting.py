@@ -177,12 +177,14 @@ def _calibrate_without_sampling(
     low, high = 0.0, 1.0
     while gaussian_epsilon(high, target_delta) < epsilon:
         low, high = high, high * 2.0
+    # 60 halvings are more than float64 has digits.
     for _ in range(60):
         middle = (low + high) / 2.0
         if gaussian_epsilon(middle, target_delta) <= epsilon:
             low = middle
         else:
             high = middle
+    # Distances are proportional to 1 / z.
     one = Event(cohorts, 1.0)
     return math.sqrt(one.squared_distance(num_rounds)) / low
 
@@ -232,6 +234,7 @@ def _mix_distances(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float6
         chances = np.multiply.outer(chances, own).ravel()
         if len(squares) > _SUMS:
             unit = squares.max() / _SUMS
+            # Round up: a larger distance can only raise ε.
             cells = np.ceil(squares / unit).astype(np.int64)
             chances = np.bincount(cells, weights=chances).astype(np.float64)
             squares = np.linspace(0.0, unit * (len(chances) - 1), len(chances))
@@ -253,6 +256,7 @@ def _compute_amplified_epsilon(
     beyond = _compose_epsilon([parts[event]], target_delta * _BEYOND)
     if not count * beyond <= _STEPS * interval:
         return epsilon
+    # A power of two, so that one cached grid serves many numbers of rounds.
     num = 1 << max(_LEAST_BITS, math.ceil(math.log2(beyond / interval + 1.0)))
     rounds = _worst_rounds(event, interval, num)
     places = np.arange(-num, num + 1)
@@ -267,7 +271,6 @@ def _is_fixed(event: Event) -> bool:
 def _compose_losses(
     spent: tuple[tuple[Event, int], ...], interval: float
 ) -> dict[Event, pld.PrivacyLossDistribution]:
-    """Return by event the privacy loss distribution of all its releases."""
     return {
         event: _build_loss(event, interval).self_compose(event.cohorts.participations(count))
         for event, count in spent
@@ -301,9 +304,9 @@ def _distance(spent: Spent) -> float:
 
 @lru_cache(maxsize=64)
 def _build_loss(event: Event, interval: float) -> pld.PrivacyLossDistribution:
-    """Return the privacy loss distribution of one release."""
     cohorts = event.cohorts
     if cohorts.rate == 1.0:
+        # dp-accounting takes the deviation of the noise for a sensitivity of 1.
         return pld.from_gaussian_mechanism(
             1.0 / event.distance, value_discretization_interval=interval
         )

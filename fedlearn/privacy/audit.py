@@ -86,6 +86,8 @@ def power(
     """
     few, enough = -1, num_pairs + 1
     while enough - few > 1:
+        # Bisection for the fewest right guesses whose bound exceeds the claim: the bound grows with
+        # them.
         middle = (few + enough) // 2
         found = lower_bound(
             target_delta=target_delta,

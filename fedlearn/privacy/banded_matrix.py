@@ -77,6 +77,7 @@ class BandedMatrix:
         """
         reached = np.asarray(self.diagonals[:num_rounds], np.float64)
         squares, _ = _objective(reached, num_rounds)
+        # The noise is scaled to a whole column, even if the run is too short to use all of it.
         squared = squares * (self.norm / float(np.linalg.norm(reached))) ** 2
         return math.sqrt(squared / num_rounds)
 
@@ -107,6 +108,7 @@ def find_optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
     root_b = _square_root(min(bands, num_rounds))
 
     def logarithm(rest: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+        # The objective does not depend on the scale of c, so c_0 is fixed at 1.
         squared, slope_b = _objective(np.concatenate(([1.0], rest)), num_rounds)
         return math.log(squared), slope_b[1:] / squared
 
@@ -114,6 +116,7 @@ def find_optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
         logarithm, root_b[1:], jac=True, method="L-BFGS-B", options={"ftol": _CLOSE, "gtol": 0.0}
     ).x
     rounded = [_FIRST, *(round(_FIRST * float(each)) for each in found)]
+    # A zero diagonal would still count as a band, and users need a group for each band.
     while rounded[-1] == 0:
         rounded.pop()
     divisor = math.gcd(*rounded)  # smaller numbers leave more room for sums to be exact
@@ -151,6 +154,7 @@ def _solve(
 ) -> NDArray[np.float64]:
     """Return the solution of C x = right, or of its transpose: shape [n]."""
     bands, num_rounds = len(diagonals_b), len(right_n)
+    # Band storage of BLAS, in column-major order: row j holds diagonal j.
     rows_bn = np.empty((bands, num_rounds), order="F")
     rows_bn[:] = diagonals_b[:, None]
     solved: NDArray[np.float64] = dtbsv(bands - 1, rows_bn, right_n, lower=1, trans=is_transposed)

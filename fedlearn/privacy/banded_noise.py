@@ -127,6 +127,7 @@ class BandedUpdates(BoundedUpdates):
         matrix, largest = self.matrix, self.summed.largest
         for name, lane in self.summed.lanes(self.lanes, layout).items():
             reach = matrix.reach * largest * lane.levels
+            # The other half of the exact range is for the noise.
             if reach > EXACT / 2.0 or self.summed.sigma(name) * matrix.norm > MAX_SIGMA:
                 raise ValueError(
                     f"sums of {largest} clients over {len(matrix.diagonals)} rounds with "
@@ -191,17 +192,21 @@ class BandedMean:
         summed, norm = strategy.summed, math.hypot(first, *others)
         lanes = summed.lanes(strategy.lanes, layout)
         exact = torch.cat([aggregate.lanes[name] for name in lanes])
+        # A new tensor: the history below needs `exact` without noise.
         row = first * exact
         for diagonal, before in zip(others, sums, strict=True):
             row.add_(before, alpha=diagonal)  # integers, and exact
         parts = dict(zip(lanes, row.split([lane.size for lane in lanes.values()]), strict=True))
         for name, part in parts.items():
             labels = (name, round_num, attempt)
+            # Relative to a column's norm: a participation adds one column of C to the rows.
             noise = self.noise.draw(summed.sigma(name) * norm, len(part), labels=labels)
             part.add_(noise.to(part.device))
         # From here on, everything is computed from numbers that already have noise, so floating
         # point does no harm. Products are rounded before they are added (no fused multiply-add), so
         # that the result does not depend on the number of threads.
+        # Solve C x̂ = row for the newest entry: (row - c_1 x̂_{t-1} - … - c_{b-1} x̂_{t-b+1}) /
+        # c_0.
         product = torch.empty_like(row)
         for diagonal, before in zip(others, estimates, strict=True):
             row.sub_(torch.mul(before, diagonal, out=product))
@@ -229,5 +234,4 @@ def _skip_turns(past: Tensor, num_turns: int) -> Tensor:
 
 
 def _append_turn(past: Tensor, last: Tensor) -> Tensor:
-    """Add one turn to the noise history, and drop the oldest."""
     return torch.cat([last[None], past[:-1]]) if len(past) else past

@@ -182,6 +182,7 @@ class BoundedSum(Ranged):
             ValueError: Sums with their noise are too large to be exact, or a lane is too long.
         """
         for lane in lanes:
+            # The other half of the exact range is for the noise.
             if self.sigma(lane.name) > MAX_SIGMA or self.largest * _LEVELS > EXACT / 2.0:
                 raise ValueError(
                     f"a sum of {self.largest} clients with {self.multipliers[lane.name]:g} times "

@@ -28,6 +28,7 @@ def gaussian_epsilon(distance: float, target_delta: float) -> float:
     """
 
     def log_delta(epsilon: float) -> float:
+        # In logarithms: e^ε overflows, and the tails underflow, long before their product does.
         above = float(log_ndtr(distance / 2.0 - epsilon / distance))
         below = epsilon + float(log_ndtr(-distance / 2.0 - epsilon / distance))
         return (
@@ -45,6 +46,7 @@ def gaussian_epsilon(distance: float, target_delta: float) -> float:
             low = middle
         else:
             high = middle
+    # The upper end of the bracket: the lower one could understate ε.
     return high
 
 

@@ -116,6 +116,7 @@ class Charging:
         self._known = ledger.load_spent()
         self._num_covered = 0  # further rounds known to be affordable
         self._num_prepaid = 0  # rounds charged but not begun
+        # The first charge is for one round, since nothing is known of its duration.
         self._together, self._charged_s = 1, -math.inf
         self._next_look_s = clock.now_s() + _FIRST_LOOK_S
 
@@ -125,6 +126,7 @@ class Charging:
         if self._is_enough_for(num_rounds):
             enough = num_rounds
         while too_many - enough > 1 and enough < num_rounds:
+            # Bisection works because ε never falls with the number of rounds.
             middle = (enough + too_many) // 2
             if self._is_enough_for(middle):
                 enough = middle
@@ -140,6 +142,8 @@ class Charging:
             BudgetExhausted: The charge would exceed the budget; nothing was written.
             StoreError: The charge could not be written.
         """
+        # Compare and swap: `charge` fails if another run has spent since `_known` was read; then
+        # decide again from what is spent now.
         while self._num_prepaid == 0:
             if self._num_covered == 0:
                 if self._budget is not None and not self._is_enough_for(1):
@@ -171,6 +175,7 @@ class Charging:
         begin_s = self._clock.now_s()
         if begin_s < self._next_look_s:
             return {}
+        # Prepaid rounds have not begun, so they have cost nothing yet.
         epsilon = self._epsilon_of(self._add_rounds(-self._num_prepaid))
         now_s = self._clock.now_s()
         self._next_look_s = now_s + (now_s - begin_s) / _LOOKING
@@ -186,6 +191,7 @@ class Charging:
         """Return the number of rounds to charge together, given how long the last ones took."""
         now_s = self._clock.now_s()
         lasted_s, self._charged_s = now_s - self._charged_s, now_s
+        # At most doubled, so that one fast round does not prepay hundreds: a crash would lose them.
         fitting = self._together * _TOGETHER_S / max(lasted_s, 1e-6)
         self._together = max(1, min(2 * self._together, int(fitting)))
         return self._together

@@ -517,6 +517,7 @@ class ExampleLevelPlan(PrivacyPlan):
                 "accounted for; give no client more than the algorithm's own local update has"
             )
         for component in iter_updates(local):
+            # The exact class: a subclass may use the examples in other ways.
             if isinstance(component, OwnTraining) or type(component) not in UPDATES.values():
                 raise ValueError(
                     f"the local update {type(component).__name__} may use the examples "
@@ -561,7 +562,6 @@ class ExampleNoiseStrategy(StrategyWrapper):
 
 
 def _require_equal_weights(inner: Strategy) -> None:
-    """Raise ValueError if the aggregation needs the number of a client's examples."""
     if getattr(inner.aggregation, "by_examples", False):
         raise ValueError(
             "clients are weighted by their numbers of examples, which have no noise and are not "

@@ -103,6 +103,7 @@ class PoissonCohortSampler:
         stream = self.streams.stream("cohort", round_num, attempt)
         words = stream.words(np.uint64, len(available))
         threshold = round(self.cohorts.rate * 2.0**64)
+        # A rate of 1 gives a threshold of 2**64, which does not fit a uint64: take all.
         chosen = np.flatnonzero(words < threshold if threshold < 1 << 64 else words >= 0)
         # Words below the threshold are uniform there, so the smallest are a uniform choice.
         if len(chosen) > self.cohorts.largest:
