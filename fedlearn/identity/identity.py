@@ -98,6 +98,7 @@ class Identity:
         if not (folder / IDENTITY_FILE).exists():
             make_private_folder(folder)
             create_private(folder / IDENTITY_FILE, cls.create().pem)
+        # Load even after creating: if another process was faster, its keys are the ones on disk.
         return cls.load(folder)
 
     @classmethod

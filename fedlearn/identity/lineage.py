@@ -120,6 +120,7 @@ class Lineage:
             ProtocolError: A statement is not signed by both its keys for this client and position,
                 or a key occurs twice.
         """
+        # Otherwise a chain could lead back to a key that was replaced.
         if len(set(self._keys)) != len(self._keys):
             raise ProtocolError("an identity key occurs twice in a chain")
         steps = zip(pairwise(self._keys), self.successions, strict=True)

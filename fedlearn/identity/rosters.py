@@ -119,7 +119,6 @@ class _RosterEntry:
 
 
 def _require_distinct(rows: list[_RosterEntry]) -> list[_RosterEntry]:
-    """Raise ValueError if a client or a key occurs twice."""
     ids, keys = set[ClientId](), set[bytes]()
     for row in rows:
         if row.client_id in ids or row.identity_key in keys:
