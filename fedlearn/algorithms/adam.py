@@ -92,6 +92,7 @@ class LocalAdam(LocalWork):
         for place, (value, g, m, v) in enumerate(
             zip(x, directions, memory["first_moment"], memory["second_moment"], strict=True)
         ):
+            # m + (1 - beta_1) (g - m) = beta_1 m + (1 - beta_1) g.
             m.lerp_(g, 1.0 - self.beta_1)
             v.mul_(self.beta_2).addcmul_(g, g, value=1.0 - self.beta_2)
             first, second = (

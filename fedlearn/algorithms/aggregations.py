@@ -130,6 +130,7 @@ class LaneSums:
 
     def count_clients(self, weights_B: Tensor) -> "LaneSums":
         """Count the clients whose values were just added, in place."""
+        # Scalars are float64: float32 stops counting at 2**24 examples.
         self.weight.add_(weights_B.sum())
         self.num_clients.add_(len(weights_B))
         return self

@@ -94,6 +94,7 @@ def refusal(
                 return describe_unsound(spec.name)
             continue
         num_trained = layout.num_trainable if spec.over is Over.ALL else len(vector)
+        # Statistics have their own, wider bound: their size depends on the data.
         norm, statistics_norm = _norm(vector[:num_trained]), _norm(vector[num_trained:])
         if not (norm <= MAX_DELTA and statistics_norm <= MAX_DELTA):  # also true for NaN
             return describe_unsound(spec.name)
@@ -105,6 +106,7 @@ def refusal(
 
 
 def _norm(vector: Tensor) -> float:
+    # The norm of the parts' norms; hypot does not overflow.
     return math.hypot(*run_on_all_cores(len(vector), partial(_norm_of_part, vector)))
 
 

@@ -83,6 +83,8 @@ def to_tensors(kept: ClientStates) -> dict[str, Tensor]:
             shapes.setdefault((value.shape, value.dtype), {})[client_id] = value
     found = {}
     for name, shapes in by_name.items():
+        # The first shape has the plain name, which is how all checkpoints without other shapes
+        # look.
         for number, alike in enumerate(shapes.values()):
             key = f"{name}{_OTHER_SHAPE}{number}" if number else name
             found[key + _IDS] = torch.tensor(list(alike))

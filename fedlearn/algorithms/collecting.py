@@ -68,11 +68,14 @@ class RoundRequest:
         """
         usual, transforms = self.message(), self.strategy.transforms
         if self.counted is not None:
+            # Clients need only their own entry; the whole population's would travel with every
+            # request.
             mine = {each: self.counted[each] for each in cohort if each in self.counted}
             usual = replace(usual, counted=mine)
         known = [(self.strategy.local, usual)]
         found = dict[ClientId, TrainRequest]()
         for client_id, local in zip(cohort, self.strategy.locals_for(cohort), strict=True):
+            # Compare, do not hash: a user's own local update need not be hashable.
             same = next((message for each, message in known if each == local), None)
             if same is None:
                 same = replace(usual, settings=settings_of(local, transforms))

@@ -198,6 +198,8 @@ class Collection(ABC):
         stale = [each for each in self._pending.values() if self.age(each) > most]
         for each in stale:
             del self._pending[each.client_id]
+            # asked_s is negative for a task of an earlier round: minus it is how long the client
+            # has taken.
             took_s = -each.asked_s if math.isnan(each.duration_s) else each.duration_s
             reason = self._staleness.why_stale(self.age(each))
             self.settle(each._replace(duration_s=took_s), Status.STALE, reason=reason)
@@ -296,6 +298,7 @@ class Collection(ABC):
         rows = [self.rows[place] for _, place in self._taken.values()]
         num_examples_B = torch.tensor([each.num_examples for each in rows]).double()
         weights_B = weigh(num_examples_B)
+        # sum of s(tau_i) w_i / sum of w_i.
         factor = float((weights_B * torch.from_numpy(factors)).sum() / weights_B.sum())
         if factor != 1.0:
             for spec in strategy.lanes:
@@ -362,6 +365,7 @@ class CohortCollection(Collection):
         self._late = late
         self._is_drawn = self._is_asked = self._is_over = False
         self._cohort = frozenset[ClientId]()
+        # Until the cohort is asked; an adaptive deadline is computed then.
         self._deadline_s = policy.deadline_s
         self._num_fresh = 0
 
@@ -388,6 +392,7 @@ class CohortCollection(Collection):
 
     def draw(self, draw: Draw) -> Sequence[PendingTask]:
         """Draw the cohort, once."""
+        # Not again, even if the draw came back empty.
         if self._is_drawn:
             return ()
         drawn = draw(
@@ -416,6 +421,7 @@ class CohortCollection(Collection):
         self._drawn.clear()
         self._pending |= {each.client_id: each for each in tasks}
         self._cohort = frozenset(each.client_id for each in tasks)
+        # Without anyone to ask, wait for the tasks of earlier rounds.
         self.waited_for = set(self._cohort or self._pending)
         return tasks
 
@@ -428,6 +434,7 @@ class CohortCollection(Collection):
     def take(self, task: PendingTask, row: Participation) -> None:
         """Count the update of a client that landed."""
         super().take(task, row)
+        # Late updates of earlier cohorts count, but do not close the round.
         self._num_fresh += task.client_id in self._cohort
 
     def _discount(self, client_id: ClientId) -> None:
@@ -457,6 +464,8 @@ class CohortCollection(Collection):
 
     def finish(self) -> None:
         """Settle late clients of this cohort; those of earlier ones were settled in their round."""
+        # In order of arrival, as if the round had waited for them; a simulation knows their
+        # durations.
         late = [each for each in self._pending.values() if each.client_id in self._cohort]
         for each in sorted(late, key=_lasts_s):
             self.settle(each, Status.LATE)
@@ -465,6 +474,8 @@ class CohortCollection(Collection):
         """Return the pending tasks; after too few reports, also the tasks of those reports."""
         if self._late is None:
             return ()
+        # After too few reports the next attempt takes these updates again, as if they had not
+        # landed.
         flying = [*self._pending.values(), *(self.counted if self.is_undone else ())]
         flying.sort(key=lambda each: (each.asked_s, _lasts_s(each)))
         return tuple(each._replace(asked_s=each.asked_s - closed_s) for each in flying)
@@ -540,10 +551,13 @@ class BufferCollection(Collection):
         if self._drawn or not self._num_askable:
             return ()
         free = self._most - len(self._pending)
+        # All but the last reply of the buffer free a slot for another client in this round.
         to_come = self._asynchrony.buffer_size - len(self._taken) - 1
         num, attempt = min(free + max(0, to_come), self._num_counting_more), self._num_draws
         others = partial(draw, num, round_num=self.round_num, attempt=attempt)
+        # Also without those that replied: at most one update per client and model.
         busy = self._pending.keys() | self._answered
+        # Clients that failed come last: only if there is no other and none is in flight.
         drawn = others(busy=busy | self._failed)
         if not drawn and self._failed and not self._pending:
             self._failed.clear()  # no other client is left
@@ -589,7 +603,7 @@ class BufferCollection(Collection):
 
     @property
     def _num_counting_more(self) -> int:
-        """Most further updates that can count, after those in the buffer and in flight."""
+        # With more in flight, the last ones would be too stale when their turn comes.
         return self._asynchrony.num_counting - len(self._pending) - len(self._taken)
 
     # ---- What happened --------------------------------------------------------------------
@@ -666,5 +680,4 @@ def collection_for(
 
 
 def _lasts_s(task: PendingTask) -> float:
-    """Return the duration of a task; infinite if it is not known yet."""
     return math.inf if math.isnan(task.duration_s) else task.duration_s

@@ -47,7 +47,10 @@ class Draws:
         for name, law in self._laws.items():
             tensors, seeds = memory[name], self._seeds[name][: len(memory[name][0])]
             sizes = [value[0].numel() for value in tensors]
+            # Only to translate the dtype from torch to NumPy.
             like = torch.empty(0, dtype=tensors[0].dtype).numpy()
+            # All tensors of a client in one row: one draw, so the numbers do not depend on how
+            # parameters are split.
             rows_KN = np.empty((len(seeds), sum(sizes)), like.dtype)
             for seed, row in zip(seeds, rows_KN, strict=True):
                 generator = seed.at(step).numpy()

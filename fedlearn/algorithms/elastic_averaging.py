@@ -110,6 +110,7 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step; the first step of a round also applies the force."""
+        # The force is that of before the round, so the order of the two does not matter for it.
         self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
         if moment.step == 0:
             torch._foreach_sub_(list(x), self._forces(memory, broadcast))
@@ -135,6 +136,7 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
         for value, force, own, pulled, model in parts:
             # A tensor that the first batch gave no gradient has not been pulled yet.
             value.sub_(torch.where(_beside(pulled[:, 0] > 0.0, force), 0.0, force))
+            # Keep W_i, then send C + force, whose delta is the force alone.
             own.copy_(value)
             value.copy_(torch.where(torch.isfinite(own), model + force, own))
         memory[_HAS_OWN][0].fill_(1.0)
@@ -158,7 +160,6 @@ def without_force(local: LocalUpdate) -> LocalUpdate:
 
 
 def _beside(values_K: Tensor, like: Tensor) -> Tensor:
-    """Reshape one value per client so that it broadcasts with ``like``: [K, 1, ...]."""
     return values_K.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -190,6 +191,7 @@ class ElasticAveraging(Ranged, Strategy):
     def __post_init__(self) -> None:
         super().__post_init__()
         elasticity = self.local.elasticity
+        # The distance of C to the mean of the W_i is multiplied by 1 - gain in each round.
         gain = self.local.share * (1 + self.cohort_size)
         if not gain < 2.0:  # noqa: PLR2004 - beyond it the distance grows
             raise ValueError(
@@ -229,5 +231,6 @@ class ElasticAveraging(Ranged, Strategy):
                 f"cohort_size is {self.cohort_size}, but {count} clients reported; set it to the "
                 "most that report in a round"
             )
+        # The aggregate is a mean; the equation sums the forces.
         summing = ServerSgd(learning_rate=float(count), momentum=0.0)
         return StepResult(*summing.step(params, aggregate.lanes[DELTA.name], state))

@@ -163,6 +163,7 @@ class LocalWork(Ranged):
         """
         if self.batch_size is None or not self.drop_last:
             return num_examples
+        # A client with less than one batch still trains, unlike with DataLoader's drop_last.
         full = num_examples // self.batch_size * self.batch_size
         return np.where(full > 0, full, num_examples)
 
@@ -363,6 +364,7 @@ class LocalSgd(LocalWork):
             directions = add_scaled(directions, x, factor=self.weight_decay)
         if self.momentum:
             velocity = list(memory["velocity"])
+            # One call for all tensors, as in torch.optim: faster for models of many small ones.
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, directions)
             directions = velocity
@@ -465,6 +467,7 @@ def takes_flat(local: LocalUpdate) -> bool:
     a rule per layer. A flat tensor has no room for one number per original tensor, so a lane or
     draws over ``Over.TENSORS`` rule it out.
     """
+    # `vars` of the class itself: see the docstring on why subclasses do not inherit it.
     is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in iter_updates(local))
     extents = [lane.over for lane in local.lanes]
     extents += [spec.over for spec in local.memory.values() if spec.draws is not None]
@@ -610,6 +613,7 @@ def read_only(tensors: Iterable[Tensor], *, who: str) -> Iterator[None]:
 
 def count_writes(tensors: Iterable[Tensor]) -> int:
     """Return a counter that grows with every in-place write to one of the tensors."""
+    # torch counts the in-place writes to a tensor to validate gradients; views share the counter.
     return sum(tensor._version for tensor in tensors)  # noqa: SLF001 - as autograd does
 
 
@@ -633,6 +637,8 @@ def shuffle_positions(
     It depends on the arguments alone, so a simulation, a deployment and a resumed run use the same.
     """
     keys = seed.hash(round_num, client_id, epoch, np.arange(num_examples))
+    # Sorting hashed positions needs no generator per client; a stable sort gives one order
+    # everywhere.
     return np.argsort(keys, kind="stable")
 
 
@@ -641,6 +647,7 @@ def batch_positions(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the positions of each step's examples; only one epoch's order is held in memory."""
     size = work.batch_size or num_examples
+    # drop_last leaves out the end of the shuffled order, so other examples in each epoch.
     num_used = int(work.count_used_per_epoch(np.asarray(num_examples)))
     for epoch in range(work.epochs):
         order = np.arange(num_examples)

@@ -37,7 +37,6 @@ class CoordinateMedian:
 
 
 def _sort_columns(values: Tensor) -> Tensor:
-    """Sort each column in ascending order."""
     # On a CPU, NumPy sorts ten times as fast as torch.
     if values.is_cpu and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.sort(values.numpy(), axis=0))

@@ -264,8 +264,10 @@ class BinaryAuc:
         _, places, counts = scores.unique(return_inverse=True, return_counts=True)
         ranks = counts.cumsum(0) - (counts - 1) / 2  # from 1; tied scores share their mean rank
         num_pos = is_positive.sum().double()
+        # Mann-Whitney: U = (rank sum of the positives) - n_pos (n_pos + 1) / 2.
         u = ranks.double()[places][is_positive].sum() - num_pos * (num_pos + 1) / 2
         auc: Tensor = u / (num_pos * (len(scores) - num_pos))
+        # NaN scores are unequal to each other, so they would get ranks like any number.
         return auc.where(~scores.isnan().any(), torch.nan)
 
 
@@ -295,6 +297,7 @@ class BinaryF1:
         scores, labels = _without_ignored(outputs, labels, self.ignore_index)
         said, true = scores > 0, positive(labels, who="BinaryF1")
         f1: Tensor = 2.0 * (said & true).sum() / (said.sum() + true.sum())
+        # A NaN is not above 0 and would count as a negative prediction.
         return f1.where(~scores.isnan().any(), torch.nan)
 
 

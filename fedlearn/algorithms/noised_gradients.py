@@ -132,6 +132,7 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         is_used_KB = is_real_KB & torch.isfinite(norms_KB)
         # Dividing by a norm of zero gives infinity, which clamps: a zero gradient is not clipped.
         scales_KB = (_LEVELS / norms_KB).clamp(max=1.0 / self.level) * is_used_KB
+        # Zero the values too: 0 times infinity is NaN, which would reach the sum.
         if not bool(torch.isfinite(norms_KB).all()):
             scales_KB, rows = scales_KB.nan_to_num(0.0), [_finite(row) for row in rows]
             pairs = [(_finite(left), _finite(right)) for left, right in pairs]
@@ -214,6 +215,7 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         is_one = len(set(sizes_K)) == 1 and all(
             a.dtype == b.dtype for a, b in zip(x, sums, strict=True)
         )
+        # Equal to Affine with a scale alone: keep is 1, pull and shift are 0.
         is_scaled = affine is not None and affine == Affine(1.0, affine.scale)
         if affine is None or not is_scaled or not is_one:
             noised = self.add_noise(sums, sizes_K, like=x)
@@ -262,7 +264,7 @@ def _float32_products() -> str:
 
 
 def _wide(values: Tensor) -> Tensor:
-    """Return values in at least float32."""
+    # float16 and bfloat16 are too coarse for a sum with a proven bound.
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -280,7 +282,6 @@ def _norms(rows: Tensor) -> Tensor:
 
 
 def _exact_norms(rows: Tensor) -> Tensor:
-    """Return the L2 norms of [K, B, n], summed in float64: [K, B]."""
     found: Tensor = torch.linalg.vector_norm(rows, dim=2, dtype=torch.float64)
     return found
 
@@ -288,6 +289,7 @@ def _exact_norms(rows: Tensor) -> Tensor:
 def _sum_of_products(left: Tensor, right: Tensor) -> Tensor:
     """Return the sums over B of the outer products of [K, B, m] and [K, B, n]: [K, m, n]."""
     first, *more = [
+        # At most TOGETHER terms per float32 sum; `sensitivity` relies on it.
         torch.bmm(left[:, part].mT, right[:, part])
         for part in (slice(at, at + TOGETHER) for at in range(0, left.shape[1], TOGETHER))
     ]

@@ -123,6 +123,7 @@ class CrossEntropy(Ranged):
         if labels.dim() == 1 and self.class_weights is None:
             return losses
         total = self.example_weights(labels)["loss"].to(losses.dtype)
+        # torch's losses at ignored positions are 0, so the sum needs no mask.
         sums = _by_position(losses).sum(1)
         return torch.where(total > 0.0, sums / total.clamp(min=_TINY), 0.0)
 
@@ -210,6 +211,7 @@ class BinaryCrossEntropy:
         require_one_each(outputs, labels, who="BinaryCrossEntropy")
         logits, targets = outputs.flatten(), labels.flatten()
         counts = targets != self.ignore_index
+        # ignore_index is no valid target: replace it, then zero the loss.
         targets = torch.where(counts, targets, 0).to(logits.dtype)
         losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
         return torch.where(counts, losses, 0.0)
@@ -322,6 +324,7 @@ def mean_loss(objective: Objective, outputs: Tensor, labels: Tensor) -> Tensor:
         ... )
         True
     """
+    # torch's fused mean is faster than a mean of per-example losses.
     if isinstance(objective, CrossEntropy) and labels.dtype == torch.int64:
         return objective.mean_loss(outputs, labels)
     losses = objective.losses(outputs, labels)
@@ -405,6 +408,7 @@ def require_fitting(objective: Objective, outputs: Tensor, labels: Tensor) -> No
     def losses(rows: slice) -> Tensor:  # passes copies, since a loss may write to its arguments
         return objective.losses(outputs[rows].clone(), labels[rows].clone())
 
+    # Twice: if the loss draws random numbers, the comparison below says nothing.
     whole, again = (losses(slice(None)) for _ in range(2))
     parts = torch.cat([losses(slice(half)), losses(slice(half, None))])
     if torch.equal(whole, again) and not torch.allclose(parts, whole, rtol=1e-3, atol=1e-5):
@@ -435,7 +439,7 @@ def positive(labels: Tensor, *, who: str) -> Tensor:
 
 
 def _by_position(values: Tensor) -> Tensor:
-    """Reshape values [batch, d1, ...] to [batch, positions]."""
+    # Not reshape(len, -1), which fails for an empty batch.
     return values.reshape(len(values), values.shape[1:].numel())
 
 

@@ -154,6 +154,7 @@ def FedProx(local: Local, *, proximal: Pull, weight_by_examples: ByExamples = Tr
         Li et al., 2020, `Federated Optimization in Heterogeneous Networks
         <https://arxiv.org/abs/1812.06127>`_, algorithm 2. With mu = 0 it is FedAvg.
     """
+    # With mu = 0 leave the wrapper out: FedProx is then FedAvg to the last bit.
     pulled = Proximal(inner=local, proximal=proximal) if proximal else local
     return FedAvg(pulled, weight_by_examples=weight_by_examples)
 
@@ -425,6 +426,7 @@ def FedAsync(
     )
 
 
+#: x <- x + delta: the server takes the mean as its new model.
 _AS_IT_IS = ServerSgd(learning_rate=1.0, momentum=0.0)
 
 

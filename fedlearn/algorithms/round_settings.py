@@ -104,7 +104,6 @@ def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> 
 
 
 def _with_rate(local: LocalUpdate, rate: float) -> LocalUpdate:
-    """Replace an update's learning rate; raises ValueError if it has none."""
     if isinstance(local, LocalUpdateWrapper):
         return replace(local, inner=_with_rate(local.inner, rate))
     if not isinstance(local, LocalWork) or not hasattr(local, _RATE):

@@ -79,6 +79,7 @@ class _Rest(Sequence[ClientId]):
     def __getitem__(self, index: int | slice) -> ClientId | Sequence[ClientId]:
         if isinstance(index, slice):
             return [self[each] for each in range(*index.indices(len(self)))]
+        # Let the range handle negative indices and raise IndexError.
         place = range(len(self))[index]
         passed = int(np.searchsorted(self._passed, place, side="right"))
         return ClientId(self._whole[place + passed])
@@ -161,12 +162,12 @@ class _Drawn(SeededSampler):
         population = len(available)
         if num_asked > population:
             raise CohortTooSmall(available=population, asked=num_asked)
+        # `attempt` is a label, so that a retried round draws another cohort.
         rng = seed.derive("cohort", round_num, attempt).numpy()
         chosen = rng.choice(population, self._size(num_asked, population, rng), replace=False)
         return tuple(available[index] for index in chosen.tolist())
 
     def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
-        """Return the size of the cohort."""
         return num_asked
 
 
@@ -222,6 +223,7 @@ class PoissonSampler(Ranged, _Drawn):
 
     def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
         largest = int(np.ceil(self.cap * num_asked))
+        # A binomial size and then a uniform choice is the same as one coin per client.
         return min(int(rng.binomial(population, num_asked / population)), largest, population)
 
 
@@ -243,6 +245,7 @@ class CyclicSampler(SeededSampler):
     def cohorts(self, users: Users) -> CyclicCohorts:
         """Return groups of about ``num_wanted`` users; with gaps in the ids, one could hold all."""
         num_groups = max(1, users.population // users.num_wanted)
+        # The largest group if ids have no gaps: each block of ids gives every group one client.
         even = -(-users.population // num_groups)
         largest = users.population if users.has_gaps else even
         return CyclicCohorts(users.population, users.num_wanted, largest)

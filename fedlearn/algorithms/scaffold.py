@@ -60,6 +60,7 @@ class ControlVariates(LocalUpdateWrapper):
     control_bound: float | None
 
     def __post_init__(self) -> None:
+        # `type`, not isinstance: a subclass may step in another way.
         if type(self.inner) is not LocalSgd or self.inner.momentum or self.inner.weight_decay:
             raise ValueError(
                 f"SCAFFOLD needs plain SGD steps at a constant rate, not {self.inner!r}; give a "
@@ -106,6 +107,7 @@ class ControlVariates(LocalUpdateWrapper):
             ValueError: A wrapper around this one has changed the rate.
         """
         _require_constant_rate(moment)
+        # Only tensors that have a gradient in this step are passed, so this counts their gradients.
         torch._foreach_add_(list(memory[_COUNTS]), 1.0)
         directions = add_scaled(grads, self.drift(memory, broadcast=broadcast), factor=1.0)
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
@@ -220,5 +222,6 @@ class ScaffoldAveraging(Ranged, Strategy):
                 f"num_clients is {self.num_clients}, but {aggregate.num_clients} clients "
                 "contributed; set it to the number of clients in the population"
             )
+        # c <- c + |S| / N * mean of the changes; clients that were not asked changed nothing.
         control: Tensor = state[_CONTROL] + share * aggregate.lanes[_CONTROL]
         return StepResult(moved, {_CONTROL: control})

@@ -56,8 +56,8 @@ class ServerOptimizer(Protocol):
 
 
 def _apply(params: Params, delta_P: Tensor, update: Tensor) -> Params:
-    """Add ``update`` to the trainable prefix and the plain mean delta to the statistics."""
     split = params.layout.num_trainable
+    # Statistics move by the mean delta; the trainable prefix is overwritten below.
     vector = params.vector + delta_P
     torch.add(params.vector[:split], update, out=vector[:split])
     return params.with_vector(vector)
@@ -167,6 +167,7 @@ class ServerAdaptive(Ranged):
         """Return the next model and both moments."""
         delta = delta_P[: params.layout.num_trainable]
         first = self.beta_1 * state["first_moment"] + (1.0 - self.beta_1) * delta
+        # No bias correction, unlike torch's Adam: the paper starts v at tau**2 instead.
         second = self._second(state["second_moment"], delta.square())
         update = self.learning_rate * first / (second.sqrt() + self.tau)
         state = {"first_moment": first, "second_moment": second}

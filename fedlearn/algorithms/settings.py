@@ -101,6 +101,7 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
         names.append(_transform_name(type(piece)) if is_transform else _name(type(piece)))
         for name, field in _fields(type(piece)).items():
             value = getattr(piece, field.name)
+            # NumPy scalars are no plain numbers to the codec.
             if isinstance(value, np.generic):
                 value = value.item()
             if name in settings or name == PIECES:
@@ -119,6 +120,7 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
 
 def require_travels(locals_: Iterable[LocalUpdate], transforms: Sequence[Transform]) -> None:
     """Raise ConfigError if these cannot be sent to clients; see :func:`settings_of`."""
+    # Clients usually share one object: check it once.
     for local in {id(each): each for each in locals_}.values():
         settings_of(local, transforms)
     own_transforms(transforms)
@@ -208,7 +210,6 @@ def _transform_name(kind: _Kind) -> str:
 
 
 def _describe_unknown(name: str, *, who: str = "this client") -> str:
-    """Return the error message for a class that the coordinator names and the client lacks."""
     is_transform, own = name.startswith(_TRANSFORM), name.removeprefix(_TRANSFORM)
     what, argument = (
         ("transform", "transforms") if is_transform else ("local update", "local_updates")
@@ -379,7 +380,6 @@ def _names(settings: Settings) -> list[str]:
 def _read_all(
     settings: Settings, known: Collection[_Kind]
 ) -> Iterator[tuple[str, _Kind, dict[str, Scalar]]]:
-    """Yield the name, class and field values of each update and transform."""
     kinds = {**{kind.__name__: kind for kind in known}, **UPDATES, **TRANSFORMS}
     unread = settings.keys() - {PIECES}
     for name in _names(settings):
@@ -407,6 +407,8 @@ def _read_one(settings: Settings, name: str, hint: Any) -> Scalar:  # Any: a typ
         raise SettingsRefused(f"local setting {name!r} is missing")
     value = settings[name]
     allowed = get_args(hint) or (hint,)
+    # A whole number is fine where a float is expected; `type` rather than isinstance, since bool is
+    # an int.
     if type(value) is int and int not in allowed and float in allowed:
         return float(value)
     if type(value) not in allowed and not (value is None and NoneType in allowed):

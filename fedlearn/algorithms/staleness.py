@@ -97,6 +97,7 @@ class Staleness(Ranged):
             case StalenessWeight.POLYNOMIAL:
                 return (1.0 + late_B) ** -a
             case StalenessWeight.HINGE:
+                # 1 / (a (s - b) + 1), and 1 up to the hinge.
                 beyond_B = np.maximum(0.0, late_B - self.staleness_hinge)
                 return 1.0 / (a * beyond_B + 1.0)
 

@@ -217,6 +217,8 @@ class StrategyWrapper(Strategy):
     def begin(self, params: Params) -> StepResult:
         """Begin the inner strategy, and add the wrapper's own state."""
         begun = self.inner.begin(params)
+        # `self.init` runs the inner strategy's init a second time; the state that `begin` returned
+        # wins.
         return replace(begun, state={**self.init(begun.params), **begun.state})
 
     def without_clients(self, params: Params, state: State) -> State:

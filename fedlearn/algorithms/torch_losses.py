@@ -44,9 +44,11 @@ class TorchLoss:
             )
         loss: Callable[..., Tensor] = getattr(F, self.function)
         options = {
+            # Module weights may be on another device or of another precision than the outputs.
             name: value.to(outputs) if isinstance(value, Tensor) else value
             for name, value in self.options.items()
         }
+        # view_as, because torch broadcasts [B, 1] and [B] to [B, B] with only a warning.
         losses = loss(outputs, labels.view_as(outputs).to(outputs), reduction="none", **options)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 

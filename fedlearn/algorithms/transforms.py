@@ -71,6 +71,8 @@ def apply_transforms(
     weights_B = updates.weights_B
     updates = replace(updates, weights_B=torch.ones_like(weights_B))
     for place, transform in enumerate(transforms):
+        # Read from the class itself, not inherited: a subclass may no longer be independent by
+        # client.
         if vars(type(transform)).get("takes_blocks") is True:
             after = transform(updates)
             _require_alike(after, updates, who=transform)
@@ -82,7 +84,6 @@ def apply_transforms(
 
 
 def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
-    """Apply a transform to one client at a time, each with its own seed."""
     found = list[Updates]()
     for row, client_id in enumerate(updates.client_ids):
         lanes = {name: rows[row][None] for name, rows in updates.lanes.items()}
@@ -96,6 +97,8 @@ def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
         )
         delta = lanes[DELTA.name]
         devices = [delta.device] if delta.is_cuda else []
+        # The transform may draw from the global generators; give it the client's seed, and others
+        # their state back.
         with preserve_global_generators(), torch.random.fork_rng(devices):
             seed_global_generators(seed.at(client_id))
             after = transform(before)
@@ -111,7 +114,6 @@ def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:
 
 
 def _require_alike(after: object, before: Updates, *, who: Transform) -> None:
-    """Raise UnusableResult unless a transform returned updates of the same clients and model."""
     name = type(who).__name__
     if not isinstance(after, Updates):
         raise UnusableResult(f"{name} returned {type(after).__name__}; return Updates")
@@ -259,6 +261,7 @@ class NoisedUpdates(Ranged):
             )
         delta = stack_rows(updates.lanes[DELTA.name])
         step = self.clip_norm / _LEVELS
+        # Rounding to the grid can lengthen the clipped update by sqrt(d) / 2 levels.
         sigma = self.noise_multiplier * (_LEVELS + delta.shape[1] ** 0.5 / 2.0)
         noised = torch.empty_like(delta)
         for row, out in zip(delta, noised, strict=True):
@@ -267,6 +270,8 @@ class NoisedUpdates(Ranged):
             levels = (row.double() * scale).round_()
             noise = sample_discrete_gaussian(sigma, len(row), source=SecretStream.fresh())
             levels.add_(torch.from_numpy(noise).to(levels))
+            # A row that is not finite is passed on, so that the client fails instead of sending
+            # noise.
             out.copy_(levels.mul_(step) if math.isfinite(norm) else row)
         return replace(updates, lanes={**updates.lanes, DELTA.name: noised})
 
@@ -281,6 +286,7 @@ def norms(rows: Rows) -> Tensor:
         return torch.cat([norms(row[None]) for row in rows])
     whole = rows.shape[1] // _SQUARES * _SQUARES
     spans = rows[:, :whole].float().unflatten(1, (whole // _SQUARES, _SQUARES))
+    # The norm of the spans' norms is the norm of the whole row.
     rest = torch.linalg.vector_norm(rows[:, whole:].float(), dim=1, keepdim=True)
     norms_BS = torch.cat([torch.linalg.vector_norm(spans, dim=2), rest], dim=1).double()
     norms_B: Tensor = torch.linalg.vector_norm(norms_BS, dim=1)
@@ -300,6 +306,7 @@ def clip_rows(rows: Rows, *, bound: float) -> Tensor:
     values_BN = stack_rows(rows)
     norms_B = torch.linalg.vector_norm(values_BN, dim=1, dtype=torch.float64)
     scale_B = (bound / norms_B).clamp(max=1.0)
+    # `where`, so that rows within the bound keep their bits.
     return torch.where(
         (norms_B > bound)[:, None], values_BN * scale_B[:, None].to(values_BN), values_BN
     )
