@@ -141,7 +141,10 @@ class SecureClient:
             case Roster(), AdvertisedStep() as step:
                 return self.share(message, state, step)
             case Packets(), SharedStep() as step:
+                # Train first: masks are expanded in the background meanwhile, and are taken only
+                # when ready.
                 trained = contribute(step.session.terms)
+                # After training: an expansion in the background has had time to finish by then.
                 masks = find_masks(step)
                 return self.mask(message, state, step, contribution=trained, precomputed=masks)
             case Survivors(), MaskedStep() as step:
