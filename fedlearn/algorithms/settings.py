@@ -317,7 +317,6 @@ def require_honored(settings: Settings, honored: Collection[str], *, who: str) -
 
 
 def _require_known(settings: Settings, honored: Collection[str], *, who: str) -> None:
-    """Refuse classes that the coordinator names and the trainer lacks or does not declare."""
     known = {*UPDATES, *TRANSFORMS, *honored}
     unknown = [name for name in _names(settings) if name not in known]
     if not unknown:

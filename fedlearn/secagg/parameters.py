@@ -363,6 +363,7 @@ def _gap_bound(
     # n²/2 P² <= 2^-r, solved for log2 P.
     allowed = (assumptions.log2_risk + 1.0) / 2.0 - math.log2(num_clients)
     most = _upper_quantile(roster_size, corrupted, num_neighbors // 2, log2_tail=allowed)
+    # If 2c > A, the corrupted clients are too few for two such runs.
     return min(most, corrupted // 2) + 1
 
 

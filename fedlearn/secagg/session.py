@@ -231,7 +231,6 @@ def _ring(terms: Terms, session_id: bytes, size: int) -> Ring:
 
 
 def _find_visible_ranks(rank: int, terms: Terms, *, root: bytes, size: int) -> tuple[int, ...]:
-    """Return the positions of a client and its neighbors."""
     if terms.topology is Topology.COMPLETE:
         return tuple(range(size))
     near = _ring(terms, _hash_session(terms, root=root, size=size), size).neighbors(rank)
