@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fedlearn.algorithms.objectives import IGNORED, Objective, positive, require_one_each
 from fedlearn.core.calls import explain_calls
-from fedlearn.core.collecting import NUM_CLIPPED
 from fedlearn.core.distribution import Direction
+from fedlearn.core.participations import NUM_CLIPPED
 from fedlearn.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")

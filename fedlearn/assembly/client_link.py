@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fedlearn.algorithms.collecting import ChannelCollector
+from fedlearn.algorithms.collector import ChannelCollector
 from fedlearn.assembly.components import Components
 from fedlearn.core.cores import count_cores
 from fedlearn.core.messages import ClientId
@@ -92,7 +92,7 @@ def build_collector(
             channel=reach.channel,
             policy=policy,
             slab_bytes=slab_bytes,
-            staleness=components.staleness,
+            round_mode=components.round_mode,
             wait=wait,
             prefetcher=reach.prefetcher,
             congestion=reach.congestion,

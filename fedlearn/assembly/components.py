@@ -104,7 +104,7 @@ class Components:
         return self.config.late_updates.late_updates(self.config.staleness)
 
     @property
-    def staleness(self) -> LateUpdates | Asynchrony | None:
+    def round_mode(self) -> LateUpdates | Asynchrony | None:
         """How stale updates count, or when a buffer is full; ``None``: no update can be stale."""
         return self.asynchrony or self.late_updates
 

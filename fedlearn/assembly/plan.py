@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fedlearn.algorithms.collecting import Collector
+from fedlearn.algorithms.collector import Collector
 from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.assembly.components import Components
 from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
@@ -59,7 +59,7 @@ def build_run_plan(
     privacy ledger before its clients are asked.
     """
     if charging is not None:
-        each_attempt = components.staleness is None
+        each_attempt = components.round_mode is None
         draw = ChargedDraw(inner=draw, charges=charging, each_attempt=each_attempt)
     return RunPlan(
         round=RoundPlan(

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from fedlearn.algorithms.collecting import Collector, further_bytes
+from fedlearn.algorithms.collector import Collector, further_bytes
 from fedlearn.algorithms.sampling import CohortSampler, SeededSampler
 from fedlearn.algorithms.settings import own_classes, own_transforms, require_travels
 from fedlearn.assembly.choices import build_job
@@ -83,10 +83,10 @@ def assemble(
         available=collector.available,
         seed=simulation.seed,
     )
-    has_flight = simulation.staleness is not None
+    has_pending = simulation.round_mode is not None
     plan = build_run_plan(
         simulation,
-        draw=sampled.draw if has_flight else sampled.draw_cohort,
+        draw=sampled.draw if has_pending else sampled.draw_cohort,
         charging=charging,
         collector=collector,
         host=host,
@@ -170,7 +170,7 @@ def _build_engine(simulation: Simulation, job: TrainingJob, cluster: Cluster) ->
         cluster=cluster,
         block_size=config.engine.block_size,
         summing=summing,
-        staleness=simulation.staleness,
+        round_mode=simulation.round_mode,
     )
 
 

@@ -9,9 +9,9 @@ from typing import TypeAlias
 from fedlearn.cli.tables import client_text, describe_missed, format_status
 from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.json_values import format_json, iterate_leaves
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.quantities import format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.history import RoundMetrics, best_point, series

@@ -6,9 +6,9 @@ from datetime import datetime
 from typing import Any
 
 from fedlearn.core.clock import utc
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.json_values import format_json
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.history import headline

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
-from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participations, Status
 
 #: Most clients that are logged in a round and shown to operators; the most frequent failures first.
 _MAX_SHOWN = 20
@@ -107,7 +107,7 @@ class ReportingCollector:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         """Collect with the inner collector, then report the outcomes."""
         collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
         self.on_outcomes(collected.participations)

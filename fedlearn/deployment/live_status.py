@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.json_values import to_json_values
+from fedlearn.core.participations import Status
 from fedlearn.deployment.round_times import RoundTimes
 from fedlearn.gateway.counters import Histogram
 from fedlearn.rounds.records import RoundRecord

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from fedlearn.config.service import TAG_PATTERN
 from fedlearn.core.clock import SystemClock, utc
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.kinds import DISTILLATION
 from fedlearn.core.messages import ClientId, EvaluateRequest
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.quantities import format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.deployment.live_status import Phase

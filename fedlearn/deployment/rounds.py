@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fedlearn.algorithms.collecting import ChannelCollector
+from fedlearn.algorithms.collector import ChannelCollector
 from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
@@ -22,8 +22,8 @@ from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.assembly.user_code import AfterRound, LoggedCallback
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
-from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participations
 from fedlearn.deployment.failing import ReportingCollector
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import Charges

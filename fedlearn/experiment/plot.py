@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import ScalarFormatter
 
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.core.quantities import choose_time_unit
 from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.figures import (

@@ -14,9 +14,9 @@ from typing import IO, NamedTuple, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Status
 from fedlearn.core.distribution import NUM_CLIENTS, improvement_sign
 from fedlearn.core.json_values import format_json
+from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED, Status
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import OutputClosed

@@ -23,9 +23,9 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from fedlearn.config import Config, render
-from fedlearn.core.collecting import Status
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Status
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ConfigError, StoreError

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
-from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Participation, Status
 from fedlearn.core.distribution import NUM_CLIENTS, split_statistic
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED, Participation, Status
 from fedlearn.core.quantities import format_duration
 from fedlearn.experiment.history import (
     Point,

@@ -27,9 +27,9 @@ from fedlearn.errors import (
     StoreError,
 )
 from fedlearn.gateway.connections import Sessions
-from fedlearn.gateway.exchange import ACCEPTED, QuestionState, Ruling, refuse_unusable
+from fedlearn.gateway.exchanges import Exchanges, LiveQuestion, Offer
 from fedlearn.gateway.loop import LoopThread
-from fedlearn.gateway.tasks import Exchanges, LiveQuestion, Offer
+from fedlearn.gateway.questions import ACCEPTED, QuestionState, Ruling, refuse_unusable
 from fedlearn.gateway.upload_store import LoggedReply, OpeningRecord, ReplyLog, remove_exchanges
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, CohortRequests, are_same, decode_reply, require_free

@@ -19,8 +19,8 @@ from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.connections import CallEnded, Context, parse_message, read_first
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.enrolled import EnrolledClients
-from fedlearn.gateway.exchange import TokenBucket
 from fedlearn.gateway.settings import GatewaySettings
+from fedlearn.gateway.token_bucket import TokenBucket
 from fedlearn.identity.identity import certificate_fingerprint, expires_unix_s
 from fedlearn.identity.lineage import Lineage, newest_key
 from fedlearn.identity.registry import EnrolledClient, Registry, token_digest

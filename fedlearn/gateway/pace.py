@@ -21,7 +21,7 @@ from numpy.random import Generator
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.gateway.exchange import TokenBucket
+from fedlearn.gateway.token_bucket import TokenBucket
 
 #: The rate until the cost of a check-in is known.
 _FIRST_PER_S = 100.0

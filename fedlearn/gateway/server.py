@@ -43,19 +43,19 @@ from fedlearn.gateway.contacts import Contacts
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.enrolled import EnrolledClients
 from fedlearn.gateway.enrolment import MAX_ENROLMENT_BYTES, Enrolments
-from fedlearn.gateway.exchange import (
-    ACCEPTED,
-    ClientPhase,
-    ExchangeHistory,
-    TokenBucket,
-    refuse_unusable,
-)
+from fedlearn.gateway.exchanges import Exchanges
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.open_files import max_open_files
 from fedlearn.gateway.pace import Pace
 from fedlearn.gateway.processor_time import ProcessorTime
+from fedlearn.gateway.questions import (
+    ACCEPTED,
+    ClientPhase,
+    VerdictHistory,
+    refuse_unusable,
+)
 from fedlearn.gateway.settings import GatewaySettings
-from fedlearn.gateway.tasks import Exchanges
+from fedlearn.gateway.token_bucket import TokenBucket
 from fedlearn.gateway.transfers import Transfers
 from fedlearn.gateway.upload_store import GroupWriter, read_exchange_logs
 from fedlearn.gateway.versions import Versions
@@ -160,7 +160,7 @@ class Gateway:
         """
         # 1. Recover from the logs of earlier processes which replies counted, so that clients that
         # missed their receipt still get one.
-        history, is_recovering = ExchangeHistory(self.run_id), False
+        history, is_recovering = VerdictHistory(self.run_id), False
         for name, log in read_exchange_logs(self.uploads_dir / "replies", run_id=self.run_id):
             if log.closed is None:
                 is_recovering = True

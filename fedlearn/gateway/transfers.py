@@ -20,8 +20,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.positioned import PositionedFile
 from fedlearn.gateway.connections import CallEnded, Context, count_call, parse_message, read
 from fedlearn.gateway.counters import GatewayCounters
-from fedlearn.gateway.exchange import ClientPhase, Judgment, ReplyState, Ruling, refuse
-from fedlearn.gateway.tasks import (
+from fedlearn.gateway.exchanges import (
     NOT_OPEN,
     NOT_STORED,
     SUPERSEDED,
@@ -30,6 +29,7 @@ from fedlearn.gateway.tasks import (
     Offer,
     receipt,
 )
+from fedlearn.gateway.questions import ClientPhase, Judgment, ReplyState, Ruling, refuse
 from fedlearn.gateway.upload_store import PartialUpload
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire, wire_pb2

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import weights
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.collection import Collection, collection_for
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
+from fedlearn.algorithms.round_state import RoundState, round_state_for
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
+from fedlearn.core.participations import Status
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.updates import Fold, build_participation, validate_or_refuse
 from fedlearn.transport.base import Arrival, Channel, Exchange
@@ -69,7 +69,7 @@ class PlainCollector:
         channel: The connection to the clients.
         policy: When a round closes, and how long a client may take.
         slab_bytes: Bound of the queued replies, in bytes; if no two fit, none is queued.
-        staleness: Settings for late updates or for a buffer; ``None``: rounds are synchronous.
+        round_mode: Settings for late updates or for a buffer; ``None``: rounds are synchronous.
         wait: Waits a moment for clients to connect, if an asynchronous round has no client in
             flight and none to ask; ``None``: no client will connect.
         prefetcher: Sends the newest model to clients that still work on an older one; ``None``: no
@@ -81,7 +81,7 @@ class PlainCollector:
     channel: Channel
     policy: StragglerPolicy
     slab_bytes: int
-    staleness: LateUpdates | Asynchrony | None = None
+    round_mode: LateUpdates | Asynchrony | None = None
     wait: Callable[[], None] | None = None
     prefetcher: PrefetchSender | None = None
     congestion: InFlightLimit | None = None
@@ -115,12 +115,12 @@ class PlainCollector:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         """Ask clients and take replies until the round closes; see :class:`Collector`."""
         try:
             collected = self._collect(pending, requests, requests[round_num], draw)
         finally:
-            if self.staleness is None:
+            if self.round_mode is None:
                 self.close()
         self._in_flight = frozenset(each.client_id for each in collected.pending)
         return collected
@@ -131,20 +131,20 @@ class PlainCollector:
         requests: Mapping[int, RoundRequest],
         request: RoundRequest,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         if not pending:
             self.close()
         is_resumed = self._exchange is None
         if self._exchange is None:
             # Clients receive the exchange's deadline and may give up then. If late updates count,
             # they must not: the exchange outlives the round.
-            deadline_s = self.policy.deadline_s if self.staleness is None else math.inf
+            deadline_s = self.policy.deadline_s if self.round_mode is None else math.inf
             self._exchange, self._closed_s = self.channel.open(deadline_s=deadline_s), 0.0
         self._remember_statistics(requests, request.round_num)
-        collection = collection_for(self.policy, self.staleness, pending, request)
+        round_state = round_state_for(self.policy, self.round_mode, pending, request)
         if self.congestion is not None:
-            collection.limit(self.congestion.limit)
-        attempt = _RoundAttempt(self, self._exchange, collection, requests, draw, self._closed_s)
+            round_state.limit(self.congestion.limit)
+        attempt = _RoundAttempt(self, self._exchange, round_state, requests, draw, self._closed_s)
         attempt.open(is_resumed=is_resumed, held=self._held)
         attempt.run(self._held)
         self._closed_s = attempt.opened_s + attempt.now_s
@@ -157,7 +157,7 @@ class PlainCollector:
         A client that began early on a prefetched model may answer with an older round than it was
         asked for, so the last ``max_staleness`` rounds are kept as well as the pending ones.
         """
-        most = 0 if self.staleness is None else self.staleness.max_staleness
+        most = 0 if self.round_mode is None else self.round_mode.max_staleness
         self.sent_statistics |= {
             number: each.params.round_statistics() for number, each in requests.items()
         }
@@ -172,7 +172,7 @@ class _RoundAttempt:
 
     collector: PlainCollector
     exchange: Exchange
-    collection: Collection
+    round_state: RoundState
     requests: Mapping[int, RoundRequest]
     draw: Draw
     opened_s: float  # on the exchange's clock; initially when the previous round closed
@@ -184,7 +184,7 @@ class _RoundAttempt:
     _is_prefetched: bool = False
 
     def __post_init__(self) -> None:
-        self.request = self.requests[self.collection.round_num]
+        self.request = self.requests[self.round_state.round_num]
         num_bytes = self.request.params.vector.nbytes
         num_together = max(1, self.collector.slab_bytes // num_bytes)
         self.fold = Fold(self.request, num_together=num_together)
@@ -195,9 +195,9 @@ class _RoundAttempt:
         The channel may return replies that an earlier process received.
         """
         self._begin()
-        self._give_up(self.collection.give_up_stale())
+        self._give_up(self.round_state.give_up_stale())
         if is_resumed:
-            again = [each for each in self.collection.pending if each.client_id not in held]
+            again = [each for each in self.round_state.pending if each.client_id not in held]
             again.sort(key=lambda each: (each.based_on, each.attempt))
             self._prepare(again)
             self._ask(again)
@@ -210,22 +210,24 @@ class _RoundAttempt:
         """
         since_s = max(0.0, self.exchange.elapsed_s() - self.opened_s)
         self.opened_s += since_s
-        self.collection.pass_time(since_s)
+        self.round_state.pass_time(since_s)
 
     def run(self, held: Mapping[ClientId, _ArrivedUpdate]) -> None:
         """Ask clients and take replies until the round closes or no client can answer any more."""
         # A held update may have grown too stale meanwhile, so that its task was given up. Look
         # before asking: its client may be drawn again, with a new task.
-        still_held = [each for each in held.values() if self.collection.awaits(each.task.client_id)]
+        still_held = [
+            each for each in held.values() if self.round_state.awaits(each.task.client_id)
+        ]
         self._refill()
         for each in still_held:
-            self._count(each._replace(task=self.collection.land(each.task.client_id)))
-        while not self.collection.is_closed:
+            self._count(each._replace(task=self.round_state.land(each.task.client_id)))
+        while not self.round_state.is_closed:
             self._refill()
             self._prefetch()
-            if not self.collection.pending:
+            if not self.round_state.pending:
                 if self._should_give_up():
-                    self.now_s = self.collection.run_out(self.now_s)
+                    self.now_s = self.round_state.run_out(self.now_s)
                     return
                 if self.collector.wait is None:
                     return
@@ -233,22 +235,22 @@ class _RoundAttempt:
                 continue
             if self.collector.congestion is not None:
                 self.collector.congestion.measure_queue()
-            self.collection.grant(self.exchange.grace_until_s() - self.opened_s)
-            until_s = min(self.collection.wakes_s(), self._next_look_s())
+            self.round_state.grant(self.exchange.grace_until_s() - self.opened_s)
+            until_s = min(self.round_state.wakes_s(), self._next_look_s())
             # The exchange of a synchronous round enforces the deadline itself, and extends it
             # after a restart, so wait for it without a limit.
-            ends_s = math.inf if self.collector.staleness is None else self.opened_s + until_s
+            ends_s = math.inf if self.collector.round_mode is None else self.opened_s + until_s
             arrival = self.exchange.next(until_s=ends_s)
             if arrival is not None:
                 self.now_s = max(self.now_s, arrival.elapsed_s - self.opened_s)
                 self._take(arrival)
                 del arrival  # free it before the next one is read: both may be as large as a model
             elif math.isinf(ends_s):
-                self.now_s = self.collection.run_out(self.now_s)
+                self.now_s = self.round_state.run_out(self.now_s)
                 return
             else:
                 self.now_s = max(self.now_s, until_s)
-                self._give_up(self.collection.expire(self.now_s))
+                self._give_up(self.round_state.expire(self.now_s))
 
     def _should_give_up(self) -> bool:
         """Return whether to stop waiting for further clients to fill the round.
@@ -259,10 +261,10 @@ class _RoundAttempt:
         if all clients have failed or no other client will connect. If there is no such client,
         the round waits for clients to connect.
         """
-        others = self.collection.could_ask_others(self.collector.available())
-        if others or not self.collection.has_missed_any:
+        others = self.round_state.could_ask_others(self.collector.available())
+        if others or not self.round_state.has_missed_any:
             return False
-        have_all_failed = all(row.status is Status.FAILED for row in self.collection.rows)
+        have_all_failed = all(row.status is Status.FAILED for row in self.round_state.rows)
         if have_all_failed or self.collector.wait is None:
             return True
         waited_s = self.exchange.elapsed_s() - self.opened_s - self._last_reply_s
@@ -270,25 +272,25 @@ class _RoundAttempt:
 
     def _next_look_s(self) -> float:
         """Return when to look for newly connected clients."""
-        is_looking = self.collector.wait is not None and self.collection.may_ask
+        is_looking = self.collector.wait is not None and self.round_state.may_ask
         return self.now_s + _LOOK_S if is_looking else math.inf
 
     # ---- Asking ---------------------------------------------------------------------------
 
     def _refill(self) -> None:
         """Ask as many clients as the state machine allows."""
-        while self.collection.may_ask:
+        while self.round_state.may_ask:
             # A draw can take long, if it waits for clients to connect or the run is paused.
-            if self.collection.opens_when_drawn:
+            if self.round_state.opens_when_drawn:
                 self._begin()
             else:
                 self.now_s = max(self.now_s, self.exchange.elapsed_s() - self.opened_s)
-            self._ask(self.collection.ask(self.now_s))
-            drawn = self.collection.draw(self.draw)
-            if not drawn and not self.collection.opens_when_drawn:
+            self._ask(self.round_state.ask(self.now_s))
+            drawn = self.round_state.draw(self.draw)
+            if not drawn and not self.round_state.opens_when_drawn:
                 return
             self._prepare(drawn)
-            self.collection.put(drawn)
+            self.round_state.put(drawn)
 
     def _prepare(self, tasks: Sequence[PendingTask]) -> None:
         """Build each client's message; clients with equal messages share one object."""
@@ -304,7 +306,7 @@ class _RoundAttempt:
         a restart. Otherwise each task is a separate question.
         """
         messages = {each.client_id: self._messages.pop(each.client_id) for each in tasks}
-        if self.collector.staleness is None and messages:
+        if self.collector.round_mode is None and messages:
             self.exchange.ask(messages)
             return
         for each in tasks:
@@ -320,17 +322,17 @@ class _RoundAttempt:
         stale by then. The request itself comes in a later round and its reply may take one round
         more, hence the smallest staleness limit and the last round in which the model may be used.
         """
-        prefetcher, staleness = self.collector.prefetcher, self.collector.staleness
-        if prefetcher is None or staleness is None or self._is_prefetched:
+        prefetcher, round_mode = self.collector.prefetcher, self.collector.round_mode
+        if prefetcher is None or round_mode is None or self._is_prefetched:
             return
-        most, round_num = staleness.max_staleness, self.collection.round_num
+        most, round_num = round_mode.max_staleness, self.round_state.round_num
         if most < _LEAST_STALENESS:
             return
         if self.request.counted is not None:
             return  # a client's state depends on whether its pending update counts: not known yet
         self._is_prefetched = True
-        pending, available = self.collection.pending, self.collector.available()
-        if self.collection.is_over_limit or self.collection.could_ask_others(available):
+        pending, available = self.round_state.pending, self.collector.available()
+        if self.round_state.is_over_limit or self.round_state.could_ask_others(available):
             prefetcher.cancel_prefetches()
             return
         if all(each.based_on == round_num for each in pending):
@@ -343,42 +345,42 @@ class _RoundAttempt:
     # ---- Replies --------------------------------------------------------------------------
 
     def _take(self, arrival: Arrival) -> None:
-        num_in_flight = len(self.collection.pending)
-        task, self._last_reply_s = self.collection.land(arrival.client_id), self.now_s
+        num_in_flight = len(self.round_state.pending)
+        task, self._last_reply_s = self.round_state.land(arrival.client_id), self.now_s
         if (congestion := self.collector.congestion) is not None:
-            self.collection.limit(congestion.update_limit(num_in_flight=num_in_flight))
+            self.round_state.limit(congestion.update_limit(num_in_flight=num_in_flight))
         duration_s = arrival.duration_s(self.opened_s + task.asked_s)
         oldest = None
-        staleness = self.collector.staleness
-        if staleness is not None and self.collection.allows_early_work:
-            oldest = max(0, task.based_on - staleness.max_staleness)
+        round_mode = self.collector.round_mode
+        if round_mode is not None and self.round_state.allows_early_work:
+            oldest = max(0, task.based_on - round_mode.max_staleness)
         update = validate_or_refuse(arrival, self.requests[task.based_on], oldest=oldest)
         if not isinstance(update, TrainReply):
             row = build_participation(arrival.client_id, update, duration_s)
             is_own = update is arrival.reply  # the client itself reported a failure: no update sent
-            self.collection.fail(task, row, sent_nothing=is_own)
+            self.round_state.fail(task, row, sent_nothing=is_own)
             return
         # The client may have begun early, on a prefetched model of an older round.
         task = task._replace(based_on=update.round_num)
-        if staleness is not None and self.collection.age(task) > staleness.max_staleness:
+        if round_mode is not None and self.round_state.age(task) > round_mode.max_staleness:
             arrival.refuse(f"it is based on round {task.based_on + 1}, which is too old")
-            self.collection.settle(task, Status.STALE)
-            self.collection.excuse(arrival.client_id)  # no update of it is in the buffer
+            self.round_state.settle(task, Status.STALE)
+            self.round_state.excuse(arrival.client_id)  # no update of it is in the buffer
             return
         self._count(_ArrivedUpdate(task, update, duration_s))
 
     def _count(self, arrived: _ArrivedUpdate) -> None:
         task, update, duration_s = arrived
-        self.collection.take(task, build_participation(task.client_id, update, duration_s))
-        self.collection.metrics.add(update.metrics, num_examples=update.num_examples)
-        factors = self.collection.factors([task])
+        self.round_state.take(task, build_participation(task.client_id, update, duration_s))
+        self.round_state.metrics.add(update.metrics, num_examples=update.num_examples)
+        factors = self.round_state.factors([task])
         self.fold.add(
             task.client_id,
             update,
             factor=1.0 if factors is None else float(factors[0]),
             sent_S=self.collector.sent_statistics.get(task.based_on),
         )
-        if self.collection.is_undone:
+        if self.round_state.is_undone:
             self.held[task.client_id] = arrived
         else:
             self.held.clear()  # no later attempt will count these updates
@@ -392,18 +394,18 @@ class _RoundAttempt:
 
     # ---- The close ------------------------------------------------------------------------
 
-    def close(self) -> Collected:
+    def close(self) -> CollectedRound:
         """Aggregate the updates, if they are enough, and return the outcome of the attempt."""
-        self.collection.finish()
-        return self.collection.close(
-            self._aggregate() if self.collection.is_enough else None,
+        self.round_state.finish()
+        return self.round_state.close(
+            self._aggregate() if self.round_state.is_enough else None,
             closed_s=self.now_s,
-            counted={each.client_id: each.based_on for each in self.collection.counted},
+            counted={each.client_id: each.based_on for each in self.round_state.counted},
         )
 
     def _aggregate(self) -> Aggregate:
         strategy = self.request.strategy
-        return self.collection.damp(
+        return self.round_state.damp(
             self.fold.close(),
             strategy,
             weigh=lambda num_examples_B: weights(strategy.aggregation, num_examples_B),

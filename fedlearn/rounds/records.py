@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import Scalar
+from fedlearn.core.participations import Participations, Status
 
 if TYPE_CHECKING:  # listing runs must not load torch, which is slow
     from torch import Tensor
@@ -90,7 +90,7 @@ class RoundRecord:
 
     Example:
         >>> import fedlearn as fl
-        >>> from fedlearn.core.collecting import Participation, Participations, Status
+        >>> from fedlearn.core.participations import Participation, Participations, Status
         >>> clients = [Participation(7, Status.REPORTED, 1.5), Participation(9, Status.LATE, 4.0)]
         >>> record = fl.RoundRecord(
         ...     round_num=0, attempt=0, outcome="aggregated",

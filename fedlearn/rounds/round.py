@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from fedlearn.algorithms.client_state import ClientStates
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.own_training import keeps_something
@@ -26,9 +26,9 @@ from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.round_settings import RoundSettings, in_round
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import State, Strategy
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.strategy_calls import call_at, call_begin, call_broadcast, call_step
 
@@ -163,7 +163,7 @@ class RoundResult(NamedTuple):
     """
 
     state: ServerState
-    collected: Collected
+    collected: CollectedRound
     metrics: Mapping[str, float]
 
 
@@ -253,7 +253,7 @@ def _build_request(
     )
 
 
-def _find_counted_rounds(collected: Collected, round_num: int) -> Mapping[ClientId, int]:
+def _find_counted_rounds(collected: CollectedRound, round_num: int) -> Mapping[ClientId, int]:
     """Return, for each client in an aggregate, the round whose model its update is based on."""
     if collected.counted is not None:
         return collected.counted
@@ -264,7 +264,7 @@ def _find_counted_rounds(collected: Collected, round_num: int) -> Mapping[Client
 def _take_step(
     state: ServerState,
     plan: RoundPlan,
-    collected: Collected,
+    collected: CollectedRound,
     request: RoundRequest,
     *,
     strategy: Strategy,

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.client_state import from_tensors, to_tensors
-from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.collector import CollectedRound
 from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.pending_tasks import PendingTasks, tasks_from_tensors, tasks_to_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.algorithms.strategy import State, Strategy
 from fedlearn.core.clock import Clock
-from fedlearn.core.collecting import NUM_CAPPED, NUM_CLIPPED, Participations, Status
 from fedlearn.core.improvement import Goal
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED, Participations, Status
 from fedlearn.errors import BudgetExhausted, ConfigError, NoUpdates, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
 from fedlearn.rounds.records import (
@@ -120,7 +120,7 @@ class RunState:
     has_asked: bool = False
     has_updates: bool = False
 
-    def note(self, collected: Collected) -> "RunState":
+    def note(self, collected: CollectedRound) -> "RunState":
         """Update :attr:`has_asked` and :attr:`has_updates` after a round."""
         has_reports = collected.count(Status.REPORTED) > 0 or bool(collected.staleness)
         return replace(
@@ -315,7 +315,7 @@ def _run_next_round(
     return state, record
 
 
-def _count_changes(collected: Collected) -> dict[str, float]:
+def _count_changes(collected: CollectedRound) -> dict[str, float]:
     """Return the numbers of clipped and capped reports as metrics, if they are known."""
     aggregate, found = collected.aggregate, dict[str, float]()
     if aggregate is None:
@@ -349,7 +349,7 @@ def _run_attempts(
     raise _build_error(collected, plan, server.round_num)
 
 
-def _build_error(collected: Collected, plan: RoundPlan, round_num: int) -> TooFewReports:
+def _build_error(collected: CollectedRound, plan: RoundPlan, round_num: int) -> TooFewReports:
     return TooFewReports(
         round_num=round_num,
         received=collected.count(Status.REPORTED),

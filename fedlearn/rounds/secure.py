@@ -8,7 +8,7 @@
                             the model
 
 Each stage is one exchange over the channel with its own deadline. The state machine of all rounds,
-:mod:`fedlearn.algorithms.collection`, decides which clients answered, failed or are late. A lost
+:mod:`fedlearn.algorithms.round_state`, decides which clients answered, failed or are late. A lost
 client is recorded, never raised as an error. If too few clients are left, the session ends and
 releases nothing: the round stays below its minimum, and the run retries it with fresh keys or
 continues, as its policy says.
@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
-from fedlearn.algorithms.collecting import Collected, RoundRequest, draw_cohort
-from fedlearn.algorithms.collection import Attempt, CohortCollection
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, draw_cohort
 from fedlearn.algorithms.lanes import DELTA, Aggregate
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
+from fedlearn.algorithms.round_state import Attempt, CohortRoundState
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import MAX_REASON, Participation, Participations, Status
 from fedlearn.core.messages import (
     Accusation,
     ClientId,
@@ -45,6 +44,7 @@ from fedlearn.core.messages import (
     TrainingNotice,
 )
 from fedlearn.core.params import Layout
+from fedlearn.core.participations import MAX_REASON, Participation, Participations, Status
 from fedlearn.errors import AggregationAborted, ProtocolError
 from fedlearn.identity.lineage import newest_key, truncate_lineage
 from fedlearn.secagg import keys, messages
@@ -177,7 +177,7 @@ class SecureCollector:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         """Run one session; see :class:`Collector`. A session that is aborted is data, not an error.
 
         Raises:
@@ -216,7 +216,7 @@ class SecureCollector:
             if len(outcome.survivors) >= self.policy.min_reports:
                 aggregate = released
                 self._warn_if_clipped(released, request)
-        return Collected(
+        return CollectedRound(
             aggregate=aggregate,
             participations=Participations.of(rows),
             duration_s=session.elapsed_s,
@@ -468,27 +468,27 @@ class SessionRun:
             is_enough: Whether to close it earlier. Clients without an answer are not late then.
         """
         deadline_s = self.stage_deadline_s if deadline_s is None else deadline_s
-        collection = self._open_stage(list(requests), num_wanted or len(requests), deadline_s)
+        round_state = self._open_stage(list(requests), num_wanted or len(requests), deadline_s)
         now_s, is_over = 0.0, False
         for arrival in ask_once(self.channel, requests, deadline_s=deadline_s):
             client_id, now_s = arrival.client_id, arrival.elapsed_s
             reason = self._hand_over(stage, arrival, kind, receive)
-            if not collection.awaits(client_id):  # a second answer: the first one counts
+            if not round_state.awaits(client_id):  # a second answer: the first one counts
                 if reason:
                     self.lose(client_id, Status.FAILED, now_s, reason)
                 continue
-            task = collection.land(client_id)._replace(duration_s=now_s)
+            task = round_state.land(client_id)._replace(duration_s=now_s)
             if reason:
-                collection.settle(task, Status.FAILED, reason=reason)
+                round_state.settle(task, Status.FAILED, reason=reason)
             else:
-                collection.take(task, Participation(client_id, Status.REPORTED, now_s))
+                round_state.take(task, Participation(client_id, Status.REPORTED, now_s))
             is_over = is_enough()
-            if is_over or collection.is_closed:
+            if is_over or round_state.is_closed:
                 break
         if not is_over:
-            now_s = now_s if collection.is_closed else collection.run_out(now_s)
-            collection.finish()
-        self._record_rows(stage, collection.rows)
+            now_s = now_s if round_state.is_closed else round_state.run_out(now_s)
+            round_state.finish()
+        self._record_rows(stage, round_state.rows)
         self.elapsed_s += now_s
 
     def _hand_over(
@@ -521,8 +521,8 @@ class SessionRun:
 
     def _open_stage(
         self, cohort: Sequence[ClientId], num_wanted: int, deadline_s: float
-    ) -> CohortCollection:
-        """Start the collection of one stage, with the whole cohort asked at 0 s."""
+    ) -> CohortRoundState:
+        """Open the round state of one stage, with the whole cohort asked at 0 s."""
         policy = StragglerPolicy(
             num_wanted=max(1, num_wanted),
             over_selection=1.0,
@@ -531,10 +531,10 @@ class SessionRun:
             below_minimum=BelowMinimum.SKIP,
             max_retries=0,
         )
-        collection = CohortCollection(policy, None, (), Attempt(self.round_num, self.attempt))
-        collection.put(collection.draw(lambda *_, **__: cohort))
-        collection.ask(0.0)
-        return collection
+        round_state = CohortRoundState(policy, None, (), Attempt(self.round_num, self.attempt))
+        round_state.put(round_state.draw(lambda *_, **__: cohort))
+        round_state.ask(0.0)
+        return round_state
 
     def open(
         self,

@@ -8,12 +8,12 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, weights
 from fedlearn.algorithms.bounds import refusal
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, describe_misfit
 from fedlearn.algorithms.transforms import is_clipped, last_clip
-from fedlearn.core.collecting import MAX_REASON, Participation, Status
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import rebase_statistics
+from fedlearn.core.participations import MAX_REASON, Participation, Status
 from fedlearn.transport.base import Arrival
 
 #: No honest client has more examples: a larger weight is an attack or a bug.

@@ -25,12 +25,12 @@ from fedlearn.algorithms.client_state import (
     split_states,
     stack_states,
 )
-from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.collection import collection_for
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, describe_misfit
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
 from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
+from fedlearn.algorithms.round_state import round_state_for
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.transforms import Transform, apply_transforms, last_clip
@@ -66,7 +66,7 @@ class Engine:
         cluster: The processes that share the work.
         block_size: Most clients in a block; bounds memory.
         summing: Replaces the strategy's mean if secure aggregation is simulated; else ``None``.
-        staleness: How late updates count, or when a buffer is full; ``None``: rounds are
+        round_mode: How late updates count, or when a buffer is full; ``None``: rounds are
             synchronous.
     """
 
@@ -77,7 +77,7 @@ class Engine:
     cluster: Cluster
     block_size: int
     summing: ModularSum | None = None
-    staleness: LateUpdates | Asynchrony | None = None
+    round_mode: LateUpdates | Asynchrony | None = None
 
     def available(self) -> Sequence[ClientId]:
         """Return all clients, as a range, so that a large population needs no table."""
@@ -90,7 +90,7 @@ class Engine:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         """Train the clients that report before the round closes; see :class:`Collector`.
 
         A client whose training raises an error counts as failed, as in a deployment.
@@ -99,8 +99,8 @@ class Engine:
             EngineError: No client can be trained in the first round, several workers would have to
                 share a trainer's client state, or another worker is gone.
         """
-        collection = collection_for(self.policy, self.staleness, pending, requests[round_num])
-        return VirtualRound(self, collection, requests, draw).run()
+        round_state = round_state_for(self.policy, self.round_mode, pending, requests[round_num])
+        return VirtualRound(self, round_state, requests, draw).run()
 
     def reduction(self, request: RoundRequest) -> Reduction:
         """Create the accumulator for a round's updates.

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import LaneSums
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
-from fedlearn.core.collecting import STATUSES, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout
+from fedlearn.core.participations import STATUSES, Participations, Status
 from fedlearn.core.randomness import Seed
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.secagg import keys

@@ -15,13 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.client_state import ClientStates, replace_states
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
-from fedlearn.core.collecting import Status
 from fedlearn.core.features import Features, cast_for_trainer
 from fedlearn.core.messages import (
     ClientId,
@@ -32,6 +31,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import size_of_delta
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.secagg.terms import Contribution
 from fedlearn.session.faults import describe_failure, is_failure
@@ -226,7 +226,7 @@ class SessionsKept:
             state = SessionState(trainer=kept[client_id], session=None)
             self.channel.states[ClientId(client_id)] = state.to_bytes()
 
-    def add_to(self, collected: Collected, *, before: ClientStates) -> Collected:
+    def add_to(self, collected: CollectedRound, *, before: ClientStates) -> CollectedRound:
         """Add the new client state of the clients whose updates are in a round to its result.
 
         The other clients keep their previous state. Their sessions also restore it, once they
@@ -267,7 +267,7 @@ class SessionCollector:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         """Run the round with the inner collector, and add the sessions' client state."""
         before = requests[round_num].kept
         self.sessions.restore(before)
@@ -276,7 +276,7 @@ class SessionCollector:
         collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
         return self.sessions.add_to(self._with_counts(collected), before=before)
 
-    def _with_counts(self, collected: Collected) -> Collected:
+    def _with_counts(self, collected: CollectedRound) -> CollectedRound:
         if self.bounded is None or collected.aggregate is None:
             return collected
         rows = [row for row in collected.participations if row.status is Status.REPORTED]

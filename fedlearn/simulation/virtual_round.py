@@ -20,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.client_state import ClientStates, replace_states
-from fedlearn.algorithms.collecting import Collected, RoundRequest
-from fedlearn.algorithms.collection import Collection
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.pending_tasks import Draw, PendingTask
-from fedlearn.core.collecting import Participation, Participations, Status
+from fedlearn.algorithms.round_state import RoundState
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.core.reported_metrics import WeightedMeans
 from fedlearn.simulation.reduction import Reduction
 from fedlearn.simulation.secure import ModularSum
@@ -101,13 +101,13 @@ class VirtualRound:
 
     Attributes:
         clients: Predicts devices and trains clients.
-        collection: Decides how many clients to ask, and when the round closes.
+        round_state: Decides how many clients to ask, and when the round closes.
         requests: The requests sent to clients, by round.
         draw: Draws the clients to ask.
     """
 
     clients: SimulatedClients
-    collection: Collection
+    round_state: RoundState
     requests: Mapping[int, RoundRequest]
     draw: Draw
     now_s: float = 0.0
@@ -119,25 +119,25 @@ class VirtualRound:
     _until_s: float = math.inf
 
     def __post_init__(self) -> None:
-        self.request = self.requests[self.collection.round_num]
+        self.request = self.requests[self.round_state.round_num]
         self.kept = self.request.kept
         self.reduction = self.clients.reduction(self.request)
         self._turns = count()
 
-    def run(self) -> Collected:
+    def run(self) -> CollectedRound:
         """Process arrivals in order until the round closes; return its result."""
         # Before anything else, so that a client whose update is too stale may be drawn again.
-        self.collection.give_up_stale()
-        self._expect(self.collection.pending)
-        collection = self.collection
+        self.round_state.give_up_stale()
+        self._expect(self.round_state.pending)
+        round_state = self.round_state
         # Training may refuse updates and so open a round again that seemed complete.
-        while not (collection.is_closed and self._train_and_recheck()):
-            if collection.may_ask:
+        while not (round_state.is_closed and self._train_and_recheck()):
+            if round_state.may_ask:
                 self._ask()
             if not self._take_next():
                 self._train()
-                if not collection.is_closed:
-                    self.now_s = collection.run_out(self.now_s)
+                if not round_state.is_closed:
+                    self.now_s = round_state.run_out(self.now_s)
                 break
         self._train()  # some may still wait if the round closes because too many failed
         return self._close()
@@ -145,18 +145,18 @@ class VirtualRound:
     def _train_and_recheck(self) -> bool:
         """Train the waiting clients; return whether the round is still closed after that."""
         self._train()
-        return self.collection.is_closed
+        return self.round_state.is_closed
 
     # ---- Arrivals -------------------------------------------------------------------------
 
     def _ask(self) -> None:
         while True:
-            self._expect(self.collection.ask(self.now_s))
-            if not (drawn := self.collection.draw(self.draw)):
+            self._expect(self.round_state.ask(self.now_s))
+            if not (drawn := self.round_state.draw(self.draw)):
                 break
-            self.collection.put(self.clients.predict_tasks(drawn, self.request))
-        self._expect(self.collection.ask(self.now_s))
-        if self.collection.waited_for:
+            self.round_state.put(self.clients.predict_tasks(drawn, self.request))
+        self._expect(self.round_state.ask(self.now_s))
+        if self.round_state.waited_for:
             self._until_s = self._closes_s()
 
     def _closes_s(self) -> float:
@@ -164,7 +164,7 @@ class VirtualRound:
 
         Without a deadline, the round does not wait for a client that never arrives.
         """
-        waited_for, closes_s = self.collection.waited_for, self.collection.closes_s
+        waited_for, closes_s = self.round_state.waited_for, self.round_state.closes_s
         known_s = [due_s for due_s, _, task in self._arrivals if task.client_id in waited_for]
         # Some client in flight has no arrival in the queue: only the deadline ends the wait for it.
         if len(known_s) < len(waited_for) and math.isfinite(closes_s):
@@ -173,7 +173,7 @@ class VirtualRound:
 
     def _expect(self, tasks: Sequence[PendingTask]) -> None:
         """Queue the arrival or timeout of each client in flight, if it has either."""
-        patience_s, arrivals, turns = self.collection.patience_s, self._arrivals, self._turns
+        patience_s, arrivals, turns = self.round_state.patience_s, self._arrivals, self._turns
         for each in tasks:
             lasts_s = min(each.duration_s, patience_s)
             if math.isfinite(lasts_s):
@@ -187,15 +187,15 @@ class VirtualRound:
         # Rounding may put an arrival slightly before the end of the last step; time never goes
         # back.
         self.now_s = max(self.now_s, due_s)
-        collection, client_id, took_s = self.collection, task.client_id, task.duration_s
-        collection.land(client_id)
-        if not took_s <= collection.patience_s:
-            collection.settle(task, Status.LATE)
+        round_state, client_id, took_s = self.round_state, task.client_id, task.duration_s
+        round_state.land(client_id)
+        if not took_s <= round_state.patience_s:
+            round_state.settle(task, Status.LATE)
         elif task.fails:
             row = Participation(client_id, Status.FAILED, took_s, reason=DROPPED_OUT)
-            collection.fail(task, row, sent_nothing=True)
+            round_state.fail(task, row, sent_nothing=True)
         else:
-            collection.take(task, _UNTRAINED)
+            round_state.take(task, _UNTRAINED)
             self._waiting.append(task)
         return True
 
@@ -210,10 +210,10 @@ class VirtualRound:
             np.asarray([each.client_id for each in wave], np.int64),
             [self.requests[each.based_on] for each in wave],
             self.reduction,
-            factors=self.collection.factors(wave),
+            factors=self.round_state.factors(wave),
         )
         self.kept = replace_states(self.kept, trained.kept)
-        trained.add_metrics(self.collection.metrics)
+        trained.add_metrics(self.round_state.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         outcomes = zip(wave, *(column.tolist() for column in columns), strict=True)
         for place, (task, verdict, loss, num_examples) in enumerate(outcomes):
@@ -223,28 +223,28 @@ class VirtualRound:
             else:
                 reason = trained.reasons[place]
                 row = Participation(client_id, Status.FAILED, took_s, reason=reason)
-            self.collection.revise(client_id, row)
+            self.round_state.revise(client_id, row)
 
     # ---- The close ------------------------------------------------------------------------
 
-    def _close(self) -> Collected:
-        self.collection.finish()
-        participations = Participations.of(self.collection.rows)
-        is_enough, num_capped = self.collection.is_enough, None
+    def _close(self) -> CollectedRound:
+        self.round_state.finish()
+        participations = Participations.of(self.round_state.rows)
+        is_enough, num_capped = self.round_state.is_enough, None
         if (summing := self.clients.summing) is not None:
             num_capped = summing.num_capped(participations)
             participations = summing.reduce_rows(participations)
             is_enough &= participations.num(Status.REPORTED) >= summing.min_survivors
         aggregate = replace(self._aggregate(), num_capped=num_capped) if is_enough else None
-        return self.collection.close(
+        return self.round_state.close(
             aggregate,
             closed_s=self.now_s,
-            kept=self.request.kept if self.collection.is_undone else self.kept,
+            kept=self.request.kept if self.round_state.is_undone else self.kept,
             participations=participations,
         )
 
     def _aggregate(self) -> Aggregate:
-        return self.collection.damp(
+        return self.round_state.damp(
             self.reduction.close(),
             self.request.strategy,
             weigh=partial(self.clients.weights, request=self.request),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypedDict, cast
 from sqlalchemy import ColumnElement, Connection, func, insert, select
 from sqlalchemy.orm import Session
 
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.rounds.records import Outcome, RoundRecord
 from fedlearn.store.schema import (
     Base,

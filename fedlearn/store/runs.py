@@ -20,9 +20,9 @@ from sqlalchemy import URL, Engine, delete, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.files import sync_folder, write_durably
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable

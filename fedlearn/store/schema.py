@@ -27,8 +27,8 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fedlearn.core.collecting import STATUSES, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import STATUSES, Status
 from fedlearn.rounds.records import Outcome, RunStatus
 
 if TYPE_CHECKING:

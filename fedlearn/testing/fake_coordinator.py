@@ -10,14 +10,13 @@ from typing import Self
 
 from torch import Tensor
 
-from fedlearn.algorithms.collecting import collect_from
+from fedlearn.algorithms.collector import collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.secure import require_summable
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.secure_aggregation import SecureAggregationSection
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -26,6 +25,7 @@ from fedlearn.core.messages import (
     Settings,
     TrainReply,
 )
+from fedlearn.core.participations import Status
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import DeploymentError
 from fedlearn.gateway.eligibility import Requirements

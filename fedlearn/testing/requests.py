@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.own_training import OwnTraining

@@ -11,7 +11,6 @@ from typing import Protocol
 from torch import Tensor
 
 from fedlearn.core.codec import decode
-from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -23,6 +22,7 @@ from fedlearn.core.messages import (
     SecureTrainRequest,
     TrainReply,
 )
+from fedlearn.core.participations import MAX_REASON
 from fedlearn.errors import ProtocolError
 
 

@@ -35,15 +35,15 @@ from harness import (
 from torch import nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
-from fedlearn.algorithms.collecting import RoundRequest, collect_from
+from fedlearn.algorithms.collector import RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.base import Arrival, decode_reply_or_failure
 

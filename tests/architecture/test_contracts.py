@@ -37,7 +37,7 @@ VIOLATIONS = [
     ),
     (
         "The coordinator knows clients by their messages only",
-        "gateway/tasks.py",
+        "gateway/exchanges.py",
         "import fedlearn.training.trainer",
     ),
     ("Only the gateway and its client know gRPC", "session/session.py", "import grpc"),

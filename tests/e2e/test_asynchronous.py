@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fedlearn as fl
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import load_spending
 

@@ -19,9 +19,9 @@ from fedlearn.assembly import build_deployment
 from fedlearn.client.loading import make_trainer
 from fedlearn.config import load
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Request
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.rounds.opening import SampledOpening

@@ -25,9 +25,9 @@ from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.client.flower import Node
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, Scalar, Settings, TrainRequest
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.deployment.flower_config import load_configuration, make_partition_trainer
 from fedlearn.deployment.rounds import RunStorage, run_rounds
 from fedlearn.rounds.opening import SampledOpening

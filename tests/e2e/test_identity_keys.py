@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Status
 from fedlearn.identity.identity import IDENTITY_FILE, Identity
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.rosters import IdentityRoster

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedlearn as fl
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.errors import ConfigError
 from tests.e2e.test_python_api import Quiet, data, make_model
 

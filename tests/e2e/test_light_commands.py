@@ -13,8 +13,8 @@ import torch
 
 from fedlearn.cli.app import main
 from fedlearn.config import load
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.deployment.places import Places
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.lease import deploy

@@ -17,7 +17,7 @@ import fedlearn as fl
 from fedlearn.cli.app import main
 from fedlearn.config import Config, from_mapping, resolve_addresses
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.simulate import resume, run_config
 from fedlearn.experiment.site import Site

@@ -19,8 +19,8 @@ import fedlearn as fl
 from fedlearn.algorithms.strategy import StrategyWrapper
 from fedlearn.cli.app import main
 from fedlearn.cli.overview import run_object, run_page
-from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError
 from fedlearn.experiment.spending import ledger_of, section_of
 from fedlearn.experiment.summary import Summary

@@ -12,7 +12,7 @@ from torch import nn
 import fedlearn as fl
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.errors import ConfigError, CorruptCheckpoint, RoundError, RunHeld, StoreError
 from fedlearn.experiment.simulate import resume, run_config
 from fedlearn.experiment.site import Site

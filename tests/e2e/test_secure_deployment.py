@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.experiment.run import Run
 from fedlearn.rounds.records import RoundRecord, RunStatus
 from fedlearn.secagg.server import Unmasking

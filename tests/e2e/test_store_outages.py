@@ -19,8 +19,8 @@ import torch
 from sqlalchemy import text
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.errors import Fenced, StoreUnavailable
 from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord

@@ -8,7 +8,7 @@ import psycopg
 import pytest
 import torch
 
-from fedlearn.core.collecting import Participations
+from fedlearn.core.participations import Participations
 from fedlearn.errors import StoreError
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.runs import Database

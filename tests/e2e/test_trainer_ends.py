@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from tests.e2e.deployed import site_in
 from tests.processes import LONG_S, Launcher, until
 

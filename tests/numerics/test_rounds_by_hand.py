@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from torch import nn
 
 import fedlearn as fl
-from fedlearn.core.collecting import Participation, Status
+from fedlearn.core.participations import Participation, Status
 
 pytestmark = pytest.mark.usefixtures("surroundings")
 

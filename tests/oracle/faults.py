@@ -16,7 +16,6 @@ import torch
 from fedlearn.algorithms import local, server_optimizers, transforms
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.aggregations import WeightedMean
-from fedlearn.algorithms.collection import CohortCollection, Collection
 from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, Moment
@@ -26,12 +25,13 @@ from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
+from fedlearn.algorithms.round_state import CohortRoundState, RoundState
 from fedlearn.algorithms.scaffold import ControlVariates, ScaffoldAveraging
 from fedlearn.algorithms.server_optimizers import ServerAdaptive, ServerSgd
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.client.home import Home
-from fedlearn.core.collecting import Participations
+from fedlearn.core.participations import Participations
 from fedlearn.privacy import banded_noise, bounded_sum
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.bounded_sum import NoisyMean
@@ -506,7 +506,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("stale updates count twice", Staleness, "weights", _counts_stale_twice, _stale),
     Fault(
         "a mean takes staleness out again",
-        Collection,
+        RoundState,
         "damp",
         _constant(lambda _, aggregate, *__, **___: aggregate),
         _stale,
@@ -685,7 +685,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a round takes one report too many",
-        CohortCollection,
+        CohortRoundState,
         "take",
         _one_more,
         _is("stragglers", "oversample"),

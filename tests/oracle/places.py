@@ -18,7 +18,7 @@ from unittest.mock import patch
 import structlog
 from torch import Tensor
 
-from fedlearn.algorithms.collecting import Collector
+from fedlearn.algorithms.collector import Collector
 from fedlearn.assembly import simulated_plan
 from fedlearn.assembly.client_link import ClientLink, Identities, build_collector
 from fedlearn.client.events import AgentEvent, EventKind

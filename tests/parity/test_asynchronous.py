@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import Collected, Collector
+from fedlearn.algorithms.collector import CollectedRound, Collector
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -27,8 +27,8 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone, Cluster
-from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -165,12 +165,12 @@ class Simulation:
         if self.over_memory:
             collector = PlainCollector(channel=channel, policy=self.policy, slab_bytes=0)
         if self.asynchrony is not None:
-            collector = replace(engine, staleness=self.asynchrony)
+            collector = replace(engine, round_mode=self.asynchrony)
             if self.over_memory:
                 collector = PlainCollector(
                     channel=channel,
                     policy=self.policy,
-                    staleness=self.asynchrony,
+                    round_mode=self.asynchrony,
                     slab_bytes=0,
                 )
         return RoundPlan(
@@ -184,8 +184,8 @@ class Simulation:
 
     def run(
         self, cluster: Cluster, *, num_rounds: int = NUM_ROUNDS
-    ) -> tuple[ServerState, list[Collected]]:
-        plan, rounds = self.plan(cluster), list[Collected]()
+    ) -> tuple[ServerState, list[CollectedRound]]:
+        plan, rounds = self.plan(cluster), list[CollectedRound]()
         state = plan.init(initial())
         for _ in range(num_rounds):
             state, collected, _ = run_round(state, plan, attempt=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.extra_settings import WithExtra, split_settings
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
@@ -28,9 +28,9 @@ from fedlearn.client.policy import ExtraPolicy, Policy
 from fedlearn.client.runtime import Runtime
 from fedlearn.config import from_mapping
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.session.session import ClientSession
@@ -93,7 +93,7 @@ def make_model() -> nn.Module:
     return model
 
 
-def round_over(channel: Channel) -> Collected:
+def round_over(channel: Channel) -> CollectedRound:
     policy = StragglerPolicy(
         num_wanted=1,
         over_selection=1.0,

@@ -16,13 +16,12 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.collecting import RoundRequest, collect_from
+from fedlearn.algorithms.collector import RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import (
     EvaluateReply,
     EvaluateRequest,
@@ -32,6 +31,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused, OtherProtocol
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.evaluation import ChannelEvaluator

@@ -14,7 +14,7 @@ from flwr.app import Message
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collector, RoundRequest, collect_from
+from fedlearn.algorithms.collector import Collector, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedBuff
@@ -26,10 +26,10 @@ from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import decode
-from fedlearn.core.collecting import Status
 from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId, SecureRequest
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.opening import SampledOpening
@@ -358,7 +358,7 @@ def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]
     """Return the model, the staleness and the reporting clients of each asynchronous round."""
     limits = FedBuff(KEEPING, buffer_size=2, concurrency=4, max_staleness=2).asynchrony
     policy = replace(POLICY, num_wanted=2)
-    collector = PlainCollector(channel=channel, policy=policy, staleness=limits, slab_bytes=0)
+    collector = PlainCollector(channel=channel, policy=policy, round_mode=limits, slab_bytes=0)
     opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(
         draw=opening.draw,

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collector
+from fedlearn.algorithms.collector import Collector
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAdam, FedAvg
@@ -27,7 +27,6 @@ from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Status
 from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import (
     ClientId,
@@ -37,6 +36,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.channel import GatewayChannel

@@ -14,8 +14,8 @@ from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.staleness import StalenessWeight
-from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -38,7 +38,7 @@ def ran(
 ) -> tuple[Tensor, list[dict[int, int]], int]:
     """Return the model after six rounds, the staleness of their updates, and the number late."""
     policy = replace(flower.POLICY, deadline_s=deadline_s)
-    semi = PlainCollector(channel=collector.channel, policy=policy, staleness=LATE, slab_bytes=0)
+    semi = PlainCollector(channel=collector.channel, policy=policy, round_mode=LATE, slab_bytes=0)
     opening = SampledOpening(sampler=UniformSampler(), available=semi.available, seed=Seed(5))
     plan = RoundPlan(
         draw=opening.draw,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.lanes import LaneSpec, stack_rows
 from fedlearn.algorithms.settings import require_honored, settings_of, transforms_from
 from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates, Transform

@@ -24,9 +24,9 @@ from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import load
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.experiment.simulate import build_config

@@ -15,7 +15,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -24,8 +24,8 @@ from fedlearn.client.home import Home
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.deployment.coordinator import load_identity_keys
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.graph import Topology
@@ -167,7 +167,7 @@ class Cohort:
     spool: Spool
     collector: SecureCollector
 
-    def collect(self) -> Collected:
+    def collect(self) -> CollectedRound:
         self.local.wait_for(NUM_CLIENTS)
         request = RoundRequest(
             round_num=0,
@@ -214,7 +214,7 @@ def cohort(tmp_path: Path) -> Iterator[Cohort]:
             member.stop()
 
 
-def mean_of(collected: Collected) -> Tensor:
+def mean_of(collected: CollectedRound) -> Tensor:
     assert collected.aggregate is not None
     return collected.aggregate.lanes["delta"]
 
@@ -245,7 +245,7 @@ def test_a_client_that_restarts_between_download_and_reply_goes_on(cohort: Cohor
     for member in others:
         member.start()
     last.start(before=last.end_in_training)
-    collecting: list[Collected] = []
+    collecting: list[CollectedRound] = []
     with capture_logs() as logs:
         thread = threading.Thread(target=lambda: collecting.append(cohort.collect()))
         thread.start()

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, Collector
+from fedlearn.algorithms.collector import CollectedRound, Collector
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import Algorithm, FedAdam, FedAvg, FedAvgM, FedProx
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.cluster import Alone
-from fedlearn.core.collecting import Status
 from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -151,7 +151,7 @@ class Case:
             slab_bytes=slab_bytes,
         )
 
-    def run(self, collector: Collector) -> tuple[ServerState, list[Collected]]:
+    def run(self, collector: Collector) -> tuple[ServerState, list[CollectedRound]]:
         plan: RoundPlan = RoundPlan(
             draw=SampledOpening(
                 sampler=UniformSampler(), available=collector.available, seed=Seed(5)
@@ -181,7 +181,7 @@ def case(model: str, algorithm: str) -> Case:
     return Case(MODELS[model], ALGORITHMS[algorithm], population)
 
 
-def assert_same_rounds(left: list[Collected], right: list[Collected]) -> None:
+def assert_same_rounds(left: list[CollectedRound], right: list[CollectedRound]) -> None:
     """Compare reports and failures in order, late clients, and times."""
     for one, other in zip(left, right, strict=True):
         assert settled(one) == settled(other)
@@ -189,11 +189,11 @@ def assert_same_rounds(left: list[Collected], right: list[Collected]) -> None:
         assert one.duration_s == other.duration_s
 
 
-def settled(collected: Collected) -> list[str]:
+def settled(collected: CollectedRound) -> list[str]:
     return [repr(p) for p in collected.participations if p.status is not Status.LATE]
 
 
-def late(collected: Collected) -> set[int]:
+def late(collected: CollectedRound) -> set[int]:
     return {p.client_id for p in collected.participations if p.status is Status.LATE}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.transforms import ClippedUpdates
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 
 NUM_CLIENTS = 6
 ENGINES: Mapping[str, Mapping[str, Any]] = {

@@ -22,9 +22,9 @@ from fedlearn.algorithms.recipes import FedAvgM
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.cluster import Cluster
-from fedlearn.core.collecting import Status
 from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round

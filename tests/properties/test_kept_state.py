@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.bounds import UpdateBounds
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.recipes import FedAvg, Scaffold
@@ -139,7 +139,7 @@ class ThrowingAway:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
         if requests[round_num].attempt == 0 and round_num in self.rounds:
             return replace(collected, aggregate=None)

@@ -10,7 +10,7 @@ from flwr.app import ConfigRecord, Message, UserConfig
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -18,9 +18,9 @@ from fedlearn.client.flower import client_app
 from fedlearn.client.policy import Policy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, SecureRequest, SecureStageRequest
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import IDENTITY_FILE, Identity
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
@@ -164,7 +164,7 @@ class Coordinator:
             start=lambda work: work(),
         )
 
-    def collect(self, *, round_num: int = 0) -> Collected:
+    def collect(self, *, round_num: int = 0) -> CollectedRound:
         collector = SecureCollector(
             channel=self.channel,
             policy=STRAGGLERS,
@@ -203,7 +203,7 @@ class Coordinator:
         return message
 
 
-def reasons(collected: Collected) -> dict[int, str]:
+def reasons(collected: CollectedRound) -> dict[int, str]:
     """Return, for each client that is not in the sum, the reason."""
     return {
         int(each.client_id): each.reason
@@ -212,12 +212,12 @@ def reasons(collected: Collected) -> dict[int, str]:
     }
 
 
-def all_refuse(collected: Collected, words: str) -> bool:
+def all_refuse(collected: CollectedRound, words: str) -> bool:
     found = reasons(collected)
     return len(found) == NUM_CLIENTS and all(words in reason for reason in found.values())
 
 
-def others_refuse(collected: Collected, words: str) -> bool:
+def others_refuse(collected: CollectedRound, words: str) -> bool:
     """Return whether no client is in a sum, and all but the victim gave these words as reason."""
     found = reasons(collected)
     others = [reason for client, reason in found.items() if client != VICTIM]

@@ -21,7 +21,6 @@ from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
-from fedlearn.core.collecting import MAX_REASON, Participation, Status
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -30,6 +29,7 @@ from fedlearn.core.messages import (
     TrainReply,
 )
 from fedlearn.core.params import Params
+from fedlearn.core.participations import MAX_REASON, Participation, Status
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import describe_unsound
 from fedlearn.errors import ProtocolError

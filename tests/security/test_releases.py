@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -222,14 +222,14 @@ def request(*, attempt: int = 0, round_num: int = 0, params: Params = PARAMS) ->
     )
 
 
-def sum_of(collected: Collected) -> Tensor:
+def sum_of(collected: CollectedRound) -> Tensor:
     """Return the weighted sum of a cohort in which a client's weight is its id plus one."""
     assert collected.aggregate is not None
     weight = sum(each + 1 for each in reporters(collected))
     return collected.aggregate.lanes[DELTA.name].double() * weight
 
 
-def reasons(collected: Collected) -> set[str]:
+def reasons(collected: CollectedRound) -> set[str]:
     return {row.reason for row in collected.participations}
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fedlearn import assembly
-from fedlearn.algorithms.collecting import RoundRequest, collect_from
+from fedlearn.algorithms.collector import RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.assembly.choices import resolve
 from fedlearn.assembly.simulated_plan import assemble

@@ -13,8 +13,8 @@ from fedlearn.cli.app import main
 from fedlearn.client.home import Home
 from fedlearn.config import ClientConfig, load, load_client
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.identity.identity import Invitation

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
 
-from fedlearn.core.collecting import MAX_REASON
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import MAX_REASON
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ProtocolError
 from fedlearn.identity.identity import Identity

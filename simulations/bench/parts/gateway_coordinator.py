@@ -24,9 +24,9 @@ from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.pace import Pace

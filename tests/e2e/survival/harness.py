@@ -18,8 +18,8 @@ import torch
 
 from fedlearn.config import from_mapping
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import TrainRequest
+from fedlearn.core.participations import Status
 from fedlearn.rounds.records import RoundRecord, RunStatus
 from tests.e2e.deployed import Site, own_coordinator
 from tests.e2e.survival import ballots

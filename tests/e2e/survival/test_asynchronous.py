@@ -14,8 +14,8 @@ import pytest
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.client.home import Home
-from fedlearn.core.collecting import Status
-from fedlearn.gateway.tasks import Exchanges
+from fedlearn.core.participations import Status
+from fedlearn.gateway.exchanges import Exchanges
 from fedlearn.gateway.upload_store import PartialUpload, ReplyLog, remove_exchanges
 from fedlearn.rounds import updates
 from fedlearn.rounds.records import RunStatus

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from fedlearn.algorithms.server_optimizers import ServerSgd
-from fedlearn.gateway.tasks import Exchanges
+from fedlearn.gateway.exchanges import Exchanges
 from fedlearn.gateway.transfers import Transfers
 from fedlearn.gateway.upload_store import PartialUpload, ReplyLog, remove_exchanges
 from fedlearn.rounds import updates

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import pytest
 
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.runs import StoredRun
 from tests.e2e.survival.changes import FORGET_REPLIES

@@ -23,8 +23,8 @@ from fedlearn import assembly
 from fedlearn.assembly.plan import build_initial_params
 from fedlearn.client.home import Home
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure
+from fedlearn.core.participations import Status
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.records import Outcome, RoundRecord, RunStatus
 from fedlearn.rounds.round import RoundPlan, run_round

@@ -26,10 +26,10 @@ from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.eligibility import Requirements
 from fedlearn.gateway.enrolled import EnrolledClients
 from fedlearn.gateway.enrolment import Enrolments
-from fedlearn.gateway.exchange import ExchangeHistory, QuestionState
+from fedlearn.gateway.exchanges import Exchanges, LiveQuestion, Offer
 from fedlearn.gateway.pace import Pace
+from fedlearn.gateway.questions import QuestionState, VerdictHistory
 from fedlearn.gateway.settings import GatewaySettings
-from fedlearn.gateway.tasks import Exchanges, LiveQuestion, Offer
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.testing.registry import FreshRegistry
@@ -167,7 +167,7 @@ class _Open:
             pace=Pace(clock, share=0.5),
         )
         self.exchanges = Exchanges(
-            history=ExchangeHistory(RUN_ID),
+            history=VerdictHistory(RUN_ID),
             sessions=self.sessions,
             writer=writer,
             is_leader=lambda: True,

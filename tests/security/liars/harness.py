@@ -14,13 +14,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import (
     ClientId,
     Failure,
@@ -30,6 +29,7 @@ from fedlearn.core.messages import (
     SecureRequest,
 )
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg import keys, messages
@@ -429,7 +429,7 @@ class Stand:
             deadline_s=60.0,
         )
 
-    def collect(self, *, round_num: int, attempt: int = 0) -> Collected:
+    def collect(self, *, round_num: int, attempt: int = 0) -> CollectedRound:
         """Run one session."""
         request = RoundRequest(
             round_num=round_num,
@@ -441,7 +441,7 @@ class Stand:
         )
         return collect_from(self.collector, sorted(self.liar.available()), request)
 
-    def require_exact(self, collected: Collected) -> list[int]:
+    def require_exact(self, collected: CollectedRound) -> list[int]:
         """Check the mean against that of the survivors in the clear; return the survivors' ids.
 
         A sum of n values is off by at most n steps; a float32 by an ulp.
@@ -461,19 +461,19 @@ class Stand:
         return survivors
 
 
-def reporters(collected: Collected) -> list[int]:
+def reporters(collected: CollectedRound) -> list[int]:
     """Return the ids of the clients in the sum."""
     return sorted(
         row.client_id for row in collected.participations if row.status is Status.REPORTED
     )
 
 
-def require_nothing(collected: Collected) -> None:
+def require_nothing(collected: CollectedRound) -> None:
     """Check that a session released nothing."""
     assert reporters(collected) == []
     assert collected.aggregate is None
 
 
-def row_of(collected: Collected, client_id: int) -> Participation:
+def row_of(collected: CollectedRound, client_id: int) -> Participation:
     (row,) = [row for row in collected.participations if row.client_id == client_id]
     return row

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.settings import settings_of

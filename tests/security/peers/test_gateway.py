@@ -20,9 +20,9 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId, Reply, TrainRequest
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused, StoreUnavailable
 from fedlearn.gateway.authority import Authority
-from fedlearn.gateway.exchange import Judgment, ReplyState
+from fedlearn.gateway.exchanges import Exchanges, LiveQuestion
+from fedlearn.gateway.questions import Judgment, ReplyState
 from fedlearn.gateway.server import Gateway
-from fedlearn.gateway.tasks import Exchanges, LiveQuestion
 from fedlearn.gateway.upload_store import ClosingRecord, Draft, GroupWriter, ReplyLog, WriteResult
 from fedlearn.identity.identity import SERVER_NAME, Identity
 from fedlearn.identity.registry import EnrolledClient

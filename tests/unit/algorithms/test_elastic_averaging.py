@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.client_state import ClientStates
-from fedlearn.algorithms.collecting import RoundRequest, collect_from
+from fedlearn.algorithms.collector import RoundRequest, collect_from
 from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce, without_force
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.lanes import Aggregate

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fedlearn import assembly
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.client_state import ClientStates, stack_states
-from fedlearn.algorithms.collecting import RoundRequest, collect_from
+from fedlearn.algorithms.collector import RoundRequest, collect_from
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import (

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
-from fedlearn.algorithms.collecting import RoundRequest
+from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import ChannelCollector
+from fedlearn.algorithms.collector import ChannelCollector
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -24,9 +24,9 @@ from fedlearn.algorithms.sampling import without
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Request, TrainReply, TrainRequest
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.deployment import record as deployment_record
 from fedlearn.rounds.journal import OpenRound, RoundJournal
@@ -332,10 +332,10 @@ def live(world: World, kind: Kind) -> None:
     policy = PATIENT if kind == "synchronous" else POLICY
     collector: ChannelCollector = PlainCollector(channel=gateway, policy=policy, slab_bytes=0)
     if kind == "semi-synchronous":
-        collector = PlainCollector(channel=gateway, policy=policy, staleness=LATE, slab_bytes=0)
+        collector = PlainCollector(channel=gateway, policy=policy, round_mode=LATE, slab_bytes=0)
     if kind == "buffered":
         policy = replace(POLICY, num_wanted=BUFFER.buffer_size, min_reports=1, deadline_s=9.0)
-        collector = PlainCollector(channel=gateway, policy=policy, staleness=BUFFER, slab_bytes=0)
+        collector = PlainCollector(channel=gateway, policy=policy, round_mode=BUFFER, slab_bytes=0)
     del world.records[world.commits[-1][1] if world.commits else 0 :]
     params = Params.of(nn.Linear(len(CLIENTS) * ROUNDS, 1, bias=False))
     plan = RunPlan(

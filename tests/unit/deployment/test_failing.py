@@ -5,8 +5,8 @@ from collections.abc import Collection, Mapping
 import pytest
 from structlog.testing import capture_logs
 
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.deployment.failing import FailingClients
 
 BAD, GOOD = ClientId(3), ClientId(4)

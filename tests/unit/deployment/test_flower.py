@@ -13,8 +13,8 @@ from fedlearn.client.flower import Node, client_app
 from fedlearn.client.policy import Policy
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.core.clock import SystemClock, VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Scalar
+from fedlearn.core.participations import Status
 from fedlearn.deployment.flower import coordinator_identity, run
 from fedlearn.deployment.flower_config import load_configuration, make_partition_trainer
 from fedlearn.deployment.flower_node import node_policy

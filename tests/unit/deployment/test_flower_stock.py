@@ -26,8 +26,8 @@ from fedlearn.client.flower import client_app
 from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.config import load
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import Scalar
+from fedlearn.core.participations import Status
 from fedlearn.deployment.coordinator import Start, coordinate
 from fedlearn.deployment.flower import run
 from fedlearn.deployment.interruption import Interruption

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from fedlearn.core.collecting import Participations
 from fedlearn.core.kinds import DISTILLATION, STEPS
+from fedlearn.core.participations import Participations
 from fedlearn.deployment.live_status import LiveStatus
 from fedlearn.parallel.task import Progress
 from fedlearn.rounds.records import Outcome, RoundRecord

@@ -14,9 +14,9 @@ from fedlearn.assembly import build_deployment
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.live_status import LiveStatus, Phase

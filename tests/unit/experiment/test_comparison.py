@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from fedlearn.algorithms.cohorts import Adjacency
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.core.quantities import format_number
 from fedlearn.experiment.comparison import Comparison, Measure, compare
 from fedlearn.experiment.history import History, series

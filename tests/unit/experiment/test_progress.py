@@ -14,8 +14,8 @@ from types import FrameType
 import pytest
 from rich.console import Console
 
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.experiment.progress import (
     JsonProgress,
     PlainProgress,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from fedlearn.config import Config, config_hash
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.errors import StoreError
 from fedlearn.experiment.report import render_page, report
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.collector import CollectedRound
 from fedlearn.algorithms.pending_tasks import PendingTask, PendingTasks
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply, TrainRequest
+from fedlearn.core.participations import Status
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.memory import Handler, MemoryChannel, MemoryExchange
@@ -82,7 +82,7 @@ def collector(
     return PlainCollector(
         channel=channel,
         policy=POLICY,
-        staleness=limits,
+        round_mode=limits,
         slab_bytes=0,
         wait=None,
         prefetcher=RecordedPrefetches(),
@@ -94,7 +94,7 @@ def sent(collecting: PlainCollector) -> list[tuple[list[int], int, int]]:
     return collecting.prefetcher.sent
 
 
-def collect(collecting: PlainCollector, *in_flight: int) -> Collected:
+def collect(collecting: PlainCollector, *in_flight: int) -> CollectedRound:
     """Collect a buffered round that begins with clients in flight on the previous model."""
 
     def draw(
@@ -237,7 +237,7 @@ def failing_at_once(*failing: int) -> tuple[PlainCollector, VirtualClock]:
     collecting = PlainCollector(
         channel=MemoryChannel(handlers, latency, clock),
         policy=POLICY,
-        staleness=LIMITS,
+        round_mode=LIMITS,
         slab_bytes=0,
         wait=None,
     )

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -18,9 +18,9 @@ from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.memory import Handler, MemoryChannel, MemoryExchange
 
@@ -63,7 +63,7 @@ def collect(
     policy: StragglerPolicy = POLICY,
     failures: Iterable[int] = (),
     num_examples: Mapping[int, int] | None = None,
-) -> Collected:
+) -> CollectedRound:
     """Ask clients 0, 1, ..., whose replies take ``latencies_s``."""
     cohort = [ClientId(i) for i in range(len(latencies_s))]
     sizes = num_examples or {}
@@ -78,13 +78,13 @@ def collect(
     return collect_from(collector, cohort, REQUEST)
 
 
-def mean_of(collected: Collected) -> list[float]:
+def mean_of(collected: CollectedRound) -> list[float]:
     assert collected.aggregate is not None
     mean: list[float] = collected.aggregate.lanes["delta"].tolist()
     return mean
 
 
-def with_status(collected: Collected, status: Status) -> list[int]:
+def with_status(collected: CollectedRound, status: Status) -> list[int]:
     return [p.client_id for p in collected.participations if p.status is status]
 
 
@@ -197,7 +197,7 @@ def test_a_deadline_that_follows_durations_leaves_time_to_return_after_a_restart
         deadline_window=2,
         least_deadline_s=0.0,
     )
-    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20, staleness=late)
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20, round_mode=late)
     request = replace(REQUEST, durations=((1.0,) * 5,))
     collected = collect_from(collector, cohort, request)
     assert collected.count(Status.REPORTED) == num_reports

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.collecting import RoundRequest, collect_from
+from fedlearn.algorithms.collector import RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.core.reported_metrics import MAX_METRICS
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.updates import MAX_EXAMPLES

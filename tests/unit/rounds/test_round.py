@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.aggregations import WeightedMean
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest, draw_cohort
+from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest, draw_cohort
 from fedlearn.algorithms.lanes import Aggregate, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
@@ -22,11 +22,6 @@ from fedlearn.algorithms.settings import update_from
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import (
-    Participation,
-    Participations,
-    Status,
-)
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -36,6 +31,11 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Params
+from fedlearn.core.participations import (
+    Participation,
+    Participations,
+    Status,
+)
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import CohortTooSmall
 from fedlearn.rounds.opening import SampledOpening
@@ -159,11 +159,11 @@ class Playing:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         request = requests[round_num]
         before = request.kept[0]["rounds"] if request.kept else torch.zeros(1)
         lanes = {"delta": torch.ones(2)}
-        return Collected(
+        return CollectedRound(
             aggregate=Aggregate(lanes, num_clients=4) if self.has_enough else None,
             participations=Participations.of([]),
             duration_s=1.0,
@@ -245,7 +245,7 @@ class LossGuidedCollector:
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         request = requests[round_num]
         cohort = draw_cohort(self.policy, request, draw)
         tensors = request.params.to_tensors()
@@ -281,7 +281,7 @@ class LossGuidedCollector:
                     "",
                 )
             )
-        return Collected(
+        return CollectedRound(
             aggregate=MEAN.finalize(state),
             participations=Participations.of(rows),
             duration_s=self.channel.clock.now_s(),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest
+from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -21,10 +21,10 @@ from fedlearn.algorithms.strategy import State, StepResult
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.distribution import Direction
 from fedlearn.core.messages import ClientId, Failure, TrainReply, TrainRequest
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, NoUpdates, RoundError, TooFewReports
 from fedlearn.rounds.opening import SampledOpening
@@ -320,7 +320,7 @@ def test_who_made_an_attempt_fail_is_not_asked_in_those_after_it() -> None:
             *,
             round_num: int,
             draw: Draw,
-        ) -> Collected:
+        ) -> CollectedRound:
             found = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
             is_over = found.aggregate is None
             return replace(found, culprits=frozenset([ClientId(1)] if is_over else []))
@@ -394,7 +394,7 @@ def test_of_many_reasons_the_most_frequent_are_told() -> None:
         for k, reason in enumerate(reasons)
     ]
     late = Participation(ClientId(9), Status.LATE, 1.0, 0, math.nan, "")
-    collected = Collected(
+    collected = CollectedRound(
         aggregate=None, participations=Participations.of([*rows, late]), duration_s=1.0
     )
     assert _summarize_failures(collected.participations) == (

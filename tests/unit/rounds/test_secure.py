@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAdam, FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
@@ -18,7 +18,6 @@ from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
@@ -32,6 +31,7 @@ from fedlearn.core.messages import (
     TrainReply,
 )
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.round import RoundPlan, run_round
@@ -195,12 +195,12 @@ class Federation:
         )
         return cls(collector, channel)
 
-    def collect(self, *, attempt: int = 0, round_num: int = 4) -> Collected:
+    def collect(self, *, attempt: int = 0, round_num: int = 4) -> CollectedRound:
         request = replace(REQUEST, attempt=attempt, round_num=round_num)
         return collect_from(self.collector, COHORT, request)
 
 
-def mean_of(collected: Collected) -> Tensor:
+def mean_of(collected: CollectedRound) -> Tensor:
     assert collected.aggregate is not None
     return collected.aggregate.lanes["delta"]
 
@@ -211,7 +211,7 @@ def expected_mean(survivors: Sequence[int], *, by_examples: bool = True) -> floa
     return sum(w * d for w, d in zip(weights, deltas, strict=True)) / sum(weights)
 
 
-def by_id(collected: Collected) -> dict[int, Participation]:
+def by_id(collected: CollectedRound) -> dict[int, Participation]:
     return {p.client_id: p for p in collected.participations}
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.collector import CollectedRound
 from fedlearn.algorithms.recipes import FedAvg, FedBuff
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -28,7 +28,7 @@ class Stuck(Exception):
     """Raised if a round waits for clients that never connect."""
 
 
-def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerState, Collected]:
+def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerState, CollectedRound]:
     """Run one round of all clients, whose devices take one to six seconds."""
     plain = flower.over_flower(FedAvg(flower.LOCAL))
     assert isinstance(plain, PlainCollector)
@@ -47,7 +47,7 @@ def ran(*, deadline_s: float, buffer_size: int = NUM_CLIENTS) -> tuple[ServerSta
         flower.LOCAL, buffer_size=buffer_size, concurrency=buffer_size, max_staleness=9
     ).asynchrony
     collector = PlainCollector(
-        channel=channel, policy=policy, staleness=limits, slab_bytes=0, wait=wait
+        channel=channel, policy=policy, round_mode=limits, slab_bytes=0, wait=wait
     )
     opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     plan = RoundPlan(

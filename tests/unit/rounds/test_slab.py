@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.aggregations import LaneSums, WeightedMean
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.participations import Status
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.transport.memory import Handler, MemoryChannel
 
@@ -77,7 +77,7 @@ def collector_of(deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int
 
 def collect(
     deltas_P: Sequence[Tensor], *, slab_bytes: int, num_wanted: int = 10
-) -> tuple[Collected, list[int]]:
+) -> tuple[CollectedRound, list[int]]:
     """Return the outcome and the sizes of the blocks."""
     noting = Noting()
     collector = collector_of(deltas_P, slab_bytes=slab_bytes, num_wanted=num_wanted)
@@ -92,7 +92,7 @@ def collect(
     return collect_from(collector, collector.available(), request), noting.sizes
 
 
-def mean_of(collected: Collected) -> Tensor:
+def mean_of(collected: CollectedRound) -> Tensor:
     assert collected.aggregate is not None
     return collected.aggregate.lanes["delta"]
 

@@ -13,9 +13,9 @@ from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.algorithms.recipes import FedAvg, FedBuff
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -59,10 +59,10 @@ def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.
         # The grid of these tests has no thread that looks for replies, so none may be in flight.
         num = 1 if drawn_s else 4
         limits = FedBuff(flower.LOCAL, buffer_size=2, concurrency=num, max_staleness=9).asynchrony
-        collector = PlainCollector(channel=channel, policy=policy, staleness=limits, slab_bytes=0)
+        collector = PlainCollector(channel=channel, policy=policy, round_mode=limits, slab_bytes=0)
     else:
         policy = replace(policy, num_wanted=4)
-        collector = PlainCollector(channel=channel, policy=policy, staleness=LATE, slab_bytes=0)
+        collector = PlainCollector(channel=channel, policy=policy, round_mode=LATE, slab_bytes=0)
     opening = SampledOpening(sampler=UniformSampler(), available=collector.available, seed=Seed(5))
     draw = Waiting(opening.draw, clock, drawn_s, most=1 if is_buffered and drawn_s else 4)
     plan = RoundPlan(

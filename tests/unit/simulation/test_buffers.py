@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.collector import CollectedRound
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg, FedAvgM
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.cluster import Alone
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
@@ -135,7 +135,7 @@ def plan(
         policy=policy,
         cluster=Alone(),
         block_size=block_size,
-        staleness=limits,
+        round_mode=limits,
     )
     return RoundPlan(
         draw=in_order,
@@ -147,10 +147,10 @@ def plan(
     )
 
 
-def run(plan: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[Collected]]:
+def run(plan: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[CollectedRound]]:
     params = Params.of(nn.Linear(2, 1, bias=False))
     state = plan.init(params.with_vector(torch.zeros(2)))
-    rounds = list[Collected]()
+    rounds = list[CollectedRound]()
     for _ in range(num_rounds):
         state, collected, _ = run_round(state, plan, attempt=0)
         rounds.append(collected)

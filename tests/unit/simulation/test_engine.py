@@ -19,15 +19,15 @@ from torch import Tensor, nn
 import fedlearn
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.client_state import ClientStates
-from fedlearn.algorithms.collecting import Collected, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded
 from fedlearn.core.cluster import Alone
-from fedlearn.core.collecting import Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import describe_unsound, is_sound
 from fedlearn.simulation.behavior import DeviceRound
@@ -105,7 +105,7 @@ def collect(
     deadline_s: float = 100.0,
     kept: ClientStates | None = None,
     bounds: UpdateBounds = GENEROUS,
-) -> Collected:
+) -> CollectedRound:
     policy = StragglerPolicy(
         num_wanted=num_wanted,
         over_selection=1.0,
@@ -134,12 +134,12 @@ def collect(
     return collect_from(engine, [ClientId(c) for c in cohort], request)
 
 
-def mean_of(collected: Collected) -> Tensor:
+def mean_of(collected: CollectedRound) -> Tensor:
     assert collected.aggregate is not None
     return collected.aggregate.lanes["delta"]
 
 
-def with_status(collected: Collected, status: Status) -> list[int]:
+def with_status(collected: CollectedRound, status: Status) -> list[int]:
     return [p.client_id for p in collected.participations if p.status is status]
 
 
@@ -346,7 +346,7 @@ A_MILLION_CLIENTS = """
     from fedlearn.training.resident import Precision, ResidentModel
     from fedlearn.rounds.opening import SampledOpening
     from fedlearn.rounds.round import RoundPlan, run_round
-    from fedlearn.core.collecting import Status
+    from fedlearn.core.participations import Status
     from fedlearn.core.params import Params
     from fedlearn.core.randomness import Seed
     from fedlearn.simulation import behavior

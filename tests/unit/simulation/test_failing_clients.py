@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedlearn as fl
-from fedlearn.core.collecting import Status
+from fedlearn.core.participations import Status
 from fedlearn.errors import EngineError, RoundError
 from fedlearn.simulation.behavior import DeviceRound
 from fedlearn.simulation.executors.attempts import attempts

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.collecting import Collected
+from fedlearn.algorithms.collector import CollectedRound
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.round import (
     RoundPlan,
@@ -59,7 +59,7 @@ def plan(
     limits = buffers.asynchrony(buffer_size=4, concurrency=4)
     made = buffers.plan(limits, executor, behavior=behavior, block_size=block_size)
     assert isinstance(made.collector, Engine)
-    engine = replace(made.collector, policy=policy, staleness=late)
+    engine = replace(made.collector, policy=policy, round_mode=late)
     return replace(made, policy=policy, collector=engine, is_retried=True)
 
 
@@ -71,15 +71,15 @@ def step(made: RoundPlan, state: ServerState, *, attempt: int = 0) -> RoundResul
     return run_round(state, made, attempt=attempt)
 
 
-def run(made: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[Collected]]:
-    state, rounds = begun(made), list[Collected]()
+def run(made: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[CollectedRound]]:
+    state, rounds = begun(made), list[CollectedRound]()
     for _ in range(num_rounds):
         state, collected, _ = step(made, state)
         rounds.append(collected)
     return state, rounds
 
 
-def rows(rounds: Sequence[Collected]) -> list[tuple[int, Participation]]:
+def rows(rounds: Sequence[CollectedRound]) -> list[tuple[int, Participation]]:
     return [(number, row) for number, one in enumerate(rounds) for row in one.participations]
 
 
@@ -159,7 +159,7 @@ def test_where_nobody_is_late_it_is_the_synchronous_round_to_the_bit() -> None:
     semi = plan(ToTheirOwn(), policy=policy)
     states: tuple[list[ServerState], list[ServerState]] = ([], [])
     assert isinstance(semi.collector, Engine)
-    synchronous = replace(semi, collector=replace(semi.collector, staleness=None))
+    synchronous = replace(semi, collector=replace(semi.collector, round_mode=None))
     for kept, made in zip(states, (semi, synchronous), strict=True):
         state = begun(made)
         for _ in range(4):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.client_state import ClientStates
-from fedlearn.algorithms.collecting import Collected, Collector, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest, collect_from
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -101,7 +101,7 @@ BOTH = pytest.mark.parametrize("collector", [engine, sessions])
 
 def collect(
     collector: Collector, round_num: int = 0, kept: ClientStates | None = None
-) -> Collected:
+) -> CollectedRound:
     params = Params.of(nn.Linear(1, 1))
     request = RoundRequest(
         round_num=round_num,

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import nn
 
-from fedlearn.algorithms.collecting import RoundRequest, collect_from
+from fedlearn.algorithms.collector import RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import encode
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId, Failure, Request, TrainReply
 from fedlearn.core.params import Params
+from fedlearn.core.participations import Participation, Status
 from fedlearn.core.randomness import Seed
 from fedlearn.core.soundness import describe_unsound
 from fedlearn.rounds.plain import PlainCollector

@@ -11,8 +11,8 @@ from sqlalchemy import event
 from sqlalchemy.orm import Session
 
 from fedlearn.core.clock import VirtualClock
-from fedlearn.core.collecting import Participations
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participations
 from fedlearn.errors import DeploymentError, Fenced, StoreError
 from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus

@@ -25,8 +25,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Column, Integer, MetaData, create_engine, inspect, text
 
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import CorruptCheckpoint, NewerStore, StoreError, StoreUnavailable
 from fedlearn.rounds.records import (
@@ -61,7 +61,7 @@ from pathlib import Path
 import torch
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
 from fedlearn.store.runs import Database
-from fedlearn.core.collecting import Participation, Status, Participations
+from fedlearn.core.participations import Participation, Status, Participations
 
 url, runs_dir, name = sys.argv[1:]
 run = Database.open(url, runs_dir=Path(runs_dir)).run(name)

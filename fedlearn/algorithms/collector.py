@@ -15,9 +15,9 @@ from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.collecting import Participations, Status
 from fedlearn.core.messages import ClientId, TrainRequest
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.participations import Participations, Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,8 @@ def further_bytes(strategy: Strategy, layout: Layout) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
-    """The outcome of one collection.
+class CollectedRound:
+    """The outcome of one attempt at a round, as its collector returns it.
 
     Attributes:
         aggregate: Aggregate of the reports; ``None`` if there were fewer than the policy's minimum,
@@ -152,7 +152,7 @@ class Collector(Protocol):
         *,
         round_num: int,
         draw: Draw,
-    ) -> Collected:
+    ) -> CollectedRound:
         """Collect one attempt at a round. A client's failure is data, never raised.
 
         Args:
@@ -189,7 +189,7 @@ def draw_cohort(policy: StragglerPolicy, request: RoundRequest, draw: Draw) -> S
 
 def collect_from(
     collector: Collector, cohort: Sequence[ClientId], request: RoundRequest
-) -> Collected:
+) -> CollectedRound:
     """Collect one attempt at a synchronous round from a given cohort."""
     return collector.collect(
         (), {request.round_num: request}, round_num=request.round_num, draw=lambda *_, **__: cohort

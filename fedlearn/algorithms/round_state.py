@@ -5,10 +5,10 @@ are two drivers, one over a channel (:mod:`fedlearn.rounds.plain`) and one in th
 simulation (:mod:`fedlearn.simulation.virtual_round`). Each stage of secure aggregation
 (:mod:`fedlearn.rounds.secure`) runs its own synchronous machine. There are two kinds:
 
-- :class:`CohortCollection` asks a cohort once and closes when enough clients have reported. In a
+- :class:`CohortRoundState` asks a cohort once and closes when enough clients have reported. In a
   synchronous round, a client that has not reported by then is late, and its update is lost. In a
   semi-synchronous round it continues, and its update counts in the round in which it arrives.
-- :class:`BufferCollection` asks another client whenever one has replied, and closes when its
+- :class:`BufferRoundState` asks another client whenever one has replied, and closes when its
   buffer of updates is full.
 """
 
@@ -26,15 +26,15 @@ from torch import Tensor
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.client_state import ClientStates
-from fedlearn.algorithms.collecting import Collected, RoundRequest
+from fedlearn.algorithms.collector import CollectedRound, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
 from fedlearn.algorithms.staleness import Staleness
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.collecting import Participation, Participations, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.core.reported_metrics import WeightedMeans
 from fedlearn.errors import RoundError
 
@@ -53,7 +53,7 @@ class Attempt(NamedTuple):
     durations: tuple[tuple[float, ...], ...] = ()
 
 
-class Collection(ABC):
+class RoundState(ABC):
     """Base class of both kinds: one attempt at a round, from its opening to its close.
 
     A client *lands* when its task ends, by a reply, a failure or a timeout, and is then *settled*
@@ -314,18 +314,18 @@ class Collection(ABC):
         kept: ClientStates | None = None,
         counted: Mapping[ClientId, int] | None = None,
         participations: Participations | None = None,
-    ) -> Collected:
+    ) -> CollectedRound:
         """Return the outcome; call :meth:`finish` first.
 
         Args:
             aggregate: Aggregate of the updates that count; ``None`` if there are too few.
             closed_s: When the round closed.
-            kept: See :class:`Collected`.
-            counted: See :class:`Collected`.
+            kept: See :class:`CollectedRound`.
+            counted: See :class:`CollectedRound`.
             participations: Participations to record; ``None``: :attr:`rows`.
         """
         ages = Counter(self.age(each) for each in self.counted)
-        return Collected(
+        return CollectedRound(
             aggregate=aggregate,
             participations=participations or Participations.of(self.rows),
             duration_s=closed_s,
@@ -342,7 +342,7 @@ class Collection(ABC):
         return self.of.durations
 
 
-class CohortCollection(Collection):
+class CohortRoundState(RoundState):
     """A synchronous or semi-synchronous round: one cohort, and late updates of earlier ones.
 
     It closes when enough clients of the cohort have reported, when all have settled, or at the
@@ -488,7 +488,7 @@ class CohortCollection(Collection):
         return self._late.window(self.of.durations, latest_s)
 
 
-class BufferCollection(Collection):
+class BufferRoundState(RoundState):
     """An asynchronous round: it starts after one step of the server and ends with the next.
 
     Guarantees:
@@ -666,17 +666,17 @@ class BufferCollection(Collection):
         )
 
 
-def collection_for(
+def round_state_for(
     policy: StragglerPolicy,
-    staleness: LateUpdates | Asynchrony | None,
+    round_mode: LateUpdates | Asynchrony | None,
     pending: Iterable[PendingTask],
     request: RoundRequest,
-) -> Collection:
+) -> RoundState:
     """Create the state machine for one attempt: a buffer for :class:`Asynchrony`, else a cohort."""
     of = Attempt(request.round_num, request.attempt, request.durations)
-    if isinstance(staleness, Asynchrony):
-        return BufferCollection(policy, staleness, pending, of)
-    return CohortCollection(policy, staleness, pending, of)
+    if isinstance(round_mode, Asynchrony):
+        return BufferRoundState(policy, round_mode, pending, of)
+    return CohortRoundState(policy, round_mode, pending, of)
 
 
 def _lasts_s(task: PendingTask) -> float:

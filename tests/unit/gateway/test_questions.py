@@ -1,16 +1,15 @@
 """The state of exchanges: every reply gets one verdict, which never changes."""
 
 from fedlearn.core.messages import ClientId
-from fedlearn.gateway.exchange import (
+from fedlearn.gateway.questions import (
     ACCEPTED,
     LATE,
     ClientPhase,
-    ExchangeHistory,
     QuestionState,
     ReplyState,
     Ruling,
-    TokenBucket,
     Verdict,
+    VerdictHistory,
     refuse_unusable,
 )
 from fedlearn.transport.content import TaskKey
@@ -23,14 +22,14 @@ def asked() -> QuestionState:
     return QuestionState.of(KEY, dict.fromkeys((FIRST, SECOND, THIRD), 0), now_s=0.0)
 
 
-def opened() -> ExchangeHistory:
-    history = ExchangeHistory("run")
+def opened() -> VerdictHistory:
+    history = VerdictHistory("run")
     history.open(KEY)
     return history
 
 
 def test_a_reply_is_open_then_taken_then_accepted_and_stays_so() -> None:
-    history = ExchangeHistory("run")
+    history = VerdictHistory("run")
     assert history.judge(KEY, FIRST) is ReplyState.UNKNOWN
     question = asked()
     assert question.judge(FIRST) is ReplyState.OPEN
@@ -99,7 +98,7 @@ def test_an_exchange_that_is_opened_again_has_no_verdicts_yet() -> None:
 def test_the_verdicts_on_many_small_questions_are_known_for_long() -> None:
     """A client may ask hours later. Control: of many large questions, the oldest are dropped."""
     for num_clients, is_known in (1, True), (1000, False):
-        history = ExchangeHistory("run")
+        history = VerdictHistory("run")
         for exchange in range(100):
             key = KEY._replace(exchange=exchange)
             history.remember(key, {ClientId(each): ACCEPTED for each in range(num_clients)})
@@ -122,9 +121,3 @@ def test_a_phase_does_not_change_once_the_reply_is_here() -> None:
 
 def test_the_name_of_a_folder_tells_the_key() -> None:
     assert TaskKey.of_folder("run", KEY.folder) == KEY
-
-
-def test_a_bucket_that_turns_requests_down_fills_again() -> None:
-    bucket = TokenBucket(rate_per_s=1.0, now_s=0.0)
-    assert [bucket.has(now_s=0.0) for _ in range(100)].count(True) == 2
-    assert bucket.has(now_s=1.0)

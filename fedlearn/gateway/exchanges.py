@@ -20,15 +20,15 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.gateway.connections import CallEnded, CallStatus, ServerSession, Sessions
 from fedlearn.gateway.counters import GatewayCounters
-from fedlearn.gateway.exchange import (
+from fedlearn.gateway.questions import (
     LATE,
     ClientPhase,
-    ExchangeHistory,
     Judgment,
     QuestionState,
     ReplyState,
     Ruling,
     Verdict,
+    VerdictHistory,
     refuse,
 )
 from fedlearn.gateway.upload_store import (
@@ -143,7 +143,7 @@ class Exchanges:
         num_unlogged: Verified replies that are not durable yet.
     """
 
-    history: ExchangeHistory
+    history: VerdictHistory
     sessions: Sessions
     writer: GroupWriter
     is_leader: Callable[[], bool]

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collection import Attempt, BufferCollection
 from fedlearn.algorithms.pending_tasks import PendingTask, tasks_from_tensors, tasks_to_tensors
+from fedlearn.algorithms.round_state import Attempt, BufferRoundState
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.collecting import Participation, Status
 from fedlearn.core.messages import ClientId
+from fedlearn.core.participations import Participation, Status
 
 
 def asynchrony(*, buffer_size: int, concurrency: int, max_staleness: int) -> Asynchrony:
@@ -50,7 +50,7 @@ def buffered(
     *,
     round_num: int = 0,
     max_retries: int = 1000,
-) -> BufferCollection:
+) -> BufferRoundState:
     policy = StragglerPolicy(
         num_wanted=1,
         over_selection=1.0,
@@ -59,27 +59,27 @@ def buffered(
         below_minimum=BelowMinimum.RETRY,
         max_retries=max_retries,
     )
-    return BufferCollection(policy, limits, pending, Attempt(round_num, attempt=0))
+    return BufferRoundState(policy, limits, pending, Attempt(round_num, attempt=0))
 
 
-def take(buffer: BufferCollection, client_id: int) -> None:
+def take(buffer: BufferRoundState, client_id: int) -> None:
     """Let a client reply with an update that counts."""
     task = buffer.land(ClientId(client_id))
     buffer.take(task, Participation(task.client_id, Status.REPORTED, 1.0, 1))
 
 
-def fail(buffer: BufferCollection, client_id: int) -> None:
+def fail(buffer: BufferRoundState, client_id: int) -> None:
     """Let a client reply that it failed."""
     task = buffer.land(ClientId(client_id))
     buffer.fail(task, Participation(task.client_id, Status.FAILED, 1.0), sent_nothing=True)
 
 
-def refuse(buffer: BufferCollection, client_id: int) -> None:
+def refuse(buffer: BufferRoundState, client_id: int) -> None:
     """Withdraw an update that was counted before it was trained."""
     buffer.revise(ClientId(client_id), Participation(ClientId(client_id), Status.FAILED, 1.0))
 
 
-def fill(buffer: BufferCollection, draw: InOrder, now_s: float) -> list[ClientId]:
+def fill(buffer: BufferRoundState, draw: InOrder, now_s: float) -> list[ClientId]:
     """Ask all clients that may be asked now, as a collector does."""
     asked = list[ClientId]()
     while True:
