@@ -77,6 +77,7 @@ def select_addresses(announced: Iterable[str], *, here: str, is_secure: bool) ->
     found = [each for each in announced if is_address(each) and (is_secure or is_loopback(each))]
     if not found:
         return ()
+    # One fewer, to leave room for the present address.
     return tuple(dict.fromkeys((*found[: MAX_ADDRESSES - 1], here)))
 
 
@@ -93,4 +94,5 @@ def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
+        # Any other name could resolve to another machine.
         return host == "localhost"

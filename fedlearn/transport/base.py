@@ -151,6 +151,8 @@ class CohortRequests:
     @classmethod
     def of(cls, requests: Mapping[ClientId, Request]) -> "CohortRequests":
         """Split requests; those that are, or wrap, the same object share one entry."""
+        # Keyed by identity: comparing models by value would cost more than it saves. `requests`
+        # keeps the objects alive, so no id is used twice.
         shared: dict[tuple[type[Request], int], tuple[int, Request]] = {}
         places, personal = dict[ClientId, int](), dict[ClientId, bytes]()
         for client_id, request in requests.items():
@@ -198,6 +200,7 @@ def decode_reply(data: bytes | mmap) -> Reply:
     try:
         message = decode(data)
     except ProtocolError as error:
+        # The same class: callers treat a reply of another version differently.
         raise type(error)(str(error)[:MAX_REASON]) from error
     if isinstance(message, TrainReply | EvaluateReply | SecureReply | Failure):
         return message

@@ -15,6 +15,8 @@ from blake3 import blake3
 
 from fedlearn.transport import wire_pb2
 
+# Each kind of signed content starts with its own domain, so that a signature of one kind is never
+# valid for another.
 _REPLY_DOMAIN = b"fedlearn.v1 reply blake3"
 _ENROLMENT_DOMAIN = b"fedlearn.v1 enrolment"
 

@@ -322,6 +322,8 @@ class GatewayConnection:
                     f"{self._address} reports {status.offset} bytes of a reply of "
                     f"{envelope.num_bytes}"
                 )
+            # Read while sending: the coordinator may settle the reply before all of it has been
+            # sent.
             answer = asyncio.create_task(call.read(wire_pb2.UploadStatus))
             try:
                 await _send_file(call, path, offset=status.offset, until=answer)
@@ -333,6 +335,7 @@ class GatewayConnection:
     async def _fill_file(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
         """Download the missing bytes from ``offset`` on; remove the file if it is wrong."""
         try:
+            # An empty file needs a call, too, which creates it.
             if offset < num_bytes or num_bytes == 0:
                 await self._append(digest, num_bytes=num_bytes, offset=offset, path=path)
             await asyncio.to_thread(_check_digest, path, digest=digest)
@@ -349,6 +352,7 @@ class GatewayConnection:
             await call.end_writing()
             while chunk := await call.read(wire_pb2.Chunk, patiently=False):
                 offset += len(chunk.data)
+                # Empty chunks could keep the call open without end.
                 if offset > num_bytes or not chunk.data:
                     raise ProtocolError(
                         f"{self._address} sent a chunk of {len(chunk.data)} bytes that ends at "
@@ -512,6 +516,7 @@ class _Call:
             async with self._translate_errors(waits_s=most_s):
                 async with asyncio.timeout(most_s if math.isfinite(most_s) else None):
                     data = await self._call.read()
+            # Any message is a sign of life.
             self._life.num_ticks = 0
         except _CallEnd:
             return None
@@ -658,6 +663,7 @@ def _report_disk_errors(path: Path) -> AbstractContextManager[None]:
 def _open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Channel:
     """Create a channel to ``address``; raise DeploymentError for plaintext to another machine."""
     is_local = is_loopback(address)
+    # The site's proxy would look for "localhost" on its own machine.
     options = [*_OPTIONS, ("grpc.enable_http_proxy", 0)] if is_local else [*_OPTIONS]
     if credentials is None:
         if not is_local:
@@ -671,5 +677,6 @@ def _open_channel(address: str, credentials: Credentials | None) -> grpc.aio.Cha
         private_key=credentials.tls_key_pem or None,
         certificate_chain=credentials.certificate_pem or None,
     )
+    # The server's certificate always has this name, under whichever address it is reached.
     options.append(("grpc.ssl_target_name_override", SERVER_NAME))
     return grpc.aio.secure_channel(address, tls, options)

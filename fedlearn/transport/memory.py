@@ -104,6 +104,7 @@ class MemoryExchange:
             for client_id, latency_s in zip(clients, latencies_s, strict=True):
                 arrival_s = self._elapsed_s + latency_s
                 if math.isfinite(arrival_s):
+                    # The index breaks ties, so the functions are never compared.
                     heappush(self._due, (arrival_s, places[client_id], client_id, encoded))
         self._awaited |= requests.keys()
         self._num_asked += len(requests)

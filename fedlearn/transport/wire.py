@@ -89,6 +89,7 @@ def parse_bytes_field(number: int, message: bytes) -> memoryview | None:
         >>> bytes(parse_bytes_field(2, encode_bytes_field(2, b"abc")))
         b'abc'
     """
+    # Guess the length of the head, build the head that would have it, and compare.
     for begin in range(2, min(len(message), _MAX_HEAD_BYTES) + 1):
         head = _encode_head(number, len(message) - begin)
         if len(head) == begin and message.startswith(head):
@@ -102,6 +103,7 @@ _MAX_HEAD_BYTES = 5
 
 def _encode_head(number: int, size: int) -> bytes:
     """Return a field's tag and length: a varint, seven bits in each byte, lowest first."""
+    # Protobuf's wire type 2: a length follows, then that many bytes.
     head = bytearray([number << 3 | 2])
     while size > 0x7F:  # noqa: PLR2004 - seven bits
         head.append(size & 0x7F | 0x80)

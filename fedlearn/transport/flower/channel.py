@@ -161,6 +161,7 @@ class FlowerChannel(GridChannel):
         header, data = unpack(message.content)
         require_signed(header, data, key=request.key, client=client, by=self._keys[client])
         if request.constants is not None:
+            # Only after the signature is verified: the client itself has read this request.
             self._holders[client] = request.constants.digest
         return decode_reply_or_failure(data)
 
@@ -202,6 +203,7 @@ class FlowerChannel(GridChannel):
                 log.warning("introduction_failed", error=reason)
             self._strangers[sent.node_id] = reason
             return
+        # Settled even if it is refused below: asking it again would give the same answer.
         self._settled_nodes.add(sent.node_id)
         try:
             client, public_key = self._read_hello(outcome, sent)
@@ -219,6 +221,7 @@ class FlowerChannel(GridChannel):
         client = ClientId(read_number(header, "client_id"))
         public_key = read_card(data, sent.node_id)
         require_signed(header, data, key=self._introduction, client=client, by=public_key)
+        # Trust on first use: the key that a client shows first is its key for the whole run.
         if self._keys.get(client, public_key) != public_key:
             raise ProtocolError(
                 f"client {client} showed another key first in this run; give its node an "

@@ -201,6 +201,7 @@ class GridChannel(ABC):
             return outcome
         try:
             if sent.whole is not None and asks_for_constants(outcome):
+                # Or a node could have the model sent to it again and again.
                 if sent.content is sent.whole:
                     raise ProtocolError("the node asks for constants that it was sent")
                 sent.send_again(sent.whole)

@@ -129,6 +129,7 @@ class _Answerer:
         if not is_foreign(message.content):
             return self._answer_signed(message, context)
         try:
+            # Flower's run and node ids are unsigned 64-bit numbers; ours end at 2^63 - 1.
             seed = context.run_id & MAX_INTEGER
             request = parse_train_request(message.content, settings_of=self.settings_of, seed=seed)
             reply = _decode_reply(self._run_answer(context, encode(request))[0], TrainReply)
@@ -213,6 +214,7 @@ def _decode_reply(data: bytes, kind: type[_ReplyT]) -> _ReplyT:
 
 def _read_node(context: Context) -> Node:
     partition = context.node_config.get("partition-id", context.node_id & MAX_INTEGER)
+    # Not `isinstance`: True and False are ints.
     if type(partition) is not int or not 0 <= partition <= MAX_INTEGER:
         raise DeploymentError(
             f"partition-id is {partition!r} in this node's configuration; it must be the client's "

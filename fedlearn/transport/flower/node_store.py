@@ -157,6 +157,7 @@ class _FolderStore:
         return path.read_bytes() if path.exists() else b""
 
     def pin(self, coordinator_key: bytes) -> None:
+        # An existing file stays as it is: the first key remains pinned.
         create_private(self.folder / "coordinator.key", f"{coordinator_key.hex()}\n".encode())
 
     def keep(self, state: bytes) -> None:

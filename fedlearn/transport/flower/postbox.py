@@ -152,6 +152,7 @@ class Postbox:
         return outcome
 
     def _num_awake(self, now_s: float) -> int:
+        # A copy: sweepers remove their entries from their own threads.
         since_s = list(self._pulling_since_s.values())
         return sum(now_s - began_s < _STALLED_S for began_s in since_s)
 
@@ -186,6 +187,7 @@ class Postbox:
                 self.counts.grid_errors += 1
                 problem = f"the SuperLink did not accept the message: {type(error).__name__}"
                 continue
+            # Flower returns an empty id, or none, for a message that it does not take.
             sent.message_id = (message_ids or [""])[0] or ""
             return "" if sent.message_id else "the SuperLink has no such node, or refused its size"
         return problem

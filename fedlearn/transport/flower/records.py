@@ -154,6 +154,7 @@ def read_number(header: ConfigRecord, name: str) -> int:
         ProtocolError: It is missing, or not an integer in [0, 2**63).
     """
     value = header.get(name)
+    # Not `isinstance`: True and False are ints.
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
         raise ProtocolError(f"{name} in a message is not an integer in [0, 2**63)")
     return value

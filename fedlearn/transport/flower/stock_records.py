@@ -84,6 +84,8 @@ class StockRecords:
         """
         own = {id(each): name for name, each in module.named_buffers()}
         own |= {id(each): name for name, each in module.named_parameters()}
+        # By default, `state_dict` returns detached copies of the tensor objects, whose ids are
+        # new. By id, a shared tensor is found under each of its names.
         saved = module.state_dict(keep_vars=True)
         names = {name: own[id(each)] for name, each in saved.items() if id(each) in own}
         for name in names:
