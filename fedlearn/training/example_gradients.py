@@ -217,5 +217,4 @@ def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 
 def _are_close(losses: Tensor, others: Tensor) -> bool:
-    """Tell whether losses agree up to rounding."""
     return torch.allclose(losses, others, rtol=1e-3, atol=1e-5, equal_nan=True)

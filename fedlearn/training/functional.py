@@ -27,9 +27,8 @@ def functional_call(
         args: Positional arguments of the forward pass.
         kwargs: Keyword arguments of the forward pass.
     """
-    names_of = defaultdict[int, list[str]](
-        list
-    )  # by tensor; named_modules() visits a layer that occurs twice only once
+    # By tensor: named_modules() visits a layer that occurs twice only once, under its first name.
+    names_of = defaultdict[int, list[str]](list)
     tensor_of = dict[str, int]()
     for prefix, part in module.named_modules():
         own = (

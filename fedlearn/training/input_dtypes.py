@@ -88,12 +88,12 @@ class InputCast:
             return [own if is_left_alone else floats]
         if own in (torch.bool, torch.complex64, torch.complex128):
             return [own]
+        # Wide integers are more likely token ids, narrow ones pixels or other values.
         wide = [own] if own == torch.int64 else [torch.int64]
         return [floats, *wide] if own in _NARROW else list(dict.fromkeys([own, *wide, floats]))
 
     @torch.no_grad()
     def _takes(self, features: Features) -> bool:
-        """Tell whether a forward pass on these examples succeeds."""
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         args, kwargs = split_arguments(features)
         device = list_tensors(features)[0].device
@@ -140,7 +140,6 @@ class InputCast:
 
 @contextmanager
 def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode for the block, then restore the mode of each layer."""
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:

@@ -51,7 +51,9 @@ class KeyedDropout(nn.Module):
             shape = inputs.shape[:2] + (1,) * (inputs.dim() - 2)
         index = torch.arange(torch.Size(shape).numel(), device=inputs.device).view(shape)
         index = index + self.shared.offset(shape)
+        # A large odd multiplier keeps the layers' indices apart.
         bits = _scramble(_scramble(index + self.layer * 0x632BE5AB) ^ self.shared.key)
+        # The hash is uniform over 0..2**32 - 1, so it is below p * 2**32 with probability p.
         keep = bits >= int(self.p * (_MASK_32 + 1))
         return inputs * keep.to(inputs.dtype) / (1.0 - self.p)
 
@@ -68,6 +70,7 @@ def _scramble(bits: Tensor) -> Tensor:
     References:
         C. Wellons, 2018, "Prospecting for Hash Functions" (lowbias32).
     """
+    # The products may wrap around in int64, which leaves their low 32 bits correct.
     bits = bits & _MASK_32
     bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _MASK_32
     bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & _MASK_32

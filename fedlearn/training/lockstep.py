@@ -60,6 +60,8 @@ class Lockstep:
         if self.processes.world_size == 1 or isinstance(error, ProcessesParted):
             return
         self._sums.zero_()
+        # One sum more than there are steps: another process may fail after its last step, and the
+        # results of all must be the same.
         if error is None:
             self._add_up()
             return
@@ -89,6 +91,7 @@ class Lockstep:
         rest[0], rest[1] = loss, weight
         self._add_up()
         sums = [
+            # A copy, since the next step reuses the buffer.
             part.view(like.shape).to((like if own is None else own).dtype, copy=True)
             if count
             else None

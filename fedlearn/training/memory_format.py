@@ -52,6 +52,7 @@ def agrees(weights: Mapping[str, Tensor], loss_of: LossOf) -> bool:
         )
     except (RuntimeError, ValueError, TypeError, AssertionError):  # the module's own code
         return False
+    # A NaN compares as false, and so keeps the plain format.
     return all(
         bool((a - b).norm() <= _TOLERANCE * a.norm()) for a, b in zip(plain, last, strict=True)
     )

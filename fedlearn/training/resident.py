@@ -221,6 +221,7 @@ class ResidentModel:
         for name, view in views.items():
             tensor = (parameters | buffers)[name]
             if tensor.dtype == view.dtype:
+                # Through .data, so that the module's Parameter objects stay the same.
                 tensor.data = view
             else:
                 self._of_other_dtypes.append((tensor, view))
@@ -328,6 +329,7 @@ class ResidentModel:
                 self._seed_masks(part)
                 loss = self._loss(part.features, part.labels)
                 weighs: Tensor | float = float(len(part.labels))
+                # A whole batch is not scaled, so that it keeps the bits of plain training.
                 if len(part.labels) < num_examples:
                     own = example_weights(self._objective, part.labels).get("loss")
                     if own is not None:  # an example's weight is the mean over its positions
@@ -378,6 +380,7 @@ class ResidentModel:
         for part in parts:
             with lock_global_generators():
                 self._seed_masks(part)
+                # Keys follow an example's place in the whole batch, however the batch is cut.
                 places = torch.arange(len(part.labels), device=self.device) + part.first
                 keys, features = example_keys(part.key, places), self.inputs(part.features)
                 for first in range(0, len(places), num_together):
@@ -414,6 +417,8 @@ class ResidentModel:
         if together is None:
             noised = rule.add_noise(sums, [num_examples], like=self.trainable_stack)
             return [grad[0] for grad in noised], total / num_examples
+        # Two sums: the clipped gradients, then the noised result, because rank 0 alone draws the
+        # noise and all must take the same step.
         whole, total, _ = together.sum_gradients([each[0] for each in sums], total, weight=0.0)
         own: Sequence[Tensor | None] = [None] * len(whole)
         if together.processes.rank == 0:
@@ -519,6 +524,7 @@ class ResidentModel:
         Raises:
             ValueError: The objective does not return what it declares.
         """
+        # An empty set still makes one empty batch, from which the measures' names are known.
         slices = (slice(n, n + batch_size) for n in range(0, max(1, len(labels)), batch_size))
         batches = (
             (map_inputs(torch.clone, slice_rows(features, part)), labels[part].clone())
@@ -662,6 +668,8 @@ class Training:
                 if self._together is not None:
                     grads, loss, weight = self._together.sum_gradients(grads, loss, weight=weight)
                 if isinstance(weight, Tensor) and self._model.weighs_examples:
+                    # The mean divides by the total weight of the batch, which is known only now
+                    # that all parts and processes are summed.
                     factor = torch.where(weight > 0.0, num_examples / weight, 0.0).to(loss.dtype)
                     grads = [None if grad is None else grad * factor for grad in grads]
                     loss = loss * factor
@@ -679,6 +687,7 @@ class Training:
             reached = (
                 self._model.trainable if is_whole else _select_reached(self._model.trainable, grads)
             )
+            # x <- x + scale * g: plain SGD in one call for all tensors.
             torch._foreach_add_(reached, own, alpha=affine.scale)
             return
         self._draw(self.num_steps)

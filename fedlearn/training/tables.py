@@ -359,6 +359,7 @@ class RowGroups:
         at_once = min(torch.get_num_threads(), _MOST_AT_ONCE)  # 1 in a worker of a DataLoader
         for start in range(0, len(groups), at_once):
             some = groups[start : start + at_once]
+            # Taken out of the cache here and put back below, as the most recently used.
             read = {group: self._drop(group) for group in some if group in self._kept}
             missing = [group for group in some if group not in read]
             read |= zip(missing, self._decode(missing), strict=True)
@@ -421,8 +422,6 @@ def _files_at(path: Path) -> list[Path]:
 
 
 class _TableFile(Protocol):
-    """An open Parquet or Arrow file."""
-
     schema: Any  # pyarrow has no types
 
     def __len__(self) -> int:

@@ -363,7 +363,9 @@ class TorchTrainer:
             losses, sizes = self._run(training, local.work, context, together.processes, turns)
             report = training.report()
         return LocalResult(
+            # A clone, since the next training overwrites the vector.
             tensors={**params.constants, **params.layout.views(self._model.vector_P.clone())},
+            # With max_steps, a client may not get to all its examples.
             num_examples=min(self._num_used(local.work), sum(sizes)),
             metrics={"loss": weighted_mean(losses.cpu().numpy(), np.asarray(sizes))},
             state=_state(report, context.state),
@@ -456,6 +458,8 @@ class TorchTrainer:
                 num_examples=len(self._data),
             )
             for step, rows in enumerate(islice(batches, num_steps)):
+                # Steps of other processes, and those done before a restart, are skipped but still
+                # counted.
                 turn = turn_of(step) if step >= done else None
                 if turn is None:
                     continue
@@ -474,7 +478,6 @@ class TorchTrainer:
         return losses, sizes[:num_steps]
 
     def _num_used(self, work: LocalWork) -> int:
-        """Return the number of examples that one epoch uses."""
         return int(work.count_used_per_epoch(np.asarray(len(self._data))))
 
     def _parts(
@@ -491,6 +494,7 @@ class TorchTrainer:
         for part, key in zip(parts, keys, strict=False):
             control.check()
             own = share(len(part), rank=processes.rank, world_size=processes.world_size)
+            # A share may be empty: a batch can have fewer rows than there are processes.
             if own.start < own.stop:
                 drawn = share_key(key, own.start)
                 yield Part(*self._data.batch(part[own], key=drawn), key, own.start)
@@ -518,7 +522,6 @@ class TorchTrainer:
 
 
 def _batch_sizes(work: LocalWork, *, num_examples: int) -> list[int]:
-    """Return the number of examples in each step."""
     size = work.batch_size or num_examples
     epoch = [min(size, num_examples - start) for start in range(0, num_examples, size)]
     return epoch * work.epochs
