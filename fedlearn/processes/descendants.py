@@ -60,6 +60,7 @@ def _find_marked(mark: str) -> Iterator[psutil.Process]:
 
 def _is_running(process: psutil.Process) -> bool:
     try:
+        # A zombie cannot be killed, so every scan would find it again.
         return process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False

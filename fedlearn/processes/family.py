@@ -36,6 +36,7 @@ _KILL_S = 15.0
 _LOOK_S = 0.01
 
 #: The guard: kills a process group some time after its stdin closes, unless it reads a byte first.
+# Signal 0 reaches no process; it only asks whether the group still has one.
 _GUARD = """
 import os, signal, sys, time
 group, wait_s = int(sys.argv[1]), float(sys.argv[2])
@@ -77,6 +78,7 @@ class Family:
         if sys.platform == "win32":
             return cls(process, JobObject(process.pid))
         else:
+            # -I -S: start fast, and import nothing of the user's.
             guard = subprocess.Popen(  # noqa: S603 - our own words
                 [python, "-I", "-S", "-c", _GUARD, str(process.pid), str(_KILL_S)],
                 stdin=subprocess.PIPE,
@@ -125,6 +127,7 @@ class Family:
 
 def end_family() -> NoReturn:
     """Kill this training process and all its descendants, because its application is gone."""
+    # First those that have left the group; the group's end includes this process.
     end_marked(os.environ.get(MARK, ""), but=[os.getpid()])
     if sys.platform != "win32":
         os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -140,6 +140,7 @@ def run_forks(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[F
             link, other = Pipe()
             # A later fork that inherited this end would keep the connection open.
             keep_from_forks(link)
+            # This process closes its copy, so that the link ends when the fork exits.
             with other:
                 pid = fork()
                 if not pid:
@@ -147,6 +148,7 @@ def run_forks(bodies: Sequence[Callable[[Link], object]]) -> Iterator[Sequence[F
             forks.append(ForkedProcess(pid, link))
         yield forks
     finally:
+        # Kill all before waiting for any: one may be waiting for another.
         for each in forks:
             each.kill()
         for each in forks:
@@ -165,4 +167,5 @@ def _be_forked(body: Callable[[Link], object], link: Link, lifeline_end: int) ->
         body(link)
         code = 0
     finally:
+        # Not sys.exit: that would run the parent's exit handlers and finally blocks in the child.
         os._exit(code)

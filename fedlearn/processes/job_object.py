@@ -57,6 +57,7 @@ if sys.platform == "win32":
 
         def __init__(self, pid: int) -> None:
             self._kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+            # Handles have 64 bits; by default ctypes would cut them to the 32 bits of an int.
             self._kernel.CreateJobObjectW.restype = ctypes.c_void_p
             self._kernel.OpenProcess.restype = ctypes.c_void_p
             self._job = ctypes.c_void_p(self._kernel.CreateJobObjectW(None, None))
@@ -66,6 +67,7 @@ if sys.platform == "win32":
             is_made = self._kernel.SetInformationJobObject(
                 self._job, _EXTENDED_LIMITS, ctypes.byref(limits), ctypes.sizeof(limits)
             ) and self._kernel.AssignProcessToJobObject(self._job, process)
+            # Before CloseHandle, which sets the last error again.
             error = None if is_made else ctypes.WinError(ctypes.get_last_error())
             self._kernel.CloseHandle(process)
             if error is not None:
