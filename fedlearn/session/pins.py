@@ -106,6 +106,7 @@ class Pins:
             raise self._build_violation(client_id, newest_key(data), because=str(error)) from error
         if pin is None:
             return _newest_key_of(lineage, name="")
+        # The chain must pass through the pinned key; a valid chain from elsewhere proves nothing.
         if lineage.key_after(pin.num_rotations) != pin.key:
             earlier = lineage.num_rotations < pin.num_rotations
             because = "it is older than the pinned one" if earlier else "no chain leads to it"

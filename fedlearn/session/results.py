@@ -67,6 +67,7 @@ def train_and_reply(
         vector = _to_tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
         lanes[name] = vector.reshape(-1)
     lanes = _apply_transforms(lanes, transforms, context, request)
+    # After the transforms: what leaves the client is what the coordinator checks.
     for name, vector in lanes.items():
         if not is_sound(vector):
             raise Diverged(describe_unsound(name))
@@ -225,6 +226,7 @@ def _apply_transforms(
 
 
 def _require_count(value: object) -> int:
+    # In Python a bool is an int.
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= 1:
         return int(value)
     raise UnusableResult(f"num_examples is {value!r}; it must be a whole number >= 1")

@@ -79,6 +79,7 @@ class SessionState:
     def of(cls, data: bytes) -> "SessionState":
         """Decode the output of :meth:`to_bytes`; ProtocolError if it is of another version."""
         tensors = safetensors.torch.load(data) if data else {}
+        # Take out fedlearn's own keys first; what remains is the trainer's.
         kept, pins = tensors.pop(_SESSION, None), tensors.pop(_PINS, None)
         based_on = tensors.pop(_BASED_ON, None)
         before = {name: tensors.pop(name) for name in list(tensors) if name.startswith(_BEFORE)}
@@ -225,6 +226,7 @@ def bound_update(terms: Terms, update: TrainReply) -> Contribution:
         raise ValueError("the update has no examples, so it cannot be added to the sum")
     loss = float(update.metrics.get("loss", math.nan))
     has_loss = math.isfinite(loss)
+    # A sum cannot leave a client out, so a missing loss is sent as 0, with a flag of 0.
     metrics = {
         LOSS: loss if has_loss else 0.0,
         HAS_LOSS: float(has_loss),

@@ -208,6 +208,7 @@ class ClientSession:
         """Build the failure reply; it accuses another client if that client caused the failure."""
         reason = self.reason_of(error)
         if isinstance(error, AggregationAborted) and error.culprits:
+            # A reply names one client; the smallest id makes the choice reproducible.
             return Accusation(reason=reason, client_id=ClientId(min(error.culprits)))
         return Failure(reason=reason)
 
