@@ -158,6 +158,7 @@ class FakeCoordinator(LocalGateway):
     @contextmanager
     def outage(self) -> Iterator[None]:
         """Stop the server while the block runs, then restart it with the same address and run."""
+        # Popped, so that leaving the context does not stop it a second time.
         gateway, self._channel = self.gateways.pop(), None
         back = GatewaySettings(address=gateway.address)
         gateway.stop(grace_s=0.0)

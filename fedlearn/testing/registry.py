@@ -23,5 +23,7 @@ class FreshRegistry(StoredRegistry):
         engine = open_engine(sqlite_url(folder / "store.db"))
         Base.metadata.create_all(engine)  # ten times faster than running the migrations
         super().__init__(Database(engine, runs_dir=folder), clock)
+        # The finalizer registered last runs first: the engine closes its files before they are
+        # removed.
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         weakref.finalize(self, engine.dispose)

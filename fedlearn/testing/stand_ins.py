@@ -74,6 +74,7 @@ def run_stand_in(invitation: Path, *, home: Path, trainer: LocalTrainer) -> Iter
 
     with ThreadPoolExecutor(1, thread_name_prefix="fedlearn-stand-in") as thread:
         ended = thread.submit(lambda: asyncio.run(run()))
+        # A runtime that fails before it connects must not leave this thread waiting.
         ended.add_done_callback(lambda _: is_connected.set())
         is_connected.wait()
         if ended.done():
@@ -84,5 +85,6 @@ def run_stand_in(invitation: Path, *, home: Path, trainer: LocalTrainer) -> Iter
         finally:
             for runtime, loop in running:
                 if not ended.done():
+                    # The runtime belongs to the loop of the other thread.
                     loop.call_soon_threadsafe(runtime.stop)
             ended.result()
