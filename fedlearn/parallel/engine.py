@@ -456,7 +456,6 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 @contextmanager
 def _own_randomness(device: torch.device) -> Iterator[None]:
-    """Restore torch's random generators when the block ends."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 

@@ -117,7 +117,6 @@ def in_forks(
 def _collect_results(
     ranks: Sequence[ForkedProcess], *, timeout_s: float, meanwhile: Callable[[], None]
 ) -> list[ResultT]:
-    """Wait for the results, and return them by rank."""
     links = {rank: each.link for rank, each in enumerate(ranks)}
     clock = SystemClock()
     until_s = clock.now_s() + timeout_s

@@ -354,7 +354,6 @@ def _split_by_purpose(body: bytes) -> dict[str, dict[str, Tensor]]:
 
 
 def _digest(result: LocalResult) -> str:
-    """Hash a result; results with the same bits have equal digests."""
     values = [*result.tensors.values(), *result.state.values(), *result.lanes.values()]
     flat = [value.detach().cpu().flatten().view(torch.uint8) for value in values]
     return compute_digest(torch.cat(flat).numpy().tobytes()).hex()
