@@ -218,6 +218,8 @@ class Coordinator:
         """Wait for the lease, then serve and run; see :func:`coordinate`."""
         section, name = self.places.config.coordinator, self.places.run_name
         with ExitStack() as stack:
+            # First of all: a supervisor also asks while this process waits for the database or the
+            # lease.
             telemetry = stack.enter_context(
                 Telemetry(
                     section.http_address, self.snapshot, find_stuck_part=self._signs.describe_stuck
@@ -256,6 +258,7 @@ class Coordinator:
         record = self._patiently(lambda: stored.record)
         if self.start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
             self._restart_for_clients(database, stored)
+        # After `_restart_for_clients`, which gives the run another id.
         run_id = self._patiently(lambda: find_deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             self._log.info("done_before", run=record.name)
@@ -283,6 +286,7 @@ class Coordinator:
 
     def _restart_for_clients(self, database: Database, stored: StoredRun) -> None:
         """Drop the uploads of clients and, if the last checkpoint is damaged, that checkpoint."""
+        # Before the id changes: it names the folder to remove.
         dropped = find_deployment(database, stored.name).run_id
         is_damaged = self.start is Start.FROM_PREVIOUS
         self._patiently(stored.rewind if is_damaged else stored.renew)
@@ -401,6 +405,7 @@ class Coordinator:
         gauges |= self._measure_environment()
         gauges["lease_held"] = float(lease is not None and lease.is_held())
         histograms = self.live_status.histograms()
+        # Counters, unlike queries, may be read while the gateway closes, so this needs no lock.
         if gateway is not None:
             counters |= gateway.counters.values()
             histograms |= gateway.counters.histograms()

@@ -77,6 +77,7 @@ def _write_config(file: Path, num_rounds: int) -> Config:
     """Write the starter's configuration, on ports that are free now, to a file and return it."""
     file.write_text(render(make_starter()))
     with ExitStack() as stack:
+        # All open at the same time, so that the system gives each another port.
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in _LISTENING]
         ports = [each.getsockname()[1] for each in sockets]
     addresses = zip(_LISTENING, ports, strict=True)
@@ -151,7 +152,6 @@ class DemoProcesses:
 
 
 def _run_deployment(processes: DemoProcesses, file: Path, config: Config) -> float | None:
-    """Run the deployment and return its accuracy."""
     places = Places.of(config, environ=processes.environ)
     try:
         coordinator = processes.start("coordinator", "coordinator", str(file), "--json")

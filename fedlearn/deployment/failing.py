@@ -61,6 +61,7 @@ class FailingClients:
 
     def status(self) -> dict[str, object]:
         """Return the clients that failed at least twice in a row, by number, as JSON values."""
+        # A copy: the heartbeat's thread calls this while the rounds' thread records.
         again = {each: streak for each, streak in self.streaks.copy().items() if streak[0] > 1}
         return {
             str(client_id): {"in_a_row": in_a_row, "reason": reason}

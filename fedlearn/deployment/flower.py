@@ -129,6 +129,7 @@ def run(
                     status=server.status,
                     alive=lambda: None,  # a ServerApp has no liveness endpoint
                 ) as lease:
+                    # From here on, every write checks the lease.
                     stored = database.run(name, guard=lease.guard)
                     with report_outcome(stored, progress), _record_stop(stored):
                         server.run(stored, lease)

@@ -12,6 +12,7 @@ from fedlearn.deployment.interruption import Interruption
 from fedlearn.errors import Aborted, StoreError, StoreUnavailable
 from fedlearn.store.lease import Lease
 
+# Also the longest time until an operator's command is noticed.
 _LONGEST_BEAT_S = 1.0
 
 

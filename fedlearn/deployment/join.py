@@ -122,6 +122,8 @@ class _Supervisor:
         if self._child is not None:
             self._child.suspend()
         if sys.platform != "win32":
+            # Our handler has replaced the default action of SIGTSTP, so stop this process
+            # explicitly.
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def run(self) -> None:
@@ -152,6 +154,7 @@ class _Supervisor:
             return
         self._child = child
         if self._is_stopping:
+            # A signal came before the process was known to `stop`.
             self._end(child)
         try:
             ending = child.follow(self._hear)

@@ -157,6 +157,7 @@ class Leader:
             with heartbeat:
                 yield lease
         finally:
+            # After the heartbeat has ended: a beat after the release would look like a takeover.
             with suppress(StoreError):  # the next coordinator then waits for the lease to expire
                 lease.release()
 

@@ -34,6 +34,7 @@ class SignsOfLife:
     def describe_stuck(self) -> str:
         """Describe which threads are stuck, and for how long; empty if none is."""
         now_s = self.clock.now_s()
+        # A copy: other threads write to it.
         silent = {thread: now_s - shown_s for thread, shown_s in self._shown_s.copy().items()}
         return "; ".join(
             f"the thread of the {thread} has shown no sign of life for {silent_s:.0f} s"

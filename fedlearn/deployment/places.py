@@ -78,6 +78,7 @@ def folder_of(given: str | None, *, runs_dir: Path) -> Path:
 
 def upload_store_path(folder: Path, run_id: str) -> Path:
     """Return the folder of a run's files in transit to and from clients."""
+    # The folder's name is older than the word in the code: deployments have such folders on disk.
     return folder / "spool" / run_id
 
 

@@ -52,6 +52,7 @@ def ensure_deployed(
 
 
 def _require_same(config: Config, record: RunRecord) -> None:
+    # `{}` is left out: an empty table means the same as none.
     begun, now = (
         {key: value for key, value in iterate_leaves(each.model_dump(mode="json")) if value != {}}
         for each in (config_of(record).resolve(num_clients=None), config)
@@ -106,6 +107,7 @@ def resume_round(
     if restarts:
         return ResumedRound(round_num=last.round_num, attempt=last.attempt + 1)
     retries = policy.max_retries if policy.below_minimum is BelowMinimum.RETRY else 0
+    # Attempts are numbered through: group g has the attempts from g · (retries + 1) on.
     group = last.attempt // (retries + 1) + (status is RunStatus.FAILED)
     first = group * (retries + 1)
     if not takes_late_updates:
@@ -158,6 +160,7 @@ class ReportingStore:
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable, and report the records."""
         self.store.commit(checkpoint)
+        # Removed before it is reported: a report that raises is not repeated.
         while self._unreported:
             self.report(self._unreported.pop(0))
 
@@ -189,6 +192,8 @@ class CleanupStore:
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable."""
         named = checkpoint.with_client_run(self.run_id)
+        # The commit first. After a crash in between, the journal and the replies are merely
+        # superfluous; the other way round, a round would be lost.
         self.patiently(lambda: self.store.commit(named))
         self.journal.forget(checkpoint.round_num)
         self.forget(checkpoint.round_num)

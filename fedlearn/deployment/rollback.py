@@ -30,6 +30,7 @@ def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkp
         return database.run(name).rewind(to=to)
     holder = f"fedlearn rollback:{os.getpid()}"
     lease = Lease(database, name, holder=holder, ttl_s=_SILENCE_S, clock=clock)
+    # Long enough to see that a coordinator is silent, if it has died without releasing the lease.
     ends_s = clock.now_s() + 2 * _SILENCE_S
     if not lease.acquire(is_stopped=lambda: clock.now_s() > ends_s):
         raise DeploymentError(

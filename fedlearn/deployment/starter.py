@@ -69,6 +69,7 @@ def write_starter(path: Path, *, of_client: bool = False) -> None:
         text = render_template(make_starter(), omit=OF_OTHERS, heading=_HEADING)
     with (
         explain_disk_errors(path, raises=DeploymentError),
+        # "x" fails if the file has appeared since the check above.
         path.open("x", encoding="utf-8") as stream,
     ):
         stream.write(text)
