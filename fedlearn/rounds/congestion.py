@@ -76,6 +76,8 @@ class InFlightLimit:
             self._num_until_decision -= 1
             self._shortest = min(self._shortest, self._found)
             if self._num_until_decision == 0:
+                # The queue never drained in this interval: as many clients too many as replies
+                # always waited.
                 needed = num_in_flight - (self._shortest - self.least)
                 self.limit = min(self.limit, max(self.least, needed))
                 self._num_until_decision, self._shortest = num_in_flight, self._found

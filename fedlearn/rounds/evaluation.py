@@ -78,6 +78,7 @@ class ChannelEvaluator:
         request = EvaluateRequest(
             round_num=round_num, tensors=params.to_tensors(), order=tuple(params.layout.by_name)
         )
+        # One object for all clients, so that a channel encodes the model only once.
         requests = dict.fromkeys(cohort, request)
         replies = list[EvaluateReply]()
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):

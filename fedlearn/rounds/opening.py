@@ -88,6 +88,8 @@ class ChargedDraw:
             BudgetExhausted: The round cannot be afforded; no client was sent its model.
             StoreError: The charge could not be recorded.
         """
+        # Draw first: a draw that fails costs nothing. The charge is durable before any client is
+        # asked.
         drawn = self.inner(num, round_num=round_num, attempt=attempt, busy=busy)
         key = round_num, attempt if self.each_attempt else 0
         if key != self._charged:

@@ -120,6 +120,7 @@ class PlainCollector:
         try:
             collected = self._collect(pending, requests, requests[round_num], draw)
         finally:
+            # The tasks of a synchronous round end with it, even if it raised.
             if self.round_mode is None:
                 self.close()
         self._in_flight = frozenset(each.client_id for each in collected.pending)
@@ -132,6 +133,7 @@ class PlainCollector:
         request: RoundRequest,
         draw: Draw,
     ) -> CollectedRound:
+        # Nothing is in flight, so nothing ties this round to the last exchange: begin a new one.
         if not pending:
             self.close()
         is_resumed = self._exchange is None
@@ -242,6 +244,7 @@ class _RoundAttempt:
             ends_s = math.inf if self.collector.round_mode is None else self.opened_s + until_s
             arrival = self.exchange.next(until_s=ends_s)
             if arrival is not None:
+                # A reply may have arrived before it was read: time must not run backwards.
                 self.now_s = max(self.now_s, arrival.elapsed_s - self.opened_s)
                 self._take(arrival)
                 del arrival  # free it before the next one is read: both may be as large as a model
@@ -287,6 +290,7 @@ class _RoundAttempt:
                 self.now_s = max(self.now_s, self.exchange.elapsed_s() - self.opened_s)
             self._ask(self.round_state.ask(self.now_s))
             drawn = self.round_state.draw(self.draw)
+            # A cohort is asked even if it is empty, since that opens the round.
             if not drawn and not self.round_state.opens_when_drawn:
                 return
             self._prepare(drawn)
@@ -338,6 +342,7 @@ class _RoundAttempt:
         if all(each.based_on == round_num for each in pending):
             return
         messages = self.request.messages([each.client_id for each in pending])
+        # Clients with equal messages share one object, so identity groups them.
         for message in {id(each): each for each in messages.values()}.values():
             alike = [client_id for client_id, each in messages.items() if each is message]
             prefetcher.send_prefetch(alike, message, last_round_num=round_num + most - 1)
@@ -349,11 +354,13 @@ class _RoundAttempt:
         task, self._last_reply_s = self.round_state.land(arrival.client_id), self.now_s
         if (congestion := self.collector.congestion) is not None:
             self.round_state.limit(congestion.update_limit(num_in_flight=num_in_flight))
+        # asked_s is relative to this round's opening, and negative for an earlier round.
         duration_s = arrival.duration_s(self.opened_s + task.asked_s)
         oldest = None
         round_mode = self.collector.round_mode
         if round_mode is not None and self.round_state.allows_early_work:
             oldest = max(0, task.based_on - round_mode.max_staleness)
+        # Against the request that the client was sent, which may be of an earlier round.
         update = validate_or_refuse(arrival, self.requests[task.based_on], oldest=oldest)
         if not isinstance(update, TrainReply):
             row = build_participation(arrival.client_id, update, duration_s)
@@ -386,7 +393,6 @@ class _RoundAttempt:
             self.held.clear()  # no later attempt will count these updates
 
     def _give_up(self, tasks: Iterable[PendingTask]) -> None:
-        """Stop waiting for the clients of these tasks."""
         gone = [each.client_id for each in tasks]
         if gone:
             self._last_reply_s = self.now_s

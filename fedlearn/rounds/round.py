@@ -239,7 +239,6 @@ def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
 def _build_request(
     state: ServerState, plan: RoundPlan, strategy: Strategy, *, attempt: int
 ) -> RoundRequest:
-    """Build the request of the current round."""
     return RoundRequest(
         round_num=state.round_num,
         attempt=attempt,
@@ -269,12 +268,12 @@ def _take_step(
     *,
     strategy: Strategy,
 ) -> RoundResult:
-    """Release the aggregate, if there is one, and take the server's step."""
     attempt = request.attempt
     state = replace(state, durations=collected.durations)
     aggregate = collected.aggregate
     if aggregate is None:  # no update counted, so the client state before the round stays valid
         return RoundResult(state, collected, {})
+    # Only now that updates count: see the early return above.
     state = replace(state, client_states=collected.kept)
     if request.counted is not None:
         state = replace(

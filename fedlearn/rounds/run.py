@@ -263,7 +263,9 @@ def train(
             store.commit(_build_checkpoint(state))  # keep the rounds that the budget has paid for
             raise
         store.append(record)
+        # The operator may have asked for more rounds: look before the run is found to be over.
         plan = plan.with_extension(state)
+        # User code first: it sees the last round, too.
         is_over = after_round(record, state.server.params) or plan.is_over(state)
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
             store.commit(_build_checkpoint(state))
@@ -279,6 +281,7 @@ def _run_next_round(
     state: RunState, plan: RunPlan, started_s: float
 ) -> tuple[RunState, RoundRecord]:
     server, first = state.server, 0
+    # Only the round that was open at the crash continues with a later attempt.
     if plan.resumed is not None and plan.resumed.round_num == server.round_num:
         first = plan.resumed.attempt
         server = replace(server, pending=plan.resumed.rejoin(server.pending))
@@ -338,6 +341,7 @@ def _run_attempts(
     for attempt in range(first, first + plan.policy.max_retries + 1):
         ran = run_round(server, plan, attempt=attempt, without=culprits)
         server, collected = ran.state, ran.collected
+        # Clients spent the time of a failed attempt, too.
         duration_s += collected.duration_s
         culprits |= collected.culprits
         if collected.aggregate is not None:
@@ -404,6 +408,8 @@ def _build_checkpoint(state: RunState) -> Checkpoint:
     }
     tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
     tensors |= {f"clients/{name}": t for name, t in to_tensors(server.client_states).items()}
+    # "flight" and "told" are old words for pending tasks and the broadcast: stored checkpoints have
+    # them, so they stay.
     tensors |= {f"flight/{name}": t for name, t in tasks_to_tensors(server.pending).items()}
     tensors |= {f"durations/{name}": t for name, t in durations_tensors(server.durations).items()}
     tensors |= _rounds_to_tensors("counted/", server.counted)
@@ -418,6 +424,7 @@ def _build_checkpoint(state: RunState) -> Checkpoint:
         tensors |= {f"best/{name}": t for name, t in _tensors_by_name(state.best_params).items()}
     values: dict[str, Scalar] = {
         "virtual_s": state.virtual_s,
+        # JSON has no NaN.
         "best_value": None if math.isnan(state.best_value) else state.best_value,
         "best_round": state.best_round,
         "has_asked": state.has_asked,
@@ -437,7 +444,6 @@ def _rounds_to_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str,
 
 
 def _rounds_from_tensors(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
-    """Restore a mapping that :func:`_rounds_to_tensors` has converted."""
     if not tensors:
         return {}
     pairs = zip(tensors["ids"].tolist(), tensors["rounds"].tolist(), strict=True)
@@ -504,9 +510,9 @@ def _restore(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSta
 
 
 def _reset_clients(state: RunState, strategy: Strategy) -> RunState:
-    """Return the state of a run whose clients have lost their client state."""
     server = state.server
     begun = strategy.without_clients(server.params, server.strategy_state)
+    # Without client state, no update of a client counts as its last one.
     return replace(state, server=replace(server, strategy_state=begun, counted={}))
 
 
@@ -532,6 +538,7 @@ def _require_same_state(begun: State, expected: State, *, layout: Layout) -> Non
     """
     lengths = (layout.num_trainable, layout.size)
     for name, value in expected.items():
+        # Only vectors along the parameters depend on which of them are frozen.
         if name not in begun or not value.dim() or value.shape[-1] not in lengths:
             continue
         if begun[name].shape[-1:] != value.shape[-1:]:

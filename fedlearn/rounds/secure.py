@@ -213,6 +213,8 @@ class SecureCollector:
             if outcome.suspects:
                 suspects = sorted(outcome.suspects)
                 _log.warning("false_shares", round_num=request.round_num, client_ids=suspects)
+            # Clients release shares of a sum that is large enough for the terms; the policy may
+            # want more.
             if len(outcome.survivors) >= self.policy.min_reports:
                 aggregate = released
                 self._warn_if_clipped(released, request)
@@ -265,6 +267,7 @@ class SecureCollector:
             )
         except AggregationAborted as error:
             _log.warning("masked_sum_stays", round_num=terms.round_num, error=str(error))
+            # The failed try took time, which the round's duration includes.
             session.elapsed_s = members.elapsed_s
             return None
         session.take_over(members)
@@ -291,6 +294,7 @@ class SecureCollector:
             self.masked_sum.clear()
             return None
         terms = stored.session.terms
+        # The sum may be of an earlier attempt, whose request differed only in its number.
         same = replace(request.message(), attempt=terms.attempt)
         if terms.run_id == self.run_id and terms.request_hash == hash_request(same):
             return stored
@@ -347,6 +351,7 @@ class SecureCollector:
         lineages = {each: directory[each] for each in cohort if each in directory}
         known = {each: newest_key(lineage) for each, lineage in lineages.items()}
         session.lineages = lineages if self.sends_directory else {}
+        # R0: terms down, fresh public keys up.
         signed, advertising = open_session(terms, signer=self.signer, directory=known)
         invitation = SecureTermsRequest(
             round_num=session.round_num,
@@ -356,6 +361,7 @@ class SecureCollector:
         )
         invitations = dict.fromkeys(cohort, invitation)
         session.exchange(Stage.ADVERTISE, invitations, messages.Advert, advertising.receive)
+        # R1: each client's part of the roster down, sealed shares of its secrets up.
         rosters, sharing = advertising.close()
         session.exchange(
             Stage.SHARE,
@@ -363,6 +369,7 @@ class SecureCollector:
             messages.Shares,
             sharing.receive,
         )
+        # R2: packets and the model down, masked updates up. Only this stage trains.
         packets, masking = sharing.close()
         session.exchange(
             Stage.MASK,
@@ -373,6 +380,7 @@ class SecureCollector:
             deadline_s=deadline_s,
             num_wanted=num_wanted,
         )
+        # R3, against an active server only: survivors down, signatures over them up.
         survivors, after = masking.close()
         asked: Sequence[ClientId] = after.survivors
         final: Final = survivors
@@ -482,6 +490,7 @@ class SessionRun:
                 round_state.settle(task, Status.FAILED, reason=reason)
             else:
                 round_state.take(task, Participation(client_id, Status.REPORTED, now_s))
+            # Ask before `is_closed`: clients that are not needed any more are not late.
             is_over = is_enough()
             if is_over or round_state.is_closed:
                 break
@@ -511,7 +520,6 @@ class SessionRun:
         return ""
 
     def _record_rows(self, stage: Stage, rows: Sequence[Participation]) -> None:
-        """Record the clients lost at a stage, and the arrival times of masked vectors."""
         for row in rows:
             if row.status is not Status.REPORTED:
                 reason = row.reason or f"late at the stage `{stage}`"
@@ -527,6 +535,7 @@ class SessionRun:
             num_wanted=max(1, num_wanted),
             over_selection=1.0,
             deadline_s=deadline_s,
+            # The session itself aborts if too few are left.
             min_reports=0,
             below_minimum=BelowMinimum.SKIP,
             max_retries=0,
@@ -659,6 +668,7 @@ def _build_aggregate(
     if total.weight <= 0:
         raise _build_error("the weights add up to 0 or less")
     if plan.noise_multiplier is not None:  # the range of noisy sums was checked when decoding
+        # Back to whole levels: decoding has multiplied them by the step.
         levels = {
             name: torch.from_numpy(
                 np.concatenate([np.rint(total.sums[lane.name] / lane.step) for lane in parts])

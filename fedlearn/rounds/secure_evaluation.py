@@ -76,6 +76,7 @@ class SecureEvaluator:
                 work=lambda own: SecureEvaluateRequest(message=own, evaluate=request),
                 deadline_s=self.deadline_s,
                 num_wanted=len(cohort),
+                # Not stored, so never repeated after a crash: see the class.
                 masked_sum=NoMaskedSumStore(),
             )
             means = plan.means(outcome.total)

@@ -96,6 +96,7 @@ class Fold:
         like = next(iter(lanes.values()))[0]
         num_examples_B = like.new_tensor([update.num_examples for update in updates])
         based_on = [update.round_num for update in updates]
+        # Staleness multiplies the weight; the mean divides by the sum of the products.
         weights_B = weights(self._aggregation, num_examples_B) * like.new_tensor(factors)
         return Updates(client_ids, weights_B, lanes, based_on)
 
@@ -103,7 +104,7 @@ class Fold:
 def validate_or_refuse(
     arrival: Arrival, request: RoundRequest, *, oldest: int | None = None
 ) -> TrainReply | Failure:
-    """Validate an update with :func:`validated`, and refuse it to its client if it is invalid."""
+    """Validate an update with :func:`validate`, and refuse it to its client if it is invalid."""
     update = validate(arrival, request, oldest=oldest)
     # A client that reported its own failure needs no refusal.
     if isinstance(update, Failure) and update is not arrival.reply:
@@ -139,6 +140,7 @@ def validate(
         return Failure(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
     if bounds is not None and not 1 <= reply.num_examples <= bounds.max_examples:
         return Failure(bounds.too_heavy(reply.num_examples))
+    # Last, since it reads every number of the update.
     problem = refusal(reply.lanes, specs, layout=request.params.layout, bounds=bounds)
     return reply if problem is None else Failure(problem)
 

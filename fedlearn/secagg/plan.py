@@ -341,7 +341,7 @@ def hash_request(work: TrainRequest | EvaluateRequest) -> bytes:
 
 
 def hash_notice(notice: TrainingNotice | EvaluationNotice) -> bytes:
-    """Return the :func:`request_hash` of the request that a notice announces."""
+    """Return the :func:`hash_request` of the request that a notice announces."""
     if isinstance(notice, EvaluationNotice):
         return digest(b"evaluation", notice.rest_hash)
     settings = json.dumps(dict(notice.settings), sort_keys=True).encode()
