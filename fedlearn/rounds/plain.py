@@ -274,14 +274,12 @@ class _RoundAttempt:
         return waited_s >= self.collector.policy.deadline_s
 
     def _next_look_s(self) -> float:
-        """Return when to look for newly connected clients."""
         is_looking = self.collector.wait is not None and self.round_state.may_ask
         return self.now_s + _LOOK_S if is_looking else math.inf
 
     # ---- Asking ---------------------------------------------------------------------------
 
     def _refill(self) -> None:
-        """Ask as many clients as the state machine allows."""
         while self.round_state.may_ask:
             # A draw can take long, if it waits for clients to connect or the run is paused.
             if self.round_state.opens_when_drawn:
