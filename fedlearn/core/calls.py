@@ -93,7 +93,6 @@ def _wrap_call(function: Any, target: Any, name: str) -> Any:  # Any: as the dec
 def _require_fitting(
     target: Callable[..., Any], name: str, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> None:
-    """Refuse arguments that do not fit a signature or are outside the ranges that it declares."""
     signature = inspect.signature(target)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -120,6 +119,7 @@ def _explain(
     by_place = [each for each in parameters if each.kind is not each.KEYWORD_ONLY]
     for unknown in () if takes_any_name else kwargs.keys() - set(names):
         near = difflib.get_close_matches(unknown, names, n=1)
+        # So that lr finds learning_rate.
         initials = {"".join(word[0] for word in each.split("_")): each for each in names}
         meant = initials.get(unknown) or (near[0] if near else None)
         hint = f"did you mean {meant}? It takes" if meant else "it takes"

@@ -81,6 +81,7 @@ def thread_processor_s(thread: int) -> float:
     """
     # time.pthread_getcpuclockid may crash if the thread has ended, so the clock's id is computed
     # here as the kernel does: MAKE_THREAD_CPUCLOCK.
+    # 6 = CPUCLOCK_PERTHREAD_MASK | CPUCLOCK_SCHED.
     if sys.platform == "linux":
         return time.clock_gettime(~thread << 3 | 6)
     raise OSError(errno.ENOSYS, "this system has no clock for a thread")

@@ -49,6 +49,7 @@ def gather(value: ResultT, cluster: Cluster) -> list[ResultT]:
     sizes[cluster.rank] = len(mine)
     cluster.all_reduce([sizes])
     parts = torch.zeros(int(sizes.sum()), dtype=torch.float64).split(sizes.long().tolist())
+    # `split` returns views, so this fills the process's part of the buffer.
     parts[cluster.rank].copy_(mine)
     cluster.all_reduce(parts)
     # Safe to unpickle: the bytes come from processes of the same user, as in `broadcast`.

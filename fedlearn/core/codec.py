@@ -159,10 +159,12 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
         if isinstance(settings, Mapping):
             fields["settings"] = settings = _older_settings(settings, version=newest)
     fields |= added
+    # The oldest version that has all fields, so that older peers can read as much as possible.
     is_new = bool(added) or (
         isinstance(settings, Mapping) and not settings.keys().isdisjoint(_NEW_SETTINGS)
     )
     header = json.dumps({"kind": kind, "fields": fields}).encode()
+    # Spaces are no part of a JSON value, so the parser skips the padding.
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     prefix = _PREFIX.pack(_MAGIC, VERSION if is_new else OLDEST, len(header))
     return b"".join((prefix, header, *_file(_tensors_of(message))))
@@ -194,6 +196,7 @@ def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield _TABLE_SIZE.pack(len(head))
     yield head
     for _, value in ordered:
+        # As bytes, since NumPy has no bfloat16.
         yield value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -311,6 +314,7 @@ def peek(data: bytes | mmap) -> Request | Reply:
         raise ProtocolError(f"a header of {header_size} bytes in a message of {len(data)}")
     try:
         header = json.loads(data[_PREFIX.size : start])
+    # Deeply nested JSON exhausts the parser's recursion.
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
     return _put_together(*_read(header), _tensors(data, start))
@@ -338,6 +342,7 @@ def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
         raise ProtocolError(f"malformed tensors: {error}") from error
     if not isinstance(table, dict):
         raise ProtocolError("malformed tensors: the table is not a JSON object")
+    # The safetensors library may add an entry for metadata, which is not a tensor.
     table.pop("__metadata__", None)
     slots = sorted((_Slot.of(entry, name=name) for name, entry in table.items()), key=_Slot.span)
     end = 0
@@ -361,6 +366,7 @@ def _view(data: bytes | mmap, begin: int) -> Tensor:
 
 
 def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # JSON allows repeated keys, of which parsers keep different ones.
     table = dict(pairs)
     if len(table) != len(pairs):
         raise ValueError("a name appears twice")
@@ -408,6 +414,7 @@ class _Slot:
     def view(self, body: Tensor) -> Tensor:
         """Return the tensor as a view of ``body``, or a copy if it is not aligned."""
         part = body[self.begin : self.end]
+        # A foreign file may not have its widest elements first.
         aligned = part if self.begin % self.dtype.itemsize == 0 else part.clone()
         return aligned.view(self.dtype).reshape(self.shape)
 
@@ -472,7 +479,6 @@ def _body(message: bytes) -> dict[str, Tensor]:
 
 # The header is JSON from a peer: any shape is possible until each field has been read.
 def _read(header: Any) -> tuple[str, dict[str, Any]]:
-    """Parse a header into the kind of the message and the values of its fields."""
     if not (isinstance(header, dict) and isinstance(header.get("fields"), dict)):
         raise _explain_malformed("the header has no fields")
     kind, fields = header.get("kind"), header["fields"]
@@ -542,7 +548,6 @@ def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors whose names start with ``prefix``, by name without the prefix."""
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()
@@ -557,7 +562,6 @@ def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:
 
 
 def _message(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the bytes of the secure-aggregation message among the tensors; required."""
     tensor = tensors.get(_MESSAGE)
     if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise _explain_malformed("its bytes are missing")
@@ -597,6 +601,7 @@ def _explain_malformed(what: str) -> ProtocolError:
 
 # Each reader checks and converts one field, given its JSON value (anything) and its name.
 def _integer(value: Any, name: str) -> int:
+    # `type`, not isinstance: JSON's true is an int in Python.
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise _explain_malformed(f"{name} is not an integer in [0, 2**63)")
     return value
@@ -640,6 +645,7 @@ def _numbers(value: Any, name: str) -> dict[str, float]:
     if any(isinstance(each, bool) for each in found.values()):
         raise _explain_malformed(f"{name} is not a table of numbers")
     try:
+        # JSON integers are unbounded.
         return {key: float(each) for key, each in found.items()}
     except OverflowError as error:
         raise _explain_malformed(f"a number in {name} is too large") from error
@@ -651,6 +657,7 @@ def _directory(value: Any, name: str) -> dict[ClientId, bytes]:
         found = {ClientId(int(client)): _octets(key, name) for client, key in keys.items()}
     except ValueError as error:
         raise _explain_malformed(f"{name}: {error}") from error
+    # int() reads "1" and "01" as one client.
     if len(found) != len(keys) or not all(0 <= client < 1 << 63 for client in found):
         raise _explain_malformed(f"{name} has impossible clients")
     return found
@@ -662,6 +669,7 @@ def _rounds(value: Any, name: str) -> dict[ClientId, int]:
         found = {ClientId(int(client)): _integer(each, name) for client, each in table.items()}
     except ValueError as error:
         raise _explain_malformed(f"{name}: {error}") from error
+    # As in `_directory`.
     if len(found) != len(table) or not all(0 <= client < 1 << 63 for client in found):
         raise _explain_malformed(f"{name} has impossible clients")
     return found

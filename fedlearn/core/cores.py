@@ -20,6 +20,7 @@ _IDLE_NICENESS = 15
 def count_cores() -> int:
     """Return the number of cores that this process may use, which can be fewer than exist."""
     if sys.platform == "linux":
+        # A container or `taskset` may allow fewer than cpu_count() returns.
         return len(os.sched_getaffinity(0))
     else:
         return os.cpu_count() or 1

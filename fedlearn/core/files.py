@@ -55,6 +55,7 @@ def write_durably(
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+        # After the rename: until the folder is synced, a crash may bring the old name back.
         sync_folder(path.parent)
 
 
@@ -70,6 +71,7 @@ def require_writable(path: Path, *, raises: type[FedlearnError]) -> None:
     with explain_disk_errors(path, raises=raises):
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # Try it: permission bits alone do not show read-only file systems or access lists.
         _write_temporary(path, b"", mode=_PRIVATE).unlink()
 
 
@@ -106,6 +108,7 @@ def make_private_folder(folder: Path) -> None:
     """
     with explain_disk_errors(folder, raises=DeploymentError):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The umask limits mkdir's mode, and a folder that existed keeps its own.
         folder.chmod(0o700)
 
 
@@ -189,6 +192,7 @@ def _write_temporary(path: Path, content: bytes, *, mode: int) -> Path:
     """Write ``content`` durably to a new, randomly named file in the folder of ``path``."""
     suffix = SecretBytes.generate(_SUFFIX_BYTES).reveal().hex()
     temporary = path.with_name(f".{path.name}.{suffix}.tmp")
+    # O_EXCL: never follow or overwrite a file that is there already.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with os.fdopen(descriptor, "wb") as stream:
@@ -214,4 +218,5 @@ def map_file(path: Path) -> bytes | mmap:
     else:
         with path.open("rb") as stream:
             num_bytes = os.fstat(stream.fileno()).st_size
+            # An empty file cannot be mapped.
             return mmap(stream.fileno(), num_bytes, access=ACCESS_READ) if num_bytes else b""

@@ -17,6 +17,7 @@ def open_lock(path: Path) -> FileIO:
     Raises:
         OSError: The file cannot be opened.
     """
+    # Append: opening must not truncate the note of the process that holds the lock.
     return FileIO(path, "a+")
 
 

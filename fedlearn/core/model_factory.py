@@ -116,10 +116,12 @@ def _find_held_part(box: list[nn.Module]) -> str | None:
     """Return the name of a part of the module in ``box`` that has a reference from outside."""
     own = _find_reachable([box])
     counts = Counter(id(each) for value in own.values() for each in _list_referents(value))
+    # Measure how many references an unheld object shows here: the list's and getrefcount's own.
     view = torch.zeros(1)[None]
     samples = [object(), view._base]  # noqa: SLF001 - as below
     unheld, unheld_base = (sys.getrefcount(samples[place]) for place in range(2))
     for base in {id(each._base) for each in own.values() if isinstance(each, Tensor)}:  # noqa: SLF001
+        # A view refers to its base from C++, which the garbage collector does not report.
         counts[base] += unheld_base - unheld
     held = [own[key] for key in own if sys.getrefcount(own[key]) > unheld + counts[key]]
     # The caller holds the box itself, which does not count. Anything reachable from a held object

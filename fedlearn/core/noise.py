@@ -160,6 +160,7 @@ class Proposals:
         s = 1 << self.log_s
         offset = _draw_uniform(self.log_s, num, source)
         x = (y << self.log_s) + offset
+        # n is the number of this y that is nearest to 0: s y if y >= 0, else s y + s - 1.
         from_nearest = np.where(y < 0, offset - (s - 1), offset)
         product = from_nearest.astype(np.float64)
         product *= 2 * x - from_nearest  # x² - n² = (x - n)(x + n)
@@ -181,6 +182,7 @@ class Proposals:
         more = _TABLE_BITS - _GUIDE_BITS
         for at in np.flatnonzero(rows == _UNCLEAR).tolist():
             drawn = (int(indices[at]) << more) | source.bits(more)
+            # bisect_right, since a row covers the draws below its bound.
             rows[at] = bisect_right(self.table, drawn)
         return rows
 
@@ -200,7 +202,6 @@ class Proposals:
 
 
 def _draw_uniform(num_bits: int, num: int, source: SecretStream) -> NDArray[np.int64]:
-    """Draw ``num`` uniform integers in [0, 2**num_bits)."""
     if num_bits <= _GUIDE_BITS:
         return (source.words(np.uint16, num) >> np.uint16(16 - num_bits)).astype(np.int64)
     return (source.words(np.uint64, num) >> np.uint64(64 - num_bits)).astype(np.int64)
@@ -216,6 +217,8 @@ def build_proposals(sigma: float) -> Proposals:
     with localcontext(prec=60):
         two_variances = 2 * Decimal(sigma) ** 2
         chances = [
+            # Proportional to P[X = x_y], where x_y is the number nearest to 0 among s y … s y + s -
+            # 1.
             (-(Decimal(s * y if y >= 0 else s * y + s - 1) ** 2) / two_variances).exp()
             for y in range(-reach, reach)
         ]
@@ -223,6 +226,7 @@ def build_proposals(sigma: float) -> Proposals:
         for chance in chances:
             total += chance
             table.append(int(total * unit))
+    # Rounding down must not leave draws above the last bound.
     table[-1] = 1 << _TABLE_BITS
     # A bucket of 16-bit prefixes that lies between two bounds has one row. A bucket with a bound
     # in it stays unclear.

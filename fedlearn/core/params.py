@@ -85,6 +85,8 @@ class Layout:
                 bits, a tensor shares memory with one that training changes, or a module is lazy.
         """
         _require_shapes(module)
+        # keep_vars: the very tensors of the module, so that tied ones are recognized by their
+        # identity.
         parameters, saved = dict(module.named_parameters()), module.state_dict(keep_vars=True)
         buffers = {name: value for name, value in module.named_buffers() if name in saved}
         trains = {name: value for name, value in parameters.items() if value.requires_grad}
@@ -110,6 +112,7 @@ class Layout:
         everything = parameters | buffers
         _require_own_memory(everything, changing=trains.keys() | statistics.keys())
         floats = {value.dtype for value in everything.values() if value.is_floating_point()}
+        # The trained parameters first: the vector's prefix is what optimizers and norms see.
         specs = _list_specs(trains | statistics)
         is_double = any(spec.dtype == torch.float64 for spec in specs)
         return cls(
@@ -154,6 +157,7 @@ class Layout:
         """
         if not self.others:
             return None
+        # Reversed, so that the first tensor of each dtype is the one that stays.
         first = {spec.dtype: spec.name for spec in reversed(self.specs)}
         listed = ", ".join(f"{dtype} ({name!r}, ...)" for dtype, name in reversed(first.items()))
         return f"trains and is sent in the model's own dtypes: {listed}"
@@ -179,14 +183,13 @@ class Layout:
 
 
 def _find_aliases(saved: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> dict[str, str]:
-    """Map each saved name of a tied tensor that is not in ``known`` to its name there."""
+    # named_parameters() lists a tied tensor once, state_dict() under each of its names.
     names = {id(value): name for name, value in known.items()}
     others = {name: names.get(id(value)) for name, value in saved.items() if name not in known}
     return {alias: name for alias, name in others.items() if name is not None}
 
 
 def _require_shapes(module: nn.Module) -> None:
-    """Raise ValueError if a parameter or buffer of a lazy module has no shape yet."""
     for name, value in chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(value):
             raise ValueError(
@@ -378,6 +381,7 @@ def _find_frozen_buffers(module: nn.Module) -> set[str]:
         for prefix, layer in module.named_modules():
             if not isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - of all of them
                 continue
+            # Still in evaluation mode: the layer overrides train(), as frozen BatchNorms do.
             if not layer.training or layer.momentum == 0.0:
                 names |= {f"{prefix}.{name}".lstrip(".") for name, _ in layer.named_buffers()}
     return names
@@ -403,6 +407,7 @@ def _require_own_memory(tensors: Mapping[str, Tensor], *, changing: Collection[s
     Raises:
         ValueError: A tensor that changes shares memory with another one.
     """
+    # Sorted by address: only spans that begin before this one ends can overlap it.
     spans = sorted((*_span(value), name) for name, value in tensors.items() if value.numel())
     for place, (_, _, end, one) in enumerate(spans):
         for device, begin, _, other in spans[place + 1 :]:
@@ -427,8 +432,10 @@ def _span(value: Tensor) -> tuple[str, int, int]:
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors with overlapping spans share an element; strided spans have gaps."""
+    # Elements cannot be compared: assume that they overlap.
     if one.itemsize != other.itemsize or _storage(one) != _storage(other):
         return True
+    # Mark the elements of one tensor, then look whether the other one has any of them.
     used = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
     used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())

@@ -116,6 +116,7 @@ class Participations(Sequence[Participation]):
         """
         import numpy as np  # noqa: PLC0415 (see above)
 
+        # 0 is the code of REPORTED.
         known = (self.codes == 0) & np.isfinite(self.losses)
         weights = np.where(known, self.num_examples, 0)
         total = int(weights.sum())

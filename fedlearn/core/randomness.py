@@ -24,6 +24,7 @@ _MASK = (1 << 63) - 1
 _MASK_64 = (1 << 64) - 1
 _MASK_32 = (1 << 32) - 1
 _27, _30, _31 = np.uint64(27), np.uint64(30), np.uint64(31)
+#: Constants of SplitMix64.
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -106,6 +107,7 @@ class Seed:
             >>> Seed(0).uniform(np.arange(3)).shape
             (3,)
         """
+        # 53 bits fill a float64; half a step more, so that 0 never occurs.
         return ((self.hash(*labels) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
     def normal(self, *labels: NDArray[np.int64] | int) -> NDArray[np.float64]:
@@ -120,6 +122,7 @@ class Seed:
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    # Arrays wrap modulo 2**64 silently, as intended; NumPy scalars would warn.
     state = state + _GOLDEN
     state = (state ^ (state >> _30)) * _MIX_1
     state = (state ^ (state >> _27)) * _MIX_2
@@ -159,6 +162,7 @@ def seed_global_generators(seed: Seed) -> None:
     Call it in a :func:`lock_global_generators`.
     """
     random.seed(seed.value)
+    # NumPy's global generator takes seeds of 32 bits only.
     np.random.seed(seed.value & _MASK_32)  # noqa: NPY002 - the old one
     torch.manual_seed(seed.value)
 
@@ -224,6 +228,8 @@ def reseed_by_key() -> Iterator[Callable[[int], Callable[[], bool]]]:
 
     def set_key(key: int) -> Callable[[], bool]:
         seed(key)
+        # Remember the first draw of this key, then seed again: a different next draw shows that
+        # others drew.
         first = next_bits()
         seed(key)
         return lambda: next_bits() != first

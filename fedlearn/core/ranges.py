@@ -101,6 +101,7 @@ def describe_argument_out_of_range(
             return f"{name} is {value!r}; give {noun}{or_none}{_hint(value, kind)}"
         if kind is bool:
             continue
+        # Before isfinite, which overflows for huge integers of Python.
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             return f"{name} is {value!r}; give a number below 2^63"
         if not (math.isfinite(value) and all(_holds(each, value) for each in limits)):

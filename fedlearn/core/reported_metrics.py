@@ -17,6 +17,7 @@ def select_recordable(metrics: Mapping[str, float]) -> dict[str, float]:
         >>> select_recordable({"grad_norm": 0.5, "": 1.0, "x" * 65: 1.0})
         {'grad_norm': 0.5}
     """
+    # Unprintable names could hide or reorder what a terminal shows.
     sound = [name for name in metrics if 0 < len(name) <= MAX_NAME and name.isprintable()]
     return {name: metrics[name] for name in sound[:MAX_METRICS]}
 

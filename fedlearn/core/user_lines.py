@@ -50,6 +50,7 @@ def find_user_line(where: BaseException | FrameType | None) -> str | None:
         True
     """
     lines = _read_thread(where) if isinstance(where, FrameType) else _read_traceback(where, set())
+    # max returns the first of equals, so the innermost line of the best owner.
     innermost = max(reversed(lines), key=lambda line: line.owner, default=None)
     return None if innermost is None else innermost.place
 
