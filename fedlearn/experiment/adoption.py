@@ -100,6 +100,7 @@ def _record(folder: Path) -> RunRecord:
         name=folder.name,
         status=RunStatus.INTERRUPTED,  # one that stopped early does so again when it is resumed
         error="",
+        # The configuration is written once, when the run is created.
         created_utc=utc(path.stat().st_mtime),
         num_rounds=described.num_rounds,
         config=config,

@@ -166,4 +166,5 @@ def require_callable(
 
 
 def _has_method(value: object, name: str) -> bool:
+    # A class has the method, too, but without an object it cannot be called.
     return not isinstance(value, type) and callable(getattr(value, name, None))

@@ -225,6 +225,8 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     canaries = Canaries.draw(
         num_pairs=num_pairs, opposite=plan.event.cohorts.adjacency is Adjacency.REPLACE
     )
+    # (ε, δ) privacy allows to reveal each canary outright with probability δ, so δ must be well
+    # below 1 / canaries.
     delta = min(delta, _SHARE / (2 * num_pairs))
     num_rounds = _num_rounds(plan, config.num_rounds, delta)
     per_client = _per_client(real, plan)
@@ -257,6 +259,8 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     odds = {
         name: power(
             claimed,
+            # With a share of the noise, scores are 1 / share times as far apart, measured in
+            # noise.
             distance=canaries.distance(scores) / share,
             target_delta=delta,
             num_pairs=num_pairs,
@@ -290,6 +294,7 @@ def _num_pairs(real: Simulation, plan: PrivacyPlan, num_canaries: int) -> int:
             f"but a pair in each group of users needs {2 * groups}; raise --canaries, use a "
             "larger model, or raise cohort.num_wanted"
         )
+    # The same number of pairs in each group.
     return room // (2 * groups) * groups
 
 
@@ -415,6 +420,8 @@ def _adapt_config(
     tree["evaluation"] |= {"clients": 0}
     tree["early_stopping"] = {}
     tree["privacy"] |= {
+        # The run's own noise. With an ε instead, it would be calibrated again, to the audit's
+        # cohorts.
         "noise_multiplier": plan.noise_multiplier,
         "epsilon": None,
         "target_delta": delta,

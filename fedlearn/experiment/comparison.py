@@ -136,6 +136,7 @@ def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
     leading, first = headline_metric(a), dict[str, Direction]()
     if leading == headline_metric(b) and split_statistic(leading)[0] in agreed:
         first[leading] = agreed[split_statistic(leading)[0]]
+    # Last, since `compare` judges by the first metric that both runs have measured.
     loss = agreed.pop("loss")
     return first | agreed | {"loss": loss}
 

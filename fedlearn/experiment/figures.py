@@ -87,6 +87,7 @@ def label_axes(
         lines, labels = zip(*keys, strict=True)
         legend = axes.legend(lines, labels, fontsize=SMALL, edgecolor="none")
         for text in legend.get_texts():
+            # A run's name may contain "$", which would start a formula.
             text.set_parse_math(False)
 
 
@@ -113,6 +114,7 @@ def render_svg(panel: Panel, *, inches: tuple[float, float]) -> str:
     panel(axes)
     _add_value_tooltips(axes)
     written = StringIO()
+    # With a fixed salt, the same figure gives the same bytes.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fedlearn"}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         canvas: Any = FigureCanvasSVG(figure)  # Any: its methods have no types

@@ -196,6 +196,8 @@ def start_accounting(
     affordable = charging.count_affordable(due) if due > 0 else due
     if affordable < due:
         notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds left")
+    # A round is charged before any client is asked. Charges beyond the committed rounds belong to
+    # processes that ended in between.
     num_lost = sum(ledger.load_spent_by_run().values()) - num_finished
     if num_lost > 0 and plan.takes_turns:
         notes.append(f"{num_lost} turns of earlier processes were lost: others are asked first")

@@ -347,6 +347,8 @@ class TerminalProgress(_Lines):
             line += f"  {self._dim(f'ε {epsilon:.3g}{self._budget}')}"
         bar = ""
         if not self._is_deployed:
+            # A function, since the width takes a system call, and is only needed when the bar is
+            # redrawn.
             bar = self._left.bar(record, self._num_rounds, lambda: self._console.width)
         if advice := self._clip_advice(record):
             line += f"\n{self._late(advice)}"

@@ -240,6 +240,7 @@ class _Map:
         else:
             colors = ListedColormap(["#00000000", *_COLORS.values()])
             extent = (0.5, last, rows - 0.5, -0.5)
+            # `vmax` is the largest code: each code then has its own color, whichever codes occur.
             axes.imshow(
                 self.cells, colors, aspect="auto", interpolation="none", extent=extent, vmax=5
             )

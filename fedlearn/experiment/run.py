@@ -102,6 +102,8 @@ class Run:
 
         from fedlearn.training.keyed_dropout import preserve_generator  # noqa: PLC0415 (likewise)
 
+        # Building a network draws its initial weights; the caller's random numbers must not
+        # change.
         with preserve_generator(torch.default_generator):
             places = {name: place for place, name in enumerate(self.make_model().state_dict())}
         return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))

@@ -387,6 +387,7 @@ def run_simulation(components: Simulation, site: Site) -> Run:
 def _describe_arguments(components: Simulation) -> dict[str, object]:
     """Describe the arguments that must be the same when the run is resumed, by name."""
     is_own = _is_argument(components.config.devices)
+    # The model is only described here: building it must not change the run's random numbers.
     with preserve_generator(torch.default_generator):
         model = components.make_model()
     return {
@@ -577,6 +578,8 @@ def _execute(
 
             part.train(
                 cluster,
+                # Received in `_RunPart.__call__`: every rank must make the same collective calls
+                # in order.
                 cluster.broadcast((checkpoint, num_lost)),
                 store=stored,
                 num_rounds=num_rounds,
@@ -658,6 +661,7 @@ class _RunPart:
 
 
 def _share_num_rounds(num_rounds: Callable[[], int], cluster: Cluster) -> int:
+    # One answer for all ranks: an operator may raise the number between two of their reads.
     return cluster.broadcast(num_rounds())
 
 

@@ -134,6 +134,7 @@ def train_alone(
     )
     is_rank = read_torchrun_size(site.environ) is not None
     with _lock_folder(folder, site.environ, is_kept=job.is_kept), explain_divergence():
+        # Under the lock, since it reads the job that another process may be writing.
         _require_same_decay(job, task)
         if is_rank:
             state = train_as_rank(job, start=start, report=report)
