@@ -55,6 +55,7 @@ def train_and_reply(
     transforms = transforms_from(request.settings, known=known)
     settings = without_transforms(request.settings, known=known)
     require_honored(settings, trainer.honors, who=type(trainer).__name__)
+    # Simulated clients share these tensors, so a trainer must not write to them.
     sent = _mark_tensors(request.tensors)
     result = trainer.train(request.tensors, context=context)
     if not isinstance(result, LocalResult):
@@ -118,6 +119,7 @@ def _mark_tensors(tensors: Mapping[str, Tensor]) -> dict[str, _Mark]:
 
 def _sum_words(value: Tensor) -> int:
     octets = value.detach().contiguous().view(-1).view(torch.uint8)
+    # In words of four bytes there are four times fewer numbers to add.
     words = octets.view(torch.int32) if octets.numel() % 4 == 0 else octets
     return int(words.sum(dtype=torch.int64))
 

@@ -183,6 +183,7 @@ def find_session_to_mask(data: bytes) -> Session | None:
 
 
 def _to_octets(data: bytes) -> Tensor:
+    # A copy, since a buffer of bytes is read-only.
     return torch.from_numpy(np.frombuffer(data, np.uint8).copy())
 
 

@@ -178,6 +178,7 @@ class ClientSession:
         try:
             match decode(data, personal=personal, constants=constants):
                 case TrainRequest() as request:
+                    # First: the request also says whether the last update counted.
                     kept = SessionState.of(state).settle(request, self.client_id)
                     reply, tensors = self._train(request, kept.trainer, control)
                     return encode(reply), kept.record_training(request, tensors).to_bytes()
@@ -193,6 +194,7 @@ class ClientSession:
                     return encode(answer), kept.to_bytes()
                 case other:
                     raise ProtocolError(f"{type(other).__name__} is not a request")
+        # Not a failure: a cancelled task has no reply.
         except Cancelled:
             raise
         except PolicyViolation as violation:
@@ -233,6 +235,8 @@ class ClientSession:
 
         def contribute(terms: Terms) -> Contribution:
             match request:
+                # The signed terms name the request by its hash, so another model cannot be slipped
+                # in.
                 case SecureTrainRequest(train=train) if hash_request(train) == terms.request_hash:
                     nonlocal trained
                     begun = kept.settle(train, self.client_id)
@@ -249,14 +253,17 @@ class ClientSession:
                     return added
             raise ProtocolError("the request is not the one that the terms name")
 
+        # 1. Which keys to trust.
         asked = decode_message(request)
         before = kept.pins if self.pin_file is None else self.pin_file.read()
         lineages = dict(request.directory) if isinstance(request, SecureStageRequest) else {}
         lineages.pop(self.client_id, None)  # this client knows its own key
         pins, given = before.follow(lineages), self.secure.directory
         # Keys that were configured in advance take precedence over those the coordinator sends.
+        # Without pins the directory is not copied: a simulated one derives each key on access.
         directory = {**pins.keys, **given} if pins.clients else given
         secure = replace(self.secure, directory=directory, draw=self._build_draw(pins))
+        # 2. Answer, with what this client remembers of earlier sums.
         state = kept.find_session(asked)
         history = None if self.history_file is None else self.history_file.read()
         if history is not None:
@@ -265,6 +272,7 @@ class ClientSession:
             asked, state, contribute=contribute, find_masks=self.find_masks
         )
         reply = SecureReply(round_num=request.round_num, message=messages.encode(answered))
+        # 3. What outlives the run goes to files, before the answer leaves.
         if self.pin_file is None:
             trained = replace(trained, pins=pins)
         elif pins != before:
