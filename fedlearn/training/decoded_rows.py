@@ -53,6 +53,7 @@ class DecodedRows:
         self._offsets = offsets
         self._parts = [_Part(*each) for each in zip(starts[:-1], row_bytes, strict=True)]
         with tempfile.TemporaryFile(prefix="fedlearn-") as file:
+            # The file has no name; the duplicate keeps it alive after the block.
             self._file = PositionedFile(os.dup(file.fileno()))
         weakref.finalize(self, self._file.close).atexit = False
         free = shutil.disk_usage(tempfile.gettempdir()).free

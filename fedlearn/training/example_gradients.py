@@ -129,6 +129,7 @@ class ExampleGradients:
             _, losses = self._forward({**rest, **trainable}, alone, label.unsqueeze(0))
             return losses.sum()
 
+        # "different": an example's random numbers, as of a user's own dropout, are its own.
         each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0, 0), randomness="different")
         with warnings.catch_warnings():
             # torch warns where vmap falls back to a loop: that is slow, not wrong.
@@ -176,6 +177,7 @@ class ExampleGradients:
         with preserve_generator(generator), preserve_global_generators() as have_moved:
             self._dropouts.set_key(0)
             start = generator.get_state()
+            # The whole batch twice, from the same generator state: does the model keep state?
             after, whole = self._forward(parameters, features, labels)
             draws = have_moved() or not torch.equal(generator.get_state(), start)
             generator.set_state(start)

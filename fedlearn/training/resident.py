@@ -546,6 +546,7 @@ class ResidentModel:
         kept: list[tuple[Tensor, Tensor]] = []
         try:
             for features, labels in batches:
+                # Before eval(), since formats are tried in training mode.
                 self._choose_formats(features, labels)
                 self.module.eval()
                 outputs = call_module(self.module, self.inputs(features))

@@ -461,6 +461,7 @@ class _ArrowFile:
         return count
 
     def num_rows(self, group: int, column: str) -> int:
+        # The footer of an Arrow file does not count rows.
         return len(self.read(group, [column]))
 
     def read(self, group: int, names: Sequence[str]) -> Any:
@@ -468,6 +469,7 @@ class _ArrowFile:
         options = pa.ipc.IpcReadOptions(included_fields=wanted)
         batch = pa.ipc.open_file(self._source, options=options).get_batch(group)
         batch.validate()  # a damaged file may declare lengths beyond the end of its buffers
+        # The reader returns columns in the file's order.
         return pa.Table.from_batches([batch]).select(names)
 
 
