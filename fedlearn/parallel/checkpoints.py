@@ -48,6 +48,7 @@ def latest(folder: Path) -> Path | None:
         for path in (folder.iterdir() if folder.is_dir() else ())
         if (found := _FOLDER.fullmatch(path.name)) and (path / _COMPLETE).exists()
     }
+    # By number: as text, step-10 comes before step-9.
     return complete[max(complete)] if complete else None
 
 

@@ -43,6 +43,7 @@ class EvaluationResults:
         self, engine: RankTrainer, evaluation: Evaluation, folder: Path | None, *, until: int
     ) -> None:
         self._evaluation, self._folder, self._until = evaluation, folder, until
+        # Rows beyond the checkpoint belong to steps that will be taken again.
         self._rows = [each for each in self._read() if each.step <= engine.step_num]
         self._best: TrainingState | None = None  # used only without a folder
         self.is_over = self._is_over()
@@ -74,6 +75,7 @@ class EvaluationResults:
         if state is not None:
             metrics = dict(self._evaluation.measure(state))
             self._add(state, metrics.get(self._evaluation.goal.metric, math.nan))
+        # Rank 0 decides for all: the others have no metrics.
         over = torch.tensor([float(self._is_over())], dtype=torch.float64)
         if engine.world_size > 1:
             dist.broadcast(over, src=0)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-#: Steps without overflow after which the scale is doubled.
+#: Steps without overflow after which the scale is doubled; 2000 as in torch's GradScaler.
 _GROWS_AFTER = 2000
 
 

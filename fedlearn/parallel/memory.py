@@ -207,6 +207,7 @@ def _memory(stage: "_StageTrace", plan: TrainingPlan, *, index: int, device: str
             passes.append(activations + gradients)
         elif parts > 1:
             passes.append(activations - kept + gradients)
+        # P + S plus the larger of the two sums, as at the top of this module.
         peak = parameters + state + max(max(passes) + transient, gradients + update + staying)
     return Memory(
         parameters=parameters,

@@ -67,6 +67,7 @@ class Mesh(Ranged):
 
     def coordinates(self, rank: int) -> "MeshPosition":
         """Return the coordinates of the process with a rank, from 0."""
+        # From the innermost degree to the outermost.
         rank, tensor = divmod(rank, self.tensor)
         rank, shard = divmod(rank, self.shard)
         pipeline, replicate = divmod(rank, self.replicate)

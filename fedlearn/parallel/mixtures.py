@@ -181,6 +181,7 @@ def _round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
     """
     whole = [math.floor(share * total) for share in shares]
     rest = [share * total - floor for share, floor in zip(shares, whole, strict=True)]
+    # Ties go to the lower index, so that every process rounds alike.
     up = sorted(range(len(shares)), key=lambda i: (-rest[i], i))[: total - sum(whole)]
     return [count + (i in up) for i, count in enumerate(whole)]
 

@@ -56,6 +56,7 @@ class ServerSteps(StrategyWrapper):
             params, metrics = with_state(params, standing), {"warm_start_loss": loss}
         if not self.every_rounds:
             standing = replace(standing, optimizer={})  # no later training needs it
+        # The inner strategy begins with the trained model.
         begun = self.inner.begin(params)
         state = {**begun.state, **_without_model(standing, 0)}
         return StepResult(begun.params, state, {**begun.metrics, **metrics})

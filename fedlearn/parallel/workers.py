@@ -200,6 +200,8 @@ class Workers:
         Raises:
             ProcessesParted: A worker has a different result, or has failed or exited.
         """
+        # Take every answer, even after a bad one: one left in its link would answer the next
+        # training.
         ours, answers = _digest(result), [_answer(worker) for worker in self.processes]
         for rank, (worker, answer) in enumerate(zip(self.processes, answers, strict=True), start=1):
             if answer.get("digest") != ours:
