@@ -153,6 +153,7 @@ class TraceBandwidth:
     def trace_of(self, client_ids: NDArray[np.int64], *, seed: Seed) -> NDArray[np.int64]:
         """Return the index of each client's trace: [B]."""
         draws = seed.derive("trace").uniform(client_ids)
+        # A draw is below 1, so the index is below num_traces.
         return (draws * self.num_traces).astype(np.int64)
 
     def communication_s(

@@ -368,6 +368,7 @@ def _time_block_sizes(job: TrainingJob, usual: Choice, clock: Clock) -> dict[str
     """
     most = min(job.num_together, job.population.num_clients)
     usual_size = min(usual.block_size, most)
+    # An ordered set: sizes may become equal when they are cut to the cohort.
     sizes = dict.fromkeys(min(max(1, round(usual_size * each)), most) for each in _SIZES)
     candidates = [(usual.kind, size) for size in sizes]
     # Second, because the budget is spent in this order: even a short run compares the executors.

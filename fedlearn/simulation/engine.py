@@ -184,6 +184,7 @@ class Engine:
             DataError: See :meth:`collect`.
             EngineError: See :meth:`collect`.
         """
+        # 1. Deal the clients to the workers, and cut this worker's share into blocks.
         request, count = requests[0], len(client_ids)
         updates, bounds = self._locals(client_ids, requests), self.bounds(request)
         steps = by_client(LocalWork.num_steps, updates, self.population.num_examples(client_ids))
@@ -204,6 +205,7 @@ class Engine:
             trained = self._train_block(client_ids[some], block_requests, updates[some[0]])
             return trained, _build_sent_updates(client_ids[some], trained, block_requests)
 
+        # 2. Train each block, add its updates, and record what its clients report.
         attempted = chain.from_iterable(attempts(train, each, errors) for each in blocks)
         for block, (trained, left) in attempted:
             block_requests = [requests[place] for place in block.tolist()]
@@ -227,8 +229,8 @@ class Engine:
             places = zip(block.tolist(), trained.metrics_K, strict=False)
             metrics |= {place: each for place, each in places if report[2, place] == REPORTED}
         report[2, list(errors)] = RAISED
-        # One all-reduce for the aggregate and the report: in rounds of milliseconds, each one
-        # counts.
+        # 3. Share the outcome. One all-reduce for the aggregate and the report: in rounds of
+        # milliseconds, each one counts.
         reduction.share(self.cluster, more=torch.from_numpy(report))
         verdicts = report[2].astype(np.int64)
         # All workers now hold the same verdicts, so they all enter the collectives below, or none
@@ -243,6 +245,7 @@ class Engine:
         if isinstance(self.executor, TrainerExecutor):
             everyone = gather(metrics, self.cluster)
             metrics = {place: reported for each in everyone for place, reported in each.items()}
+        # 4. Share the client state of those that count.
         everything = share_client_states(
             kept,
             client_ids[verdicts == REPORTED].tolist(),

@@ -377,6 +377,7 @@ def number_ids(ids: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         names, owners = np.unique(ids, return_inverse=True)
         return names, owners
     listed = ids.tolist()
+    # Sort the distinct ids only: np.unique would sort all N Python objects.
     distinct = sorted(set(listed))
     numbers = {name: number for number, name in enumerate(distinct)}
     owners = np.fromiter(map(numbers.__getitem__, listed), np.int64, len(listed))

@@ -261,6 +261,7 @@ class ModularSum:
         # The update's own bytes give each client its own stream, in any order of training.
         digest = hashlib.sha256(self.seed.value.to_bytes(8, "little"))
         digest.update(row.contiguous().numpy().tobytes())
+        # 32 random bits for the stochastic rounding of each number.
         noise = expand_keystream(SecretBytes(digest.digest()), 4 * len(row)).view(np.uint32)
         lanes, levels, is_longer = self._lanes[name], [], False
         sizes = [lane.size for lane in lanes]

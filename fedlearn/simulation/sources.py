@@ -256,6 +256,7 @@ def tensor_of(
         raise DataError(f"{what} are {array.dtype} up to {array.max()}; give numbers below 2**63")
     usual = np.dtype(np.float32 if kind == "f" else np.int64)
     dtype = _KEPT_DTYPES.get((kind, array.dtype.itemsize), usual) if keeps_dtype else usual
+    # astype copies: torch accepts neither negative strides nor read-only arrays.
     return torch.from_numpy(array.astype(dtype, order="C"))
 
 
