@@ -143,7 +143,6 @@ def with_keys_of(
 
 
 def _derive(base: type[SectionT], name: str, fields: Mapping[str, Any]) -> type[SectionT]:
-    """Create a subclass of ``base`` with further fields."""
     return create_model(
         name, __base__=base, __module__=base.__module__, __doc__=base.__doc__, **fields
     )
@@ -158,6 +157,7 @@ def _fields(
     """Return the fields that ``makes`` declare, and those of ``base`` whose default changes."""
     fields = dict[str, Any]()
     for name in base.model_fields.keys() & defaults.keys():
+        # A copy: other kinds derive from the same base, with other defaults.
         info = copy(base.model_fields[name])
         info.default = defaults[name]
         fields[name] = (info.annotation, info)

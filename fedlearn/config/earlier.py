@@ -38,6 +38,7 @@ FIXED: Final[Mapping[str, object]] = {
 
 def advise(path: Key) -> str | None:
     """Return the advice for a key of an earlier version; ``None`` if there was no such key."""
+    # The second form is for tables whose names the user chooses.
     for key in (".".join(path), ".".join((*path[:-2], ANY_NAME, *path[-1:]))):
         if key in RENAMED:
             return f"it is {RENAMED[key]} now"
@@ -52,6 +53,7 @@ def read_earlier(raw: dict[str, Any]) -> dict[str, Any]:  # Any, here and below:
     Raises:
         ValueError: A removed key has another value than the one that now always applies.
     """
+    # The tables inside are changed below, and belong to the caller's record.
     raw = deepcopy(raw)
     # Earlier versions required it to equal privacy.clip_norm, which now takes its place.
     if value_at(raw, ("privacy", "mode")) == "distributed":

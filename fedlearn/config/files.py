@@ -128,4 +128,5 @@ def _toml_or_text(text: str) -> Any:  # Any: what TOML can hold
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
         return text
+    # A text with a line break could add further keys.
     return document["value"] if document.keys() == {"value"} else text

@@ -72,6 +72,7 @@ class Sources:
         lines = [key for key in keys if key in self.lines]
         setting = [self._find_override(key, inside=False) for key in keys]
         inside = [] if lines else [self._find_override(key, inside=True) for key in keys]
+        # Overrides first: they win over the file, so they are what the user has to change.
         for index in (*setting, *inside):
             if index is not None:
                 return (math.inf, index), f"--set {redact(self.overrides[index].text)}"

@@ -31,6 +31,8 @@ def read(file: Path) -> tuple[dict[str, Any], str]:
     except RecursionError as error:
         raise ConfigError(f"{file}: arrays or tables are nested too deeply") from error
     except ValueError as error:
+        # Before Python 3.14, the position is only in the message. (A UnicodeDecodeError is a
+        # ValueError, too, and was caught above.)
         what, _, where = str(error).partition(" (at line ")
         line, _, column = where.rstrip(")").partition(", column ")
         place = f"{file}:{line}: column {column}" if where else f"{file}"

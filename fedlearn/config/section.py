@@ -56,6 +56,7 @@ class Section(BaseModel):
         if not isinstance(raw, dict):
             return raw
         kinds = {
+            # pydantic chooses the kind by this key, and does not fill in a default for it.
             name: {tag: getattr(info.default, tag)} | raw[name]
             for name, info in cls.model_fields.items()
             if (tag := tag_of(info)) is not None and isinstance(raw.get(name), dict)

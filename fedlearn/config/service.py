@@ -139,6 +139,7 @@ class ServiceSection(Section):
         served = [self.address, self.enrolment_address, self.http_address]
         for place, name in enumerate(("enrolment_address", "http_address"), start=1):
             here = served[place]
+            # Port 0 is any free one, so two services may both have it.
             if here is not None and here in served[:place] and _parse_port(here):
                 text = f"is {quote(here)}, where another service listens; take other ports"
                 yield Problem((name, "address"), text)

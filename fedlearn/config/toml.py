@@ -30,6 +30,7 @@ def toml_lines(table: Mapping[str, Any], path: Key) -> Iterator[str]:
 def format_toml(value: Any) -> str:
     """Format a value as TOML; tables and arrays on one line."""
     match value:
+        # Before the last case: `str(True)` is not TOML.
         case bool():
             return "true" if value else "false"
         case str():  # JSON's escapes are valid TOML, but TOML requires DEL to be escaped too
@@ -74,6 +75,8 @@ def key_lines(text: str) -> dict[Key, int]:
     lines: dict[Key, int] = {}
     table: Key = ()
     statement, first = "", 1
+    # Not `splitlines`, which also splits at characters that may be inside a TOML string, as
+    # U+2028. Lines are collected until they parse: then a statement is complete.
     for number, line in enumerate(text.split("\n"), start=1):
         statement += f"{line}\n"
         try:

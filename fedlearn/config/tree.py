@@ -310,6 +310,7 @@ class Config(Section):
         late, staleness = raw.get("late_updates"), raw.get("staleness", {})
         if isinstance(late, dict) and late.get("mode") == "keep" and isinstance(staleness, dict):
             implied["staleness"] = {"max_staleness": 5, "staleness_hinge": 0, **staleness}
+        # Buffers last: they depend on the tables that the rules above may have changed.
         return raw | implied | imply_buffers(raw | implied)
 
     def problems(self) -> Iterator[Problem]:
@@ -609,6 +610,7 @@ class Config(Section):
             tree["evaluation"]["clients"] = evaluated
         if self.stragglers.deadline_s == "auto":
             tree["stragglers"]["deadline_s"] = REAL_DEADLINE_S if num_clients is None else "none"
+        # Validated again: the checks across tables skip what is still "auto".
         return validate(Config, tree, sources=Sources("the configuration"))
 
     @property
@@ -647,6 +649,7 @@ class Config(Section):
 
     def canonical_json(self) -> str:
         """Return the canonical JSON of this tree: sorted keys, no whitespace, ASCII."""
+        # Always the same bytes for equal trees: runs are hashed and compared by them.
         values = self.model_dump(mode="json")
         return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 

@@ -42,6 +42,7 @@ def bind_user_function(
     """
     function = import_function(key, factory)
     try:
+        # Fails now, with the key, and not in the middle of a run.
         inspect.signature(function).bind(*given, **args)
     except ValueError:  # functions written in C may have no signature
         pass
