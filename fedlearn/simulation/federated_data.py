@@ -66,6 +66,7 @@ from fedlearn.training.local_data import (
 )
 
 _CACHE_BYTES = 256 << 20  # of decoded Parquet row groups
+# Bounds the memory of checks over populations of many millions.
 _CLIENTS_AT_ONCE = 1 << 20
 _READ_TWICE = 4  # rows of a dataset that are read twice, to check that reads are repeatable
 
@@ -285,6 +286,7 @@ def _examples(
     features: Inputs[ArrayLike], labels: ArrayLike, *, groups: ArrayLike | None = None
 ) -> Examples:
     arrays: dict[str, ArrayLike] = name_inputs(features)
+    # A boolean array that is the only input holds values; among several it is a mask.
     has_several = isinstance(features, tuple | Mapping)
     inputs = [
         tensor_of(arrays[name], what=name, keeps_dtype=True, keeps_masks=has_several)
@@ -436,6 +438,7 @@ def _divide_rows(
                 "each of several datasets is one client, which needs partition=fl.Natural() "
                 "without groups; to divide them differently, join them with torch's ConcatDataset"
             )
+        # The datasets are joined in this order, so each client is a range of rows.
         offsets = offsets_of([len(each) for each in own.datasets])
         return Partition(np.arange(num_rows), offsets, own.names)
     _require_division(partition)
@@ -447,6 +450,7 @@ def _divide_rows(
                 "the rows do not name their clients, as a natural partition needs; give groups=, "
                 "a list or a mapping of datasets, or another partition"
             )
+        # ByIds does not look at labels, so zeros will do.
         return ByIds(require_ids(groups, num_examples=num_rows)).split(
             np.zeros(num_rows), seed=_partition_seed(seed)
         )

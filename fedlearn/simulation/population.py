@@ -234,6 +234,7 @@ class UnreadRows:
                     again, _ = self._epoch(own, epoch, set_key, instead=first)
                     pairs += again
                 places += [np.arange(start, end)] * num_reads[-1]
+        # Maps each example that was read to its place among the clients' rows.
         at = np.concatenate(places)
         features, labels = stack_pairs(pairs, rows=self.rows[at])
         self._check(features, labels, place=lambda row: self.place(int(at[row])))
@@ -436,6 +437,7 @@ def check_examples(
     """
     require_one_label_each(features, labels)
     for name, tensor in name_inputs(features).items():
+        # `tensor is features`: it is the only input, so a boolean one is not a mask.
         if tensor.is_complex() or (tensor is features and tensor.dtype == torch.bool):
             raise DataError(f"{name} of {tensor.dtype}; convert with `.float()`")
     if labels.dtype != torch.int64 and (num_classes is not None or not labels.is_floating_point()):
@@ -509,6 +511,7 @@ def places_of(
     """Concatenate the ranges of these clients; return that and each client's offset in it."""
     sizes = sizes_of(offsets, client_ids=client_ids)
     ends = offsets_of(sizes)
+    # A client's range starts at offsets[c], and in the result at ends[i].
     shifts = np.repeat(offsets[client_ids] - ends[:-1], sizes)
     return np.arange(ends[-1]) + shifts, ends
 

@@ -193,6 +193,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         self, clients: Sequence[ClientId], train: TrainRequest
     ) -> DeviceRound:
         client_ids = np.asarray(clients, np.int64)
+        # The request says how much a client trains, as in the engine.
         amounts: dict[str, Any] = {n: each for n, each in train.settings.items() if n in _AMOUNTS}
         work = replace(self.work, **amounts)
         num_bytes = sum(tensor.nbytes for tensor in train.tensors.values())

@@ -188,6 +188,7 @@ def refuse_global_draws(work: Work) -> Iterator[None]:
         EngineError: A user-defined local update drew from a global generator. Its numbers would
             depend on the composition of the block, so the run would not be reproducible.
     """
+    # fedlearn's own updates draw by key only.
     if not is_own(work.local):
         yield
         return

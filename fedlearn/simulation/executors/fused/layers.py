@@ -278,6 +278,7 @@ class _Conv:
         self, conv: nn.Conv2d, specs: Mapping[str, TensorSpec], place: OperatorMemory
     ) -> None:
         kernels, self._weight_target = place.parameter(specs["weight"])
+        # [k, out, in, ...] becomes [k * out, in, ...]: group i of the convolution is client i.
         self._weight, self._groups = kernels.flatten(0, 1), place.num_clients
         self._bias = self._bias_sizes = self._bias_target = None
         if "bias" in specs:

@@ -71,6 +71,8 @@ class Workspace:
             )
             for index in range(len(shapes))
         ]
+        # Entry i: whether the layer before layer i is an activation, whose derivative reads its
+        # output.
         is_activation = [False, *(isinstance(layer.module, ACTIVATIONS) for layer in layers)]
         gather = GatherImages if len(shapes[0]) > 1 else GatherMatrices
         return Program(
@@ -141,6 +143,7 @@ def _arrange(chain: Chain, example_shape: Shape) -> tuple[Chain, tuple[Shape, ..
     is_flat = not any(isinstance(layer.module, WINDOWED) for layer in chain.layers)
     start = (torch.Size(example_shape).numel(),) if is_flat else example_shape
     layers = list[Layer]()
+    # There is one shape more than there are layers: the one after the last.
     for layer, before in zip(chain.layers, chain.shapes(example_shape), strict=False):
         if isinstance(layer.module, nn.Flatten) and (is_flat or len(before) == 1):
             continue
