@@ -39,7 +39,7 @@ class Spread(Ranged):
         `PipeDream <https://arxiv.org/abs/1806.03377>`_ (1F1B; here with a flush, hence without
         stale weights); Chen et al., 2016, `Training Deep Nets with Sublinear Memory Cost
         <https://arxiv.org/abs/1604.06174>`_ (recomputation); Micikevicius et al., 2018,
-        `Mixed TrainingPrecision Training <https://arxiv.org/abs/1710.03740>`_.
+        `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_.
     """
 
     mesh: Annotated[Mesh, doc("Degrees of parallelism.")] = field(default_factory=Mesh)
@@ -158,6 +158,7 @@ class TrainingPlan(Ranged):
             step: Index of the step, from 0.
             share: Index of the share, in 0..``mesh.data - 1``.
         """
+        # Step s has the positions sB to (s + 1)B, and each share of it is contiguous.
         size = self.batch_size // self.spread.mesh.data
         start = step * self.batch_size + share * size
         return range(start, start + size)

@@ -104,6 +104,7 @@ class Task:
                 "the loss couples the examples of a batch, so it would differ for a batch in "
                 f"{num_parts} parts; set replicate, shard and num_micro_batches to 1"
             )
+        # Building a large model takes time, so do it only where a check needs it.
         if num_parts > 1 or mesh.world_size > 1 or spread.recompute:
             module = self.make_model().train()
             if (layer := batch_statistics(module)) is not None:
