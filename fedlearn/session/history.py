@@ -92,6 +92,7 @@ class HistoryFile:
             DeploymentError: The file cannot be written, or the existing one is damaged.
         """
         record = _HistoryRecord(is_bound=history.is_bound, releases=history.releases.last)
+        # Read again: the file also has the histories with other coordinators.
         content = _HistoryDocument(
             format=2, coordinators={**self._read_all(), self.coordinator_key.hex(): record}
         )

@@ -58,6 +58,7 @@ class Pins:
                 key is older than the pinned one, or the client is not in the roster. The error
                 names the client.
         """
+        # All lineages are checked before any pin changes.
         found = {
             client_id: self._follow_lineage(client_id, data) for client_id, data in lineages.items()
         }
