@@ -235,6 +235,7 @@ class FakeCoordinator(LocalGateway):
             )
         collector = SecureCollector(
             channel=channel,
+            # One attempt, without spare clients: the result says which were lost, and why.
             policy=StragglerPolicy(
                 num_wanted=len(cohort),
                 over_selection=1.0,
@@ -247,6 +248,7 @@ class FakeCoordinator(LocalGateway):
             run_id=self._secure_run_id,
             signer=self.authority.signer,
             directory=self._load_identity_keys,
+            # There is no roster, so clients learn each other's keys from the coordinator.
             sends_directory=True,
             stage_deadline_s=deadline_s,
             num_threads=1,

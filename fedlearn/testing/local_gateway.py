@@ -108,6 +108,7 @@ class LocalGateway:
             uploads_dir=self.folder / "spool" / (run_id or self.run_id),
             authority=self.authority,
             eligible=self._eligible,
+            # No other coordinator takes over in a test.
             is_leader=lambda: True,
             clock=self.clock,
         )
