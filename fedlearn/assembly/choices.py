@@ -72,6 +72,7 @@ def resolve(
     device = choose_device(engine.device, environ)
     params = build_initial_params(simulation, device)
     if _has_noisy_updates(simulation) and params.layout.statistics:
+        # Before the release is chosen below, which refuses buffers that clients would send.
         simulation = _freeze_constant_buffers(simulation, params)
         params = build_initial_params(simulation, device)
     choose_release(
@@ -186,7 +187,6 @@ def _warn_of_single_examples(simulation: Simulation) -> Iterator[str]:
 
 
 def _describe_block(choice: Choice) -> str:
-    """Describe how many clients train at once."""
     if choice.kind is ExecutorKind.SEQUENTIAL:
         return "clients train one at a time"
     return f"clients train {choice.block_size} at once"
@@ -313,6 +313,7 @@ def _choose_executor(
             )
         return replace(choice, block_size=engine.block_size)
     # Split a worker's share into as few blocks of equal size as fit the cache.
+    # -(-a // b) is a / b, rounded up.
     share = -(-simulation.policy.num_wanted // num_workers)
     num_blocks = -(-share // choice.block_size)
     return replace(choice, block_size=-(-share // num_blocks))

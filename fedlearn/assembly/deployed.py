@@ -69,6 +69,7 @@ def build_deployment(config: Config, *, data_dir: Path) -> Deployment:
     components = add_wrappers(components, config.client.extra)
     _require_names(config, components.objective)
     _require_free_in_telemetry(components.directions)
+    # After the other wrappers, so that privacy is outermost: it bounds what all of them compute.
     components = _add_deployment_privacy(components) if config.privacy.is_on else components
     require_travels([components.algorithm.local], components.algorithm.transforms)
     if config.secure_aggregation.is_on:

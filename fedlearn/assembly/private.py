@@ -44,6 +44,7 @@ def add_privacy(components: ComponentsT, num_users: int) -> ComponentsT:
         )
     try:
         plan = _build_privacy_plan(components, num_users)
+        # Wrapped only for the checks: the noise of this plan is not calibrated yet.
         policy, _ = plan.adapt_policy(policy), plan.wrap_strategy(components.algorithm)
     except ValueError as error:
         raise ConfigError(f'privacy.mode is "{section.mode}": {error}') from error
@@ -160,5 +161,6 @@ def _calibrate(config: Config, plan: PrivacyPlan) -> PrivacySection:
         target_delta=section.target_delta,
         num_rounds=config.num_rounds,
     )
+    # k Gaussians with noise z cost as much as one with z / √k.
     each = multiplier * math.sqrt(plan.num_releases)
     return section.model_copy(update={"noise_multiplier": each})

@@ -77,5 +77,6 @@ def _varies_by_client(strategy: Strategy) -> bool:
         StrategyWrapper.locals_for,
         ExampleNoiseStrategy.locals_for,
     ):
+        # A wrapper that passes `locals_for` on is as uniform as the strategy inside.
         return _varies_by_client(strategy.inner)
     return tells is not Strategy.locals_for

@@ -123,6 +123,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     if config.coordinator.training.is_on and not config.coordinator.training.files:
         data, own = split_data(config, data)
     population = data.population.num_clients
+    # After the coordinator's clients are set aside: "auto" depends on how many are left.
     config = config.resolve(num_clients=population)
     pooled = config.centralized
     policy = ALONE if pooled else config.straggler_policy()
