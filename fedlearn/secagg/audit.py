@@ -63,7 +63,9 @@ def show(
     """
     terms, signers = session.terms, sorted(signatures)
     if is_complete := terms.topology is Topology.COMPLETE:
+        # All of them are opened in the complete graph, so more than q would only cost bytes.
         signers = signers[: terms.quorum]
+    # Commit before sampling: the sample follows from this root.
     committed = MerkleTree.of([hash_leaf(signatures[each]) for each in signers], keys=None)
     signed = session.pack_ranks(signers)
     places = _select_places(
@@ -114,10 +116,12 @@ def check(
     places = _select_places(
         session, survivors, evidence.signed, root=evidence.root, num_signed=len(ranks)
     )
+    # The client draws the sample itself: the server's choice of signatures would prove nothing.
     if len(evidence.signatures) != len(places):
         raise ProtocolError(
             f"{len(evidence.signatures)} signatures are opened of {len(ranks)}, not {len(places)}"
         )
+    # Each opened signature must be real, and one of those that the root committed to.
     opened = ranks[places].tolist()
     signers = _identify_signers(evidence, session, opened, directory)
     for signer, signature in zip(signers, evidence.signatures, strict=True):

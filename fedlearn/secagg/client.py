@@ -153,6 +153,7 @@ class SecureClient:
                 return self._release(step, self._check_survivors(message, step, state), state)
             case Signatures(), ConfirmedStep() as step:
                 return self.release(message, state, step)
+            # A coordinator that was restarted asks again.
             case ((Signatures() | Survivors()), ReleasedStep() as step):
                 return self.repeat(message, state, step)
         at = (
@@ -181,6 +182,8 @@ class SecureClient:
         if self.draw is not None:
             self.policy.judge_drawn(terms, [self.client_id], draw=self.draw)
         state.releases.require_open(terms, most=self.policy.max_releases_per_round)
+        # Two keys: if this client drops out, its mask key is recovered, which must not open its
+        # packets.
         packet_secret, mask_secret = (SecretBytes.generate(keys.KEY_BYTES) for _ in range(2))
         unsigned = Advert(
             client_id=self.client_id,
@@ -204,11 +207,14 @@ class SecureClient:
                 safe, one of them was not drawn, or a client of this round's last sum is missing.
         """
         own = self.client_id
+        # 1. Check what the server shows.
         session = Session.from_roster(step.terms, message, directory=self.directory)
         self._check_roster(session, message, step)
         state.releases.require_all_invited(step.terms, session.points)
         seed = SecretBytes.generate(shamir.SECRET_BYTES)
         holders = session.holders(own)
+        # 2. Share both secrets. If this client survives, its seed is recovered; if it drops out,
+        # its mask key. Never both.
         shares = shamir.share(
             [seed, step.mask_secret],
             threshold=step.terms.threshold,
@@ -218,6 +224,7 @@ class SecureClient:
             holder: SecretBytes(shamir.to_bytes(pair))
             for holder, pair in zip(holders, shares, strict=True)
         }
+        # 3. Seal each holder's shares for it alone: the server forwards them.
         agreement, packets, opening = keys.KeyAgreement(step.packet_secret), [], {}
         for peer in session.neighbors(own):
             agreed = agreement.agree(session.by_id[peer].packet_key, owner=peer)
@@ -282,6 +289,7 @@ class SecureClient:
         ``precomputed`` has the masks that :meth:`expand` returned for this step, if it was called.
         """
         session, terms = step.session, step.session.terms
+        # All vectors of a sum answer one request, which the terms name.
         if contribution.request_hash != terms.request_hash:
             raise ProtocolError("this client trained on another request than the one in the terms")
         held = self._open_packets(message, step)
@@ -298,6 +306,7 @@ class SecureClient:
             agreement = keys.KeyAgreement(step.mask_secret)
             folded = derive_pair_keys(agreement, self.client_id, absent, session=session).inverse()
         masking.fold(words, folded, num_threads=self.num_threads)
+        # MaskedStep has neither seed nor mask key: from here on, only the holders can unmask.
         reply = MaskedVector(session=session.id, packed=masking.pack(terms.lanes, words))
         return reply, state.with_step(MaskedStep(session, held))
 
@@ -338,6 +347,7 @@ class SecureClient:
         """R3: sign this set of survivors, and never another one in this session."""
         survivors = self._check_survivors(message, step, state)
         text = step.session.build_survivors_text(survivors, self.client_id)
+        # A second set of survivors finds no MaskedStep, and so is never signed.
         after = ConfirmedStep(step.session, step.held, survivors)
         return SurvivorSignature(signature=self.signer.sign(text)), state.with_step(after)
 

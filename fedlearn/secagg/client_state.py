@@ -20,7 +20,8 @@ from fedlearn.secagg.session import OwnTerms, Session
 from fedlearn.secagg.shamir import SHARE_BYTES
 from fedlearn.secagg.terms import RUN_BYTES
 
-#: Magic and version.
+#: Magic and version. Raise the version if a field of a class below changes: fields are encoded in
+#: order, without names.
 _HEADER = b"FLSS\x05"
 
 _Secret: TypeAlias = Annotated[SecretBytes, octets.secret(keys.KEY_BYTES)]
@@ -54,6 +55,7 @@ class SharedStep:
     seed: _Secret
     own: Annotated[
         SecretBytes | None,
+        # Empty stands for None: a pair of shares is never empty.
         octets.byte_string(4, most=PAIR_BYTES).map(
             lambda own: own.reveal() if own else b"",
             lambda data: SecretBytes(data) if data else None,

@@ -73,6 +73,7 @@ class RosterDraw:
         seed = keys.digest(b"draw", self.roster.encode(), place)
         # u < p, with both sides multiplied by 2**64.
         below = self.chance(num_asked) * 2.0 ** (8 * _TICKET_BYTES)
+        # A client outside the roster is never drawn, whatever its ticket.
         listed = (each for each in client_ids if each in self.client_ids)
         return [each for each in listed if _hash_ticket(seed, each) < below]
 
@@ -131,6 +132,7 @@ def _log2_tail(trials: int, chance: float, most: int) -> float:
         return -math.inf
     if chance >= 1.0:
         return 0.0
+    # In logarithms: the binomials of thousands of clients overflow float64.
     x = np.arange(most + 1, trials + 1)
     factorial = np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, trials + 1)))])
     logs = factorial[trials] - factorial[x] - factorial[trials - x]

@@ -80,5 +80,6 @@ class Ring:
         found: NDArray[np.int64] = self.order[
             (self._places[client] + self._steps) % len(self.order)
         ]
+        # Indexing with an array made a copy, so this leaves the order of the ring alone.
         found.sort()
         return found

@@ -28,6 +28,7 @@ KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 TAG_BYTES = 16
 
+#: Domain separation: every hash, derived key and signed text begins with it.
 _VERSION = b"fedlearn.v1 secagg "
 #: Every packet is sealed with its own key, so the nonce may be constant.
 _NONCE = bytes(12)
@@ -91,6 +92,7 @@ def digest(label: bytes, *parts: bytes) -> bytes:
     """Hash a label and parts with SHA-256, each part prefixed by its length."""
     hasher = hashlib.sha256(_VERSION + label)
     for part in parts:
+        # With lengths, no two lists of parts hash the same bytes.
         hasher.update(struct.pack("<Q", len(part)))
         hasher.update(part)
     return hasher.digest()
@@ -126,6 +128,7 @@ def derive_pair_mask_key(
 
     ``public_key`` is that of ``pair[1]``.
     """
+    # Sorted ids, so that both sides derive the same key.
     agreed, ids = agreement.agree(public_key, owner=pair[1]), (min(pair), max(pair))
     return derive(agreed, session=session, label=b"pair mask", ids=ids)
 
@@ -146,6 +149,7 @@ def seal(
     key: SecretBytes, plain: bytes, *, session: bytes, way: tuple[ClientId, ClientId]
 ) -> bytes:
     """Encrypt ``plain``, bound to its session and way; ``key`` must seal nothing else."""
+    # The way is authenticated: a packet cannot be sent back or on to another client.
     return AESGCM(key.reveal()).encrypt(_NONCE, plain, struct.pack("<QQ", *way) + session)
 
 

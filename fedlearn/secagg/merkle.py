@@ -165,6 +165,7 @@ def compute_root(
             if keys is not None:
                 split = _read_split(known.get(right << level), splits)
                 _check_split(split, spans.get(left), spans.get(right))
+            # Siblings that are opened themselves are not in the proof.
             pair = [nodes.get(each) or hashes.take(HASH_BYTES) for each in (left, right)]
             above[parent] = _hash_node(split, *pair)
         nodes, spans, size, level = above, wider, -(-size // 2), level + 1

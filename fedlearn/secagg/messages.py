@@ -34,6 +34,7 @@ from fedlearn.secagg.shamir import SHARE_BYTES, is_canonical
 from fedlearn.secagg.terms import Terms
 
 _MAGIC = b"FLSA"
+#: Raise it if the layout of a message changes.
 VERSION = 3
 HEADER_BYTES = 6
 

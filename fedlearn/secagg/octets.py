@@ -53,6 +53,7 @@ class Reader:
         if num_bytes > self.left:
             raise ProtocolError(f"{self.what} ends {num_bytes - self.left} bytes early")
         taken, self._data = self._data[:num_bytes], self._data[num_bytes:]
+        # Copy: a view of a few bytes would keep the whole message in memory.
         return bytes(taken)
 
     def integer(self, num_bytes: int, *, largest: int | None = None) -> int:
@@ -150,6 +151,7 @@ def sequence(
     """
 
     def read(reader: Reader) -> tuple[T, ...]:
+        # Checked before anything is allocated: a peer may claim any number.
         size = _read_count(reader, count_bytes, most=most, item_bytes=item.num_bytes)
         items = tuple(item.read(reader) for _ in range(size))
         if by is not None:
@@ -195,6 +197,7 @@ def record(kind: type[T]) -> Form[T]:
     type.
     """
     hints = get_type_hints(kind, include_extras=True)
+    # In the order of declaration, which is thus part of the encoding.
     fields = {name: _find_form(hint) for name, hint in hints.items()}
     sizes = [form.num_bytes for form in fields.values()]
     return Form(

@@ -197,6 +197,7 @@ class SecurePlan:
         """Return, for each lane of the strategy, the session's lanes that carry it end to end."""
         num_statistics = layout.size - layout.num_trainable
         if self.noise_multiplier is not None:
+            # One lane for both: each lane more would multiply the noise (see `noise_share`).
             delta = [self._build_lane(PARAMETERS, layout.size, self.clip_norm)]
         else:
             delta = [self._build_lane(PARAMETERS, layout.num_trainable, self.clip_norm)]
@@ -215,6 +216,7 @@ class SecurePlan:
         """Return all lanes of a session."""
         lanes = [lane for parts in self.vector_lanes(layout).values() for lane in parts]
         if self.noise_multiplier is not None:
+            # Nothing without noise may travel next to the noisy lanes.
             return tuple(lanes)
         # A client without a loss sends 0 in both lanes, so that it does not lower the mean.
         metrics = {LOSS: self.max_loss, HAS_LOSS: 1.0}
@@ -344,6 +346,7 @@ def hash_notice(notice: TrainingNotice | EvaluationNotice) -> bytes:
     """Return the :func:`hash_request` of the request that a notice announces."""
     if isinstance(notice, EvaluationNotice):
         return digest(b"evaluation", notice.rest_hash)
+    # Sorted, since the client hashes a dict that it has decoded.
     settings = json.dumps(dict(notice.settings), sort_keys=True).encode()
     return digest(b"training settings and request", settings, notice.rest_hash)
 

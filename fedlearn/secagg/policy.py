@@ -50,6 +50,7 @@ class NoiseFloor:
         # Imported only if there is a limit: it loads scipy.
         from fedlearn.privacy.gaussian import gaussian_epsilon  # noqa: PLC0415
 
+        # Squared distances of Gaussian releases add up.
         epsilon = gaussian_epsilon(math.sqrt(self.spent + squared), self.target_delta)
         _require_at_most("privacy.max_epsilon_per_day", epsilon, self.max_epsilon)
 

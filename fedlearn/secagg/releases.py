@@ -82,6 +82,7 @@ class PastReleases:
         last = self.find(terms)
         if last is None:
             return
+        # Order of pairs: a later attempt at this round, or any later round, is open.
         if (terms.round_num, terms.attempt) <= (last.round_num, last.attempt):
             raise PolicyViolation(
                 rule=ONE_RELEASE,
@@ -160,6 +161,7 @@ class PastReleases:
             num_releases=1 if before is None else before.num_releases + 1,
             survivors=tuple(survivors),
         )
+        # The last release of a run is enough: all rounds before it are closed by `require_open`.
         return replace(self, last=(*(e for e in self.last if e.key != new.key), new))
 
     def _find_in_round(self, terms: Terms) -> PastRelease | None:

@@ -50,7 +50,7 @@ T = TypeVar("T")
 #: The message that asks for shares: the survivors, or their signatures.
 Final: TypeAlias = Survivors | Signatures
 
-#: Magic and version of a masked sum.
+#: Magic and version of a masked sum. Raise the version if a field of it changes.
 _HEADER = b"FLSM\x03"
 
 _Commitments: TypeAlias = Annotated[Mapping[ClientId, bytes], octets.table(keys.KEY_BYTES)]
@@ -114,6 +114,7 @@ class MaskedSum:
         if sum(words.nbytes for words in sums) != len(self.packed):
             raise ProtocolError("a masked sum is not as long as its terms say")
         for words in sums:
+            # Into words of its own: unmasking writes to them, and they are aligned.
             words[:] = np.frombuffer(self.packed, words.dtype, words.size, begin)
             begin += words.nbytes
         return Unmasking(self.session, self.commitments, self.survivors, sums)
@@ -386,6 +387,7 @@ class Unmasking(_Stage[None]):
         leftover = find_leftover_masks(recovered, session=self.session)
         masking.fold(self.sums, leftover, num_threads=num_threads)
         try:
+            # A level that n clients cannot reach means that some vector was not masked as agreed.
             total = from_words(self.session.terms, self.sums, num_clients=len(self.survivors))
         except ValueError as error:
             raise AggregationAborted(stage=Stage.UNMASK, reason=str(error)) from error

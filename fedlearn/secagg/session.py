@@ -144,6 +144,7 @@ class Session:
     @cached_property
     def points(self) -> Mapping[ClientId, int]:
         """Evaluation points of the clients' shares: their positions in the roster, from 1."""
+        # From 1: the share at point 0 would be the secret itself.
         seen = zip(self.adverts, self.ranks, strict=True)
         return {advert.client_id: rank + 1 for advert, rank in seen}
 
@@ -196,6 +197,7 @@ def find_shortage(terms: Terms, size: int) -> str | None:
         return f"{size} clients in the roster, the least is {terms.min_survivors}"
     if terms.adversary is Adversary.ACTIVE_SERVER and size < terms.quorum:
         return f"{size} clients in the roster, the quorum is {terms.quorum}"
+    # A complete graph shrinks with the roster; a sparse one may not become complete.
     k = min(terms.num_neighbors, size - 1)
     if terms.topology is Topology.SPARSE and k == size - 1:
         return f"{size} clients are too few for a sparse graph with {k} neighbors"
@@ -221,6 +223,7 @@ def build_leaf(member: Member, identity_key: bytes) -> bytes:
 
 
 def _hash_session(terms: Terms, *, root: bytes, size: int) -> bytes:
+    # The size, too: the root does not say how many leaves it is over.
     return keys.digest(b"session", terms.session, root, size.to_bytes(4, "little"))
 
 

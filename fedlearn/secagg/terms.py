@@ -85,6 +85,7 @@ class Terms:
             raise ConfigError(f"sigma_bits is {self.sigma_bits}, not 1 or more")
         if not 1 <= self.num_neighbors < self.num_clients:
             raise ConfigError(f"{self.num_neighbors} neighbors among {self.num_clients} clients")
+        # Both must agree: some parts of the protocol ask for k, others for the topology.
         complete = self.num_neighbors == self.num_clients - 1
         if complete != (self.topology is Topology.COMPLETE):
             raise ConfigError(f"{self.num_neighbors} neighbors in a {self.topology.name} graph")
@@ -97,6 +98,7 @@ class Terms:
             raise ConfigError(f"{len(self.lanes)} lanes, not 1 to {MAX_LANES}")
         if len({lane.name for lane in self.lanes}) != len(self.lanes):
             raise ConfigError("two lanes have the same name")
+        # One lane of weights if weights are sent, else none.
         weights = [lane for lane in self.lanes if lane.role is LaneRole.WEIGHT]
         if [(w.max_level, w.size, w.step) for w in weights] != (
             [(self.max_weight, 1, 1.0)] if self.max_weight else []
@@ -231,12 +233,14 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
             values = np.array([contribution.weight], np.float64)
         else:
             values = contribution.values[lane.name]
+        # The client weights its own values: the server never sees them apart.
         factor = contribution.weight / terms.max_weight if lane.weighted else 1.0
         levels = encode(lane, values, factor=factor, noise=noise[begin : begin + lane.size])
         if lane.noise:
             # Never drawn from rounding_key, which a simulation derives from its public seed.
             add_noise(lane, levels, source=SecretStream.fresh())
         words.append(levels)
+        # Each lane has its own part of the stream: shared numbers would correlate the rounding.
         begin += lane.size
     return tuple(words)
 

@@ -179,6 +179,7 @@ def find_leftover_masks(recovered: RecoveredSecrets, *, session: Session) -> mas
         for client_id, seed in recovered.seeds.items()
     ]
     for client_id, secret in recovered.mask_keys.items():
+        # Only masks with survivors are in the sum: other dropouts sent no vector.
         partners = [v for v in session.neighbors(client_id) if v in recovered.seeds]
         pairs = derive_pair_keys(keys.KeyAgreement(secret), client_id, partners, session=session)
         plus.extend(pairs.plus)
