@@ -67,7 +67,9 @@ def lower_bound(
     """
     if num_correct == 0:
         return 0.0
+    # Clopper-Pearson: the lower confidence bound of the rate of right guesses.
     rate = float(beta.ppf(1.0 - confidence, num_correct, num_pairs - num_correct + 1))
+    # Right with probability Φ(μ / √2), solved for μ.
     distance = math.sqrt(2.0) * float(norm.ppf(rate))
     return gaussian_epsilon(distance, target_delta) if distance > 0.0 else 0.0
 
@@ -119,6 +121,7 @@ class Canaries:
         """Draw ``num_pairs`` pairs with secret coins and directions."""
         *coins, seed = SecretStream.fresh().words(np.uint64, num_pairs + 1).tolist()
         firsts = np.array([coin % 2 == 1 for coin in coins])
+        # A seed has 63 bits.
         return cls(np.stack([firsts, ~firsts], 1).ravel(), Seed(seed >> 1), opposite)
 
     def contributions(self, canaries: Sequence[int], size: int) -> Tensor:

@@ -139,6 +139,7 @@ class FixedCohortSampler:
         """
         _require_counted(available, self.cohorts.population)
         words = self.streams.stream("cohort", round_num, attempt).words(np.uint64, len(available))
+        # The order of random words is a uniform permutation.
         chosen = np.sort(np.argsort(words, kind="stable")[:num_asked])
         return tuple(available[index] for index in chosen.tolist())
 
