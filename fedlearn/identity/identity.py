@@ -108,10 +108,12 @@ class Identity:
         Raises:
             ValueError: The PEM does not hold an Ed25519 key followed by a P-256 key.
         """
+        # Two keys in one file: the first ends at the first END line.
         first, end, second = pem.partition(_PEM_END)
         try:
             identity_key = serialization.load_pem_private_key(first + end, password=None)
             tls_key = serialization.load_pem_private_key(second, password=None)
+        # TypeError: the key is encrypted.
         except (TypeError, UnsupportedAlgorithm) as error:
             raise ValueError("not two private keys without a password") from error
         if not isinstance(identity_key, Ed25519PrivateKey) or not is_p256(tls_key):

@@ -156,6 +156,7 @@ def truncate_lineage(lineage: bytes, key: bytes) -> bytes:
         >>> truncate_lineage(lineage.to_bytes(), old_key) == old_key
         True
     """
+    # A key ends at each of these offsets.
     for end in range(keys.KEY_BYTES, len(lineage), _STATEMENT.size):
         if lineage[end - keys.KEY_BYTES : end] == key:
             return lineage[:end]

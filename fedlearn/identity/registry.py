@@ -200,12 +200,14 @@ def check_redeemable(
         EnrolmentRefused: It may not. The message reveals nothing about other clients.
     """
     again = "ask the operator for a new one (`fedlearn invite`)"
+    # One message for both: a guessed token does not show that it belongs to another client.
     if invitation is None or invitation.name != name:
         raise EnrolmentRefused(f"{name!r} has no invitation with this token; {again}")
     if now_unix_s >= invitation.expires_unix_s:
         raise EnrolmentRefused(
             f"the invitation of {name!r} expired at {utc(invitation.expires_unix_s)}; {again}"
         )
+    # The same key may redeem again, since the first reply may have been lost.
     if invitation.redeemed_by not in {b"", identity_key}:
         raise EnrolmentRefused(f"the invitation of {name!r} has been used; {again}")
     return invitation
@@ -220,6 +222,7 @@ def check_rotatable(
         EnrolmentRefused: It may not: see :meth:`Registry.rotate`.
     """
     again = "ask the operator for a new invitation (`fedlearn invite`)"
+    # Lineages only grow, so a newer one begins with the older one.
     extends = known is not None and lineage.startswith(known.lineage)
     if known is None or not extends or not is_lineage(lineage, client_id=known.client_id):
         raise EnrolmentRefused(

@@ -89,6 +89,7 @@ class IdentityRoster:
         values = {
             "fedlearn_roster": _FORMAT,
             "coordinator_key": self.coordinator_key.hex(),
+            # By id, so that equal rosters have equal digests.
             "clients": [
                 {
                     "client_id": client_id,
