@@ -209,6 +209,7 @@ def require_weighted_mean(aggregation: object) -> WeightedMean:
         WeightedMean(by_examples=True)
     """
     name = type(aggregation).__name__
+    # Not isinstance: methods of a subclass would not be called.
     if type(aggregation) is WeightedMean:
         return aggregation
     if isinstance(aggregation, FullAggregation):
@@ -245,6 +246,7 @@ def _add(total_P: Tensor, rows_BP: Rows, weights_B: Tensor) -> None:
         memory = total_P.new_empty(min(_COLUMNS, part.stop - part.start))
         split = [row_P[part].split(_COLUMNS) for row_P in rows_BP]
         for total, *deltas in zip(total_P[part].split(_COLUMNS), *split, strict=True):
+            # Sum the rows first and add them to the total once: see `accumulate`.
             product = torch.mul(deltas[0], first, out=memory[: total.numel()])
             for delta, weight in zip(deltas[1:], others, strict=True):
                 product.add_(delta, alpha=weight)

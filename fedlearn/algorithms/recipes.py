@@ -136,6 +136,7 @@ def FedSGD(*, learning_rate: float, weight_by_examples: ByExamples = True) -> Al
         McMahan et al., 2017, `Communication-Efficient Learning of Deep Networks from
         Decentralized Data <https://arxiv.org/abs/1602.05629>`_, section 2 (E = 1, B = infinity).
     """
+    # All examples in one batch: their order does not matter, so none is drawn.
     gradient_step = LocalSgd(epochs=1, batch_size=None, learning_rate=learning_rate, shuffle=False)
     return FedAvg(gradient_step, weight_by_examples=weight_by_examples)
 
@@ -197,6 +198,7 @@ def FedAdagrad(
         second_moment=SecondMoment.ADAGRAD,
         learning_rate=server_learning_rate,
         beta_1=beta_1,
+        # Adagrad sums squares and has no decay.
         beta_2=0.0,
         tau=tau,
     )

@@ -39,7 +39,8 @@ PIECES = "update"
 
 _Kind = type[Any]  # Any: updates and transforms have no base class in common
 
-#: The updates that every client knows, by their names in settings.
+#: The updates that every client knows, by their names in settings. Names never change: clients of
+#: earlier versions look them up.
 UPDATES: Mapping[str, _Kind] = {
     "sgd": LocalSgd,
     "adam": LocalAdam,
@@ -52,7 +53,7 @@ UPDATES: Mapping[str, _Kind] = {
     "noised_gradients": NoisedGradients,
 }
 
-#: The transforms that every client knows, by their names in settings.
+#: The transforms that every client knows, by their names in settings, which never change either.
 TRANSFORMS: Mapping[str, type[Transform]] = {
     "clipped_update": ClippedUpdates,
     "told_below": ClipIndicator,
