@@ -186,6 +186,7 @@ def run_round(
         CohortTooSmall: Fewer clients are available than are asked.
         RoundError: A broadcast, aggregate or return value of the strategy is invalid.
     """
+    # 1. Fix the strategy and the request of this round.
     strategy = call_at(plan.strategy, state.strategy_state)
     request = _build_request(state, plan, strategy, attempt=attempt)
     usual = plan.strategy if state.strategy_state else strategy
@@ -204,6 +205,7 @@ def run_round(
         )
         for based_on, sent in state.versions.items()
     } | {state.round_num: request}
+    # 2. Ask clients, and collect their updates.
     collected = plan.collector.collect(
         state.pending,
         requests,
@@ -221,6 +223,7 @@ def run_round(
     # Keep the broadcasts of pending tasks only, so that memory is bounded by the staleness.
     versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.pending})}
     state = replace(state, pending=collected.pending, versions=versions)
+    # 3. Release the aggregate and take the server's step.
     return _take_step(state, plan, collected, request, strategy=strategy)
 
 

@@ -40,6 +40,7 @@ def call_at(strategy: Strategy, state: State) -> Strategy:
         found: object = strategy.at(state)
     except ValueError as error:
         raise RoundError(f"{type(strategy).__name__}.at: {error}") from error
+    # isinstance cannot check the protocol, and a strategy need not inherit from it.
     if not hasattr(found, "step"):
         raise RoundError(
             f"{type(strategy).__name__}.at returned {type(found).__name__}; it returns a strategy, "
