@@ -249,7 +249,7 @@ def find_refusals(
     bounds: UpdateBounds | None,
 ) -> list[str | None]:
     """Return the reason for each row that must not be aggregated; ``None`` if it may be."""
-    # One norm per row for the whole block: exact checks row by row dominate small rounds.
+    # One norm per row for the whole block, which is far cheaper than checking row by row.
     if _are_clearly_within(sent, bounds):
         return [None] * len(sent.client_ids)
     rows = range(len(sent.client_ids))

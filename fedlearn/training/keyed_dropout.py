@@ -148,6 +148,8 @@ class KeyedDropouts:
         """
         if not self._first or shape[0] % self._num_rows:
             return 0
+        # So many mask elements belong to the examples before: the masks of all shares together are
+        # that of the whole batch.
         return self._first * (torch.Size(shape).numel() // self._num_rows)
 
 
@@ -158,6 +160,7 @@ def example_keys(keys: Tensor | int, places: Tensor) -> Tensor:
         keys: Keys of the steps: int64, any shape.
         places: Positions of the examples in their batches: int64, broadcastable with ``keys``.
     """
+    # From 1, because the hash of 0 is 0 and would not change the first example's key.
     return _scramble(keys ^ _scramble(places + 1))
 
 

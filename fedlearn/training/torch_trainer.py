@@ -447,6 +447,7 @@ class TorchTrainer:
         losses = torch.zeros(num_steps, dtype=torch.float64, device=self._model.vector_P.device)
         done = self._restore(context.control.load(), training, losses)
         own = step_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
+        # A key for each part of a batch, since a part is one forward pass.
         keys = step_keys([own], num_steps * num_parts)[0].tolist()
 
         def take(turn_of: TurnOf, control: TaskControl) -> None:

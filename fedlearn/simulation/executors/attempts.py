@@ -34,7 +34,7 @@ def attempts(
     if trained is not None:
         yield block, trained
     elif len(block) > 1:
-        # Not by halves: a failing client may fail only now and then, and each one needs a verdict.
+        # One by one, not by halves: each client needs its own verdict and error.
         singles = [block[place : place + 1] for place in range(len(block))]
         yield from _retries(train, [s for s in singles if _attempt(train, s, errors)], errors)
 

@@ -252,6 +252,7 @@ class StackedExecutor:
         for name, value in (stack.trainable | stack.statistics).items():
             torch.sub(value, start[name], out=local[name])
         counts_TK = torch.from_numpy(work.schedule.counts_TK)
+        # A step's loss is a mean over its batch, so it counts by the batch's size.
         sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
         return TrainedBlock(
             deltas_KP=deltas_KP,

@@ -175,6 +175,7 @@ class _Tracer(fx.Tracer):
     """Traces into user-defined modules, but not into known layers or other modules of torch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # fx itself takes all of torch.nn as leaves, except nn.Sequential.
         return type(m) in _KNOWN or super().is_leaf_module(m, module_qualified_name)
 
 
@@ -218,6 +219,7 @@ class _Reader:
         return layers
 
     def _require_latest(self, node: fx.Node, value: object) -> None:
+        # An older value that is used again makes a branch, such as a skip connection.
         if value is not self._values[-1]:
             raise _NotAChainError(
                 f"{node.name} uses more than the output of the layer before it "
