@@ -502,8 +502,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with _only_rank_0_speaks(rank):
             code = command.main(
+                # Removed here, so that it may stand before or after the command.
                 args=[each for each in given if each != "--debug"],
                 prog_name="fedlearn",
+                # Otherwise typer would print errors and exit by itself.
                 standalone_mode=False,
             )
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the boundary: one of three)

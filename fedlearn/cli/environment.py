@@ -97,6 +97,7 @@ def track_progress(*, as_json: bool, resume: str | None = None) -> Iterator[RunP
     try:
         yield progress
     except (Exception, KeyboardInterrupt) as error:
+        # The run has not begun, so there is nothing to resume.
         if (run := progress.run) is None:
             raise
         command = resume

@@ -64,6 +64,8 @@ def find_exit_code(error: BaseException) -> int:
         (2, 3)
     """
     if isinstance(error, RunEnded):
+        # Before a run, a StoreError means a wrong address or name; during one, the disk or
+        # database failed.
         return RUN_FAILED if isinstance(error.cause, StoreError) else find_exit_code(error.cause)
     return next((code for kinds, code in _CODES if isinstance(error, kinds)), RUN_FAILED)
 
