@@ -107,7 +107,7 @@ def _evaluate(polynomial: Field, x_M: Field) -> Field:
 
 
 def _divide(numerator: Field, denominator: Field) -> tuple[Field, Field]:
-    """Return quotient and remainder; the denominator must not be zero."""
+    # Long division; the denominator must not be zero.
     rest, size = numerator.copy(), len(denominator)
     quotient = np.zeros(max(len(numerator) - size + 1, 0), np.uint64)
     lead = invert(denominator[-1:])

@@ -246,7 +246,7 @@ _OF_TYPES: Mapping[object, Form[Any]] = {
 
 
 def _read_count(reader: Reader, count_bytes: int, *, most: int, item_bytes: int) -> int:
-    """Read the number of items that follow; refuse more than the bytes left can hold."""
+    # No more than the bytes left can hold, so that a false count cannot allocate memory.
     fitting = min(most, reader.left // item_bytes) if item_bytes else most
     return reader.integer(count_bytes, largest=fitting)
 

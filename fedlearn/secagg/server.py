@@ -158,7 +158,6 @@ class _Stage(Generic[T]):
 
     @property
     def num_received(self) -> int:
-        """Number of valid messages so far."""
         return len(self._received)
 
     def _require_awaited(self, client_id: ClientId, members: Collection[ClientId]) -> None:

@@ -228,7 +228,7 @@ def _hash_session(terms: Terms, *, root: bytes, size: int) -> bytes:
 
 
 def _ring(terms: Terms, session_id: bytes, size: int) -> Ring:
-    """Build the sparse graph, seeded by the session's id: another ring takes another roster."""
+    # Seeded by the session's id: to get another ring, a server must show another roster.
     seed, k = keys.digest(b"graph", session_id), terms.num_neighbors
     return Ring.from_seed(size, num_neighbors=k, seed=seed)
 

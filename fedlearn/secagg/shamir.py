@@ -141,8 +141,8 @@ def reduce(x: Field) -> Field:
 
 
 def _matmul(a: Field, b: Field) -> Field:
-    """Return a @ b mod p, exact: four float64 products of 16-bit halves."""
-    # float64 products run in BLAS; numpy multiplies integer matrices without it.
+    # Four products of 16-bit halves are exact in float64, and run in BLAS; numpy multiplies integer
+    # matrices without it.
     a_low, a_high = (a & _LOW).astype(np.float64), (a >> _16).astype(np.float64)
     b_low, b_high = (b & _LOW).astype(np.float64), (b >> _16).astype(np.float64)
     low = reduce((a_low @ b_low).astype(np.uint64))
@@ -153,9 +153,9 @@ def _matmul(a: Field, b: Field) -> Field:
 
 
 def _lagrange_at_zero(x_MT: NDArray[np.int64]) -> Field:
-    """Return the Lagrange weights that give each row's polynomial at 0: shape [M, T]."""
+    # At 0, the polynomial through the points (x_i, y_i) is the sum of w_i y_i, with
+    # w_i = prod_{j != i} x_j / (x_j - x_i). All rows at once: [M, T].
     x = x_MT.astype(np.uint64)
-    # w_i = prod over j != i of x_j / (x_j - x_i), for all rows at once.
     numerator, denominator = np.ones_like(x), np.ones_like(x)
     for j in range(x.shape[1]):
         others = np.arange(x.shape[1]) != j

@@ -112,7 +112,6 @@ class ShareBox:
         return keys.KeyAgreement(secret).public_key == self.session.by_id[owner].mask_key
 
     def _choose_holders(self, owner: ClientId, without: AbstractSet[ClientId]) -> list[ClientId]:
-        """Return the first t holders of an owner's shares, leaving out ``without``."""
         threshold = self.session.terms.threshold
         held = sorted(self._shares[owner].keys() - without)
         if len(held) < threshold:
@@ -154,8 +153,8 @@ class ShareBox:
         )
 
     def _read_limbs(self, owner: ClientId, holders: Sequence[ClientId]) -> NDArray[np.uint32]:
-        """Return shares of one owner's secret: shape [holders, limbs]."""
         joined = b"".join(self._shares[owner][holder].reveal() for holder in holders)
+        # Shape [holders, limbs].
         return shamir.from_bytes(joined).reshape(len(holders), shamir.NUM_LIMBS)
 
     def _combine(
