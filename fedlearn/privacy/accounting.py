@@ -244,7 +244,6 @@ def _mix_distances(spent: Spent) -> tuple[NDArray[np.float64], NDArray[np.float6
 def _compute_amplified_epsilon(
     spent: tuple[tuple[Event, int], ...], target_delta: float, interval: float
 ) -> float:
-    """Return ε by the distribution of the privacy loss."""
     parts = _compose_losses(spent, interval)
     epsilon = _compose_epsilon(parts.values(), target_delta)
     fixed = [each for each in spent if _is_fixed(each[0])]
@@ -291,7 +290,6 @@ def _worst_rounds(event: Event, interval: float, num: int) -> WorstRounds:
 def _build_from_deltas(
     losses: NDArray[np.int64], deltas: NDArray[np.float64], interval: float
 ) -> pld.PrivacyLossDistribution:
-    """Return the distribution of losses that has these δ(ε) at multiples of the spacing."""
     return pld.PrivacyLossDistribution(
         pld_pmf.create_pmf_pessimistic_connect_dots(interval, losses, deltas)
     )

@@ -124,7 +124,8 @@ def find_optimal(*, bands: int, num_rounds: int) -> BandedMatrix:
 
 
 def _square_root(bands: int) -> NDArray[np.float64]:
-    """Return the first diagonals of the square root of A: binom(2 j, j) / 4**j."""
+    # The square root of A has the diagonals binom(2 j, j) / 4**j = prod over i <= j of (1 - 1 / (2
+    # i)).
     factors = 1.0 - 0.5 / np.arange(1, bands, dtype=np.float64)
     return np.concatenate(([1.0], np.cumprod(factors)))
 

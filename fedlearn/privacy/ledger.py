@@ -188,7 +188,6 @@ class Charging:
             self._num_prepaid = 0
 
     def _choose_count(self) -> int:
-        """Return the number of rounds to charge together, given how long the last ones took."""
         now_s = self._clock.now_s()
         lasted_s, self._charged_s = now_s - self._charged_s, now_s
         # At most doubled, so that one fast round does not prepay hundreds: a crash would lose them.
