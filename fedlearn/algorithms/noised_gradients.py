@@ -256,8 +256,8 @@ def quiet(local: LocalUpdate) -> LocalUpdate:
 
 
 def _float32_products() -> str:
-    """Return torch's precision setting for float32 products; only "highest" is full float32."""
     try:
+        # Only "highest" is full float32: TF32 keeps 10 bits of the mantissa.
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # a backend, such as CUDA, has its own setting
         return "lower"
@@ -269,7 +269,6 @@ def _wide(values: Tensor) -> Tensor:
 
 
 def _finite(values: Tensor) -> Tensor:
-    """Return values with zeros in place of those that are not finite."""
     return values.nan_to_num(0.0, 0.0, 0.0)
 
 

@@ -444,7 +444,7 @@ def _by_position(values: Tensor) -> Tensor:
 
 
 def _require_in_outputs(objective: CrossEntropy, outputs: Tensor, labels: Tensor) -> None:
-    """Raise ValueError for a label that is not a class: on a GPU, torch's own error is fatal."""
+    # Checked before torch sees the labels: on a GPU, its own error is fatal to the process.
     _require_classes(outputs, labels)
     objective.require_weights(outputs)
     counted = labels[labels != objective.ignore_index]
@@ -453,7 +453,6 @@ def _require_in_outputs(objective: CrossEntropy, outputs: Tensor, labels: Tensor
 
 
 def _outside(what: str, outputs: Tensor) -> str:
-    """Return the error message for a label that is not one of the model's classes."""
     num_classes = outputs.shape[1]
     return (
         f"a label is not among the model's classes: {what}; outputs of shape "
@@ -481,7 +480,6 @@ def _require_classes(outputs: Tensor, labels: Tensor) -> None:
 
 
 def _remedy(outputs: Tensor, labels: Tensor) -> str:
-    """Return the fix to suggest for labels that are not one class number per position."""
     regress = "for regression give an objective, such as fl.MeanSquaredError()"
     if outputs.dim() < 2:  # noqa: PLR2004 - batch and classes
         return f"let the model return one output per class for each example; {regress}"

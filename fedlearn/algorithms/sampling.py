@@ -158,7 +158,6 @@ class _Drawn(SeededSampler):
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        """Return the cohort; see :class:`CohortSampler`."""
         population = len(available)
         if num_asked > population:
             raise CohortTooSmall(available=population, asked=num_asked)

@@ -136,11 +136,8 @@ class ControlVariates(LocalUpdateWrapper):
         return {_CONTROL: changes}
 
     def _scale_to_bound(self, changes: list[Tensor]) -> list[Tensor]:
-        """Scale changes [K, ...] down to the bound.
-
-        The client applies the scaled change itself. If the secure sum clipped it afterwards, the
-        server's control variate would no longer be the mean of the clients'.
-        """
+        # The client scales the change itself and applies what it sends. If the secure sum clipped
+        # it afterwards, the server's control variate would no longer be the mean of the clients'.
         if self.control_bound is None:
             return changes
         squares_K = sum(each.flatten(1).square().sum(1) for each in changes)

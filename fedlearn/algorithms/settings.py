@@ -359,7 +359,6 @@ def _name(kind: _Kind) -> str:
 
 
 def _fields(kind: _Kind) -> dict[str, Field[Any]]:
-    """Return a class's fields by their names in settings."""
     return {
         _TRAVELS_AS.get(field.name, field.name): field
         for field in fields(kind)
@@ -368,7 +367,7 @@ def _fields(kind: _Kind) -> dict[str, Field[Any]]:
 
 
 def _names(settings: Settings) -> list[str]:
-    """Return the names under :data:`PIECES`; a user's own trainer may need none."""
+    # A user's own trainer may need no update, and so no names.
     named = settings.get(PIECES, "")
     if not isinstance(named, str):
         raise SettingsRefused(
@@ -393,10 +392,7 @@ def _read_all(
 
 
 def _read(settings: Settings, kind: _Kind) -> dict[str, Scalar]:
-    """Read the fields of a class.
-
-    A missing field keeps its default: the coordinator's version may not have it.
-    """
+    # A missing field keeps its default: the coordinator's version may not have it.
     own, hints = _fields(kind), get_type_hints(kind)
     present = [name for name in own if name in settings or own[name].default is MISSING]
     return {own[name].name: _read_one(settings, name, hints[own[name].name]) for name in present}

@@ -110,11 +110,6 @@ def _has_losses(given: object) -> TypeGuard[Objective]:
 
 
 def _wrap(module: nn.Module) -> Objective:
-    """Convert a torch loss module to the objective with the same loss.
-
-    Raises:
-        ConfigError: There is no such objective.
-    """
     kind, name = type(module), type(module).__name__
     reduction = getattr(module, "reduction", "mean")
     if kind is not nn.CrossEntropyLoss and kind is not nn.MSELoss and kind not in _WRAPPED:
