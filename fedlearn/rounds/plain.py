@@ -42,8 +42,6 @@ class PrefetchSender(Protocol):
 
 
 class _ArrivedUpdate(NamedTuple):
-    """An update that arrived, with its task and the task's duration."""
-
     task: PendingTask
     update: TrainReply
     duration_s: float
@@ -399,7 +397,6 @@ class _RoundAttempt:
     # ---- The close ------------------------------------------------------------------------
 
     def close(self) -> CollectedRound:
-        """Aggregate the updates, if they are enough, and return the outcome of the attempt."""
         self.round_state.finish()
         return self.round_state.close(
             self._aggregate() if self.round_state.is_enough else None,

@@ -319,7 +319,6 @@ def _run_next_round(
 
 
 def _count_changes(collected: CollectedRound) -> dict[str, float]:
-    """Return the numbers of clipped and capped reports as metrics, if they are known."""
     aggregate, found = collected.aggregate, dict[str, float]()
     if aggregate is None:
         return found
@@ -383,7 +382,6 @@ def _summarize_failures(participations: Participations) -> str:
 
 
 def _format_clients(client_ids: Sequence[ClientId]) -> str:
-    """List the first few of some clients, which may repeat, and the number of the others."""
     different = sorted(set(client_ids))
     listed = ", ".join(str(each) for each in different[:_MAX_CLIENTS])
     more = len(different) - _MAX_CLIENTS
@@ -436,7 +434,6 @@ def _build_checkpoint(state: RunState) -> Checkpoint:
 
 
 def _rounds_to_tensors(prefix: str, rounds: Mapping[ClientId, int]) -> dict[str, Tensor]:
-    """Convert a mapping from clients to rounds into tensors for a checkpoint; none if empty."""
     if not rounds:
         return {}
     ids, values = torch.tensor(list(rounds)), torch.tensor(list(rounds.values()))
@@ -451,7 +448,8 @@ def _rounds_from_tensors(tensors: Mapping[str, Tensor]) -> dict[ClientId, int]:
 
 
 def _tensors_by_name(params: Params) -> dict[str, Tensor]:
-    """Return every tensor by name, in the vector's dtype, since the module's may lose precision."""
+    # In the vector's dtype: the module's own, such as bfloat16, would lose what the server has
+    # added up.
     return {**params.layout.views(params.vector), **params.constants}
 
 
@@ -517,7 +515,8 @@ def _reset_clients(state: RunState, strategy: Strategy) -> RunState:
 
 
 def _require_same_model(begun: Mapping[str, Tensor], like: Params) -> None:
-    """Check that names and shapes match, so that no tensor is silently dropped or broadcast."""
+    # Otherwise copy_ would broadcast a tensor of another shape, and a tensor that the model lacks
+    # would be dropped in silence.
     before = {name: list(value.shape) for name, value in begun.items()}
     now = {name: list(value.shape) for name, value in _tensors_by_name(like).items()}
     changed = [name for name in now | before if before.get(name) != now.get(name)]
