@@ -111,7 +111,6 @@ def _explain(
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
 ) -> str:
-    """Build the error message of a wrong call, with an example of a right one."""
     parameters = [each for each in signature.parameters.values() if each.kind not in _VARIADIC]
     takes_any_name = len(parameters) < len(signature.parameters)
     remedy = f"write {call_example(target, name=f'fl.{name}')}"

@@ -408,11 +408,10 @@ class _Slot:
         return cls(name, dtype, tuple(shape), begin, end)
 
     def span(self) -> tuple[int, int]:
-        """Return its byte range; sorted by it, an empty tensor precedes one at the same place."""
+        # Sorted by both ends, an empty tensor precedes the one at the same place.
         return self.begin, self.end
 
     def view(self, body: Tensor) -> Tensor:
-        """Return the tensor as a view of ``body``, or a copy if it is not aligned."""
         part = body[self.begin : self.end]
         # A foreign file may not have its widest elements first.
         aligned = part if self.begin % self.dtype.itemsize == 0 else part.clone()

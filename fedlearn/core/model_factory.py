@@ -236,6 +236,5 @@ class _Memory:
 
 
 def _count_users(tensor: Tensor) -> int:
-    """Return the number of torch objects that use a tensor's memory."""
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public count
     return count

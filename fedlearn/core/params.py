@@ -389,7 +389,7 @@ def _find_frozen_buffers(module: nn.Module) -> set[str]:
 
 @contextmanager
 def _training_mode(module: nn.Module) -> Iterator[None]:
-    """Run the block in training mode; a layer that overrides ``train()`` may stay in eval mode."""
+    # A layer that overrides train() may stay in evaluation mode, which callers look for.
     modes = [(layer, layer.training) for layer in module.modules()]
     module.train()
     try:

@@ -153,7 +153,6 @@ def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its for
 
 
 def _kind_in(hint: Any) -> _Kind:  # Any: as above
-    """Return the kind of number that a type declares: bool, Integral or Real."""
     hint = _strip_annotation(hint)
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     bare = set(map(_strip_annotation, options))
