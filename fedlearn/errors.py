@@ -42,12 +42,12 @@ class RoundError(FedlearnError):
 class CohortTooSmall(RoundError):
     """Fewer clients are available than the round asks for."""
 
-    def __init__(self, *, available: int, asked: int) -> None:
+    def __init__(self, *, available: int, cohort_size: int) -> None:
         super().__init__(
-            f"{asked} clients are asked in a round, but the population has {available}; "
+            f"{cohort_size} clients are asked in a round, but the population has {available}; "
             "lower `cohort.num_wanted` or `stragglers.over_selection`, or add clients"
         )
-        self.available, self.asked = available, asked
+        self.available, self.cohort_size = available, cohort_size
 
 
 class TooFewNodes(RoundError):

@@ -180,7 +180,7 @@ class ChannelCollector(Collector, Protocol):
 def draw_cohort(policy: StragglerPolicy, request: RoundRequest, draw: Draw) -> Sequence[ClientId]:
     """Draw the cohort of one attempt at a synchronous round."""
     return draw(
-        policy.num_asked,
+        policy.cohort_size,
         round_num=request.round_num,
         attempt=request.attempt,
         busy=frozenset(),

@@ -396,7 +396,7 @@ class CohortRoundState(RoundState):
         if self._is_drawn:
             return ()
         drawn = draw(
-            self.policy.num_asked,
+            self.policy.cohort_size,
             round_num=self.round_num,
             attempt=self.of.attempt,
             busy=self._pending.keys(),

@@ -23,9 +23,9 @@ class CohortSampler(Protocol):
     Example:
         >>> import fedlearn as fl
         >>> class FirstClients:
-        ...     def sample(self, available, *, num_asked, round_num, attempt, seed):
-        ...         return tuple(available[:num_asked])
-        >>> FirstClients().sample(range(9), num_asked=3, round_num=0, attempt=0, seed=fl.Seed(0))
+        ...     def sample(self, available, *, cohort_size, round_num, attempt, seed):
+        ...         return tuple(available[:cohort_size])
+        >>> FirstClients().sample(range(9), cohort_size=3, round_num=0, attempt=0, seed=fl.Seed(0))
         (0, 1, 2)
     """
 
@@ -33,7 +33,7 @@ class CohortSampler(Protocol):
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
@@ -92,13 +92,13 @@ class Users:
     Attributes:
         population: Number of users.
         num_wanted: Reports that close a round.
-        num_asked: Users asked in a round.
+        cohort_size: Users asked in a round.
         has_gaps: Whether their ids may have gaps, such as those of revoked clients.
     """
 
     population: int
     num_wanted: int
-    num_asked: int
+    cohort_size: int
     has_gaps: bool
 
 
@@ -122,7 +122,7 @@ class SeededSampler(ABC):
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
@@ -153,21 +153,21 @@ class _Drawn(SeededSampler):
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
         population = len(available)
-        if num_asked > population:
-            raise CohortTooSmall(available=population, asked=num_asked)
+        if cohort_size > population:
+            raise CohortTooSmall(available=population, cohort_size=cohort_size)
         # `attempt` is a label, so that a retried round draws another cohort.
         rng = seed.derive("cohort", round_num, attempt).numpy()
-        chosen = rng.choice(population, self._size(num_asked, population, rng), replace=False)
+        chosen = rng.choice(population, self._size(cohort_size, population, rng), replace=False)
         return tuple(available[index] for index in chosen.tolist())
 
-    def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
-        return num_asked
+    def _size(self, cohort_size: int, population: int, rng: np.random.Generator) -> int:
+        return cohort_size
 
 
 @dataclass(frozen=True)
@@ -175,10 +175,8 @@ class UniformSampler(_Drawn):
     """A fixed number of clients, uniformly without replacement.
 
     Example:
-        >>> cohorts = [
-        ...     UniformSampler().sample(range(9), num_asked=3, round_num=7, attempt=0, seed=Seed(0))
-        ...     for _ in range(2)
-        ... ]
+        >>> at = {"round_num": 7, "attempt": 0, "seed": Seed(0)}
+        >>> cohorts = [UniformSampler().sample(range(9), cohort_size=3, **at) for _ in range(2)]
         >>> cohorts[0] == cohorts[1]
         True
     """
@@ -187,12 +185,12 @@ class UniformSampler(_Drawn):
 
     def cohorts(self, users: Users) -> FixedCohorts:
         """Return cohorts of fixed size."""
-        return FixedCohorts(users.population, users.num_asked)
+        return FixedCohorts(users.population, users.cohort_size)
 
 
 @dataclass(frozen=True)
 class PoissonSampler(Ranged, _Drawn):
-    """Selects each client independently with rate ``num_asked / len(available)``, capped.
+    """Selects each client independently with rate ``cohort_size / len(available)``, capped.
 
     The size of the cohort varies; a cohort above ``cap`` times its expectation is cut to
     the cap, uniformly. The tightest privacy accounting assumes this kind of sampling.
@@ -200,9 +198,8 @@ class PoissonSampler(Ranged, _Drawn):
     Example:
         >>> import fedlearn as fl
         >>> sampler, how = fl.PoissonSampler(cap=2.0), {"attempt": 0, "seed": fl.Seed(0)}
-        >>> cohorts = [
-        ...     sampler.sample(range(99), num_asked=20, round_num=each, **how) for each in range(9)
-        ... ]
+        >>> how |= {"cohort_size": 20}
+        >>> cohorts = [sampler.sample(range(99), round_num=each, **how) for each in range(9)]
         >>> len(set(map(len, cohorts))) > 1, max(map(len, cohorts)) <= 40
         (True, True)
 
@@ -220,21 +217,21 @@ class PoissonSampler(Ranged, _Drawn):
         largest = math.ceil(self.cap * users.num_wanted)
         return PoissonCohorts(users.population, users.num_wanted, min(largest, users.population))
 
-    def _size(self, num_asked: int, population: int, rng: np.random.Generator) -> int:
-        largest = int(np.ceil(self.cap * num_asked))
+    def _size(self, cohort_size: int, population: int, rng: np.random.Generator) -> int:
+        largest = int(np.ceil(self.cap * cohort_size))
         # A binomial size and then a uniform choice is the same as one coin per client.
-        return min(int(rng.binomial(population, num_asked / population)), largest, population)
+        return min(int(rng.binomial(population, cohort_size / population)), largest, population)
 
 
 @dataclass(frozen=True)
 class CyclicSampler(SeededSampler):
-    """Asks all clients in turn: each is in one of ``len(available) // num_asked`` groups.
+    """Asks all clients in turn: each is in one of ``len(available) // cohort_size`` groups.
 
-    A group is asked as a whole, even if it is a little larger than ``num_asked``. A client stays in
-    its group as long as the number of groups does not change.
+    A group is asked as a whole, even if it is a little larger than ``cohort_size``. A client stays
+    in its group as long as the number of groups does not change.
 
     Example:
-        >>> how = {"num_asked": 2, "attempt": 0, "seed": Seed(0)}
+        >>> how = {"cohort_size": 2, "attempt": 0, "seed": Seed(0)}
         >>> [CyclicSampler().sample(range(6), round_num=each, **how) for each in range(4)]
         [(1, 3), (2, 4), (0, 5), (1, 3)]
     """
@@ -253,15 +250,15 @@ class CyclicSampler(SeededSampler):
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
         """Return the group whose turn it is."""
-        if num_asked > len(available):
-            raise CohortTooSmall(available=len(available), asked=num_asked)
-        num_groups = len(available) // num_asked
+        if cohort_size > len(available):
+            raise CohortTooSmall(available=len(available), cohort_size=cohort_size)
+        num_groups = len(available) // cohort_size
         return whose_turn(available, num_groups=num_groups, turn=round_num + attempt, seed=seed)
 
 

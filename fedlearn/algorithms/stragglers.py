@@ -33,7 +33,7 @@ class StragglerPolicy(Ranged):
 
     Example:
         >>> StragglerPolicy(num_wanted=10, over_selection=1.3, deadline_s=60.0, min_reports=5,
-        ...                 below_minimum=BelowMinimum.RETRY, max_retries=3).num_asked
+        ...                 below_minimum=BelowMinimum.RETRY, max_retries=3).cohort_size
         13
     """
 
@@ -71,7 +71,7 @@ class StragglerPolicy(Ranged):
             raise ValueError(f"deadline_s is {self.deadline_s}; give a number above 0")
 
     @property
-    def num_asked(self) -> int:
+    def cohort_size(self) -> int:
         """Number of clients asked in a round."""
         # 50 x 1.1 is 55.00000000000001 in floats, and must ask 55 clients.
         return math.ceil(self.num_wanted * self.over_selection - 1e-9)

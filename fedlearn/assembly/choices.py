@@ -222,7 +222,7 @@ def _note_cohort(simulation: Simulation) -> tuple[str, ...]:
     population = simulation.population.num_clients
     has_deadline = math.isfinite(policy.deadline_s)
     deadline = f"deadline {policy.deadline_s:g} s" if has_deadline else "no deadline"
-    cohort = f"cohort {policy.num_asked} of {population} clients"
+    cohort = f"cohort {policy.cohort_size} of {population} clients"
     why = "stragglers and drop-outs occur only if you configure them"
     return (f"{cohort}, {deadline}, {config.devices.kind} devices: {why}",)
 
@@ -278,7 +278,7 @@ def _choose_num_workers(
 def count_workers_used(simulation: Simulation, requested: int) -> int:
     """Return how many of the requested workers have a client to train."""
     if isinstance(simulation.sampler, SeededSampler):
-        return min(requested, simulation.policy.num_asked)
+        return min(requested, simulation.policy.cohort_size)
     # A user's sampler may select all clients.
     return min(requested, simulation.population.num_clients)
 

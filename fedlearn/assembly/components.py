@@ -91,7 +91,7 @@ class Components:
     @property
     def num_needed(self) -> int:
         """How many clients should be available before a round asks any of them."""
-        return self.policy.num_asked if self.privacy is None else self.privacy.num_needed
+        return self.policy.cohort_size if self.privacy is None else self.privacy.num_needed
 
     @property
     def asynchrony(self) -> Asynchrony | None:

@@ -85,7 +85,7 @@ def _build_privacy_plan(components: Components, num_users: int) -> PrivacyPlan:
         else SecretStreams(),
     }
     if section.is_distributed:
-        parameters = components.config.secure_aggregation.parameters(policy.num_asked)
+        parameters = components.config.secure_aggregation.parameters(policy.cohort_size)
         return DistributedPlan(**common, least=max(policy.min_reports, parameters.min_survivors))
     if section.mode == "local":
         return LocalPlan(**common)
@@ -120,17 +120,17 @@ def _choose_cohorts(components: Components, num_users: int) -> UserCohorts:
     if components.asynchrony is not None:  # a fast client takes part in every round
         return everybody
     if mode == "local" or (is_deployed and (mode == "distributed" or not alone)):
-        if policy.num_asked > num_users:
+        if policy.cohort_size > num_users:
             raise ValueError(
-                f"privacy.num_users is {num_users}, but {policy.num_asked} clients are asked in a "
-                "round; raise it, or lower cohort.num_wanted or stragglers.over_selection"
+                f"privacy.num_users is {num_users}, but {policy.cohort_size} clients are asked in "
+                "a round; raise it, or lower cohort.num_wanted or stragglers.over_selection"
             )
         return everybody
     if isinstance(sampler, SeededSampler):
         users = Users(
             population=num_users,
             num_wanted=policy.num_wanted,
-            num_asked=policy.num_asked,
+            cohort_size=policy.cohort_size,
             has_gaps=is_deployed,
         )
         return sampler.cohorts(users)

@@ -31,7 +31,7 @@ def build_secure_plan(
     except ConfigError as error:
         raise ConfigError(f'secure_aggregation.mode is "{section.mode}", but {error}') from error
     plan = section.plan(
-        policy.num_asked,
+        policy.cohort_size,
         min_reports=policy.min_reports,
         by_examples=mean.by_examples,
         further=[lane for lane in strategy.lanes if lane is not DELTA],

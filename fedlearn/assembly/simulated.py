@@ -129,9 +129,9 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     policy = ALONE if pooled else config.straggler_policy()
     if (asynchrony := config.asynchrony()) is not None:
         _require_enough_clients(population, asynchrony)
-    if policy.num_asked > population:
+    if policy.cohort_size > population:
         raise ConfigError(
-            f"cohort.num_wanted: {policy.num_asked} clients are asked in a round, but the data "
+            f"cohort.num_wanted: {policy.cohort_size} clients are asked in a round, but the data "
             f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
         )
     if (evaluated := config.evaluation.num_clients) > population and not pooled:

@@ -41,7 +41,7 @@ class SharedSampler:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
@@ -50,7 +50,7 @@ class SharedSampler:
         cohort = None
         if self.cluster.rank == 0:
             cohort = self.sampler.sample(
-                available, num_asked=num_asked, round_num=round_num, attempt=attempt, seed=seed
+                available, cohort_size=cohort_size, round_num=round_num, attempt=attempt, seed=seed
             )
         return self.cluster.broadcast(cohort)
 
@@ -83,7 +83,7 @@ class UserSampler:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
@@ -95,7 +95,7 @@ class UserSampler:
             Exception: What the user's code raises.
         """
         drawn = self.sampler.sample(
-            available, num_asked=num_asked, round_num=round_num, attempt=attempt, seed=seed
+            available, cohort_size=cohort_size, round_num=round_num, attempt=attempt, seed=seed
         )
         return self._validate(drawn, available, round_num)
 
@@ -134,53 +134,51 @@ class UserDevices:
     behavior: ClientBehavior
     cluster: Cluster
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
         """Return the user's durations: [B]."""
         durations_s = None
         if self.cluster.rank == 0:
-            answer = self.behavior.durations_s(asked)
-            durations_s = self._require_array(
-                answer, asked, "durations_s", kinds="iuf", of="number"
-            )
-            self._require_durations(durations_s, asked)
+            answer = self.behavior.durations_s(work)
+            durations_s = self._require_array(answer, work, "durations_s", kinds="iuf", of="number")
+            self._require_durations(durations_s, work)
         return self.cluster.broadcast(durations_s).astype(np.float64)
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
         """Return the user's failures, true where a client fails: [B]."""
         fails = None
         if self.cluster.rank == 0:
-            answer = self.behavior.failures(asked)
-            fails = self._require_array(answer, asked, "failures", kinds="b", of="boolean")
+            answer = self.behavior.failures(work)
+            fails = self._require_array(answer, work, "failures", kinds="b", of="boolean")
         return self.cluster.broadcast(fails)
 
-    def _require_durations(self, durations_s: NDArray[Any], asked: DeviceRound) -> None:
+    def _require_durations(self, durations_s: NDArray[Any], work: DeviceRound) -> None:
         wrong = np.flatnonzero(~(np.isfinite(durations_s) & (durations_s >= 0)))
         if wrong.size:
-            client_id, lasts_s = asked.client_ids[wrong[0]], durations_s[wrong[0]]
+            client_id, lasts_s = work.client_ids[wrong[0]], durations_s[wrong[0]]
             raise ConfigError(
-                f"{self._describe_place(asked)}: durations_s returned {lasts_s} for client "
+                f"{self._describe_place(work)}: durations_s returned {lasts_s} for client "
                 f"{client_id}; a duration is finite and >= 0, and a client that never answers "
                 "belongs in `failures`"
             )
 
     def _require_array(
-        self, answer: object, asked: DeviceRound, method: str, *, kinds: str, of: str
+        self, answer: object, work: DeviceRound, method: str, *, kinds: str, of: str
     ) -> NDArray[Any]:
         try:
             array = np.asarray(answer)
         except ValueError:  # numpy raises it for ragged nested lists
             array = np.asarray(None)
-        if array.dtype.kind not in kinds or array.shape != asked.client_ids.shape:
+        if array.dtype.kind not in kinds or array.shape != work.client_ids.shape:
             told = f"{array.dtype} of shape {array.shape}"
             raise ConfigError(
-                f"{self._describe_place(asked)}: {method} returned "
-                f"{told if array.dtype != object else repr(answer)} for {asked.client_ids.size} "
-                f"clients; return an array with one {of} a client, as `asked.client_ids` has them"
+                f"{self._describe_place(work)}: {method} returned "
+                f"{told if array.dtype != object else repr(answer)} for {work.client_ids.size} "
+                f"clients; return an array with one {of} a client, as `work.client_ids` has them"
             )
         return array
 
-    def _describe_place(self, asked: DeviceRound) -> str:
-        return f"devices: {type(self.behavior).__name__}, round {asked.round_num + 1}"
+    def _describe_place(self, work: DeviceRound) -> str:
+        return f"devices: {type(self.behavior).__name__}, round {work.round_num + 1}"
 
 
 @dataclass(frozen=True)

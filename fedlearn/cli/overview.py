@@ -111,8 +111,8 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
 
 def _describe_participation(summary: Summary) -> Iterator[tuple[str, str]]:
     counts = summary.counts
-    asked = f"{summary.num_clients} different clients, asked {summary.num_asked} times"
-    yield "took part", f"{asked}: {counts.text()}"
+    tasks = f"{summary.num_clients} different clients, asked {summary.num_tasks} times"
+    yield "took part", f"{tasks}: {counts.text()}"
     for reason, count in summary.reasons:
         yield "failed", f"{count} x {replace_unprintable(reason or 'no reason given')}"
     if summary.num_skipped or summary.num_retries:

@@ -50,13 +50,13 @@ COHORTS = kinds(
     kind("uniform", "A fixed number of clients, uniformly without replacement.", UniformSampler),
     kind(
         "poisson",
-        "Each client independently with rate ``num_asked / len(available)``, capped.",
+        "Each client independently with rate ``cohort_size / len(available)``, capped.",
         PoissonSampler,
         cap=2.0,
     ),
     kind(
         "cyclic",
-        "All clients in turn: each is in one of ``len(available) // num_asked`` groups.",
+        "All clients in turn: each is in one of ``len(available) // cohort_size`` groups.",
         CyclicSampler,
     ),
 )

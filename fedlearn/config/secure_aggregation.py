@@ -163,26 +163,26 @@ class SecureAggregationSection(Section):
         return build_component(EvaluationPlan, self, parameters=parameters, measures=measures)
 
     def problems_with(
-        self, *, num_asked: int, num_wanted: int, min_reports: int | None
+        self, *, cohort_size: int, num_wanted: int, min_reports: int | None
     ) -> Iterator[Problem]:
         """Yield the conflicts with rounds of this size; keys are those of the whole tree.
 
         Args:
-            num_asked: Clients asked in a round.
+            cohort_size: Clients asked in a round.
             num_wanted: Reports that close it.
             min_reports: Fewest reports that make one; ``None`` for as many as secure aggregation
                 needs.
         """
         mode = "secure_aggregation.mode"
         try:
-            parameters = self.parameters(num_asked)
+            parameters = self.parameters(cohort_size)
         except ConfigError as error:
             yield Problem((mode, "cohort.num_wanted"), f"cannot hold: {error}")
             return
         least = parameters.min_survivors
         if num_wanted < least:
             text = (
-                f"is {self.dropout}, so of {num_asked} clients asked at least {least} must be in "
+                f"is {self.dropout}, so of {cohort_size} clients asked at least {least} must be in "
                 f"the sum, but a round closes with {num_wanted}; raise it, or lower "
                 "stragglers.over_selection"
             )
@@ -191,7 +191,7 @@ class SecureAggregationSection(Section):
         if min_reports is not None and min_reports < least:
             text = (
                 f"is {min_reports}, but secure aggregation releases no sum of fewer than {least} "
-                f"of {num_asked} clients (threshold {parameters.threshold}); give at least "
+                f"of {cohort_size} clients (threshold {parameters.threshold}); give at least "
                 f'{least} or "half", or assume more secure_aggregation.dropout'
             )
             yield Problem(("stragglers.min_reports", mode), text)

@@ -170,7 +170,7 @@ class Config(Section):
 
     Example:
         >>> config = Config()
-        >>> config.cohort.num_wanted, config.straggler_policy().num_asked
+        >>> config.cohort.num_wanted, config.straggler_policy().cohort_size
         (10, 13)
     """
 
@@ -481,7 +481,7 @@ class Config(Section):
             yield Problem(("cohort.num_wanted", "data.source", mode), text)
             return
         yield from self.secure_aggregation.problems_with(
-            num_asked=self._num_asked,
+            cohort_size=self._cohort_size,
             num_wanted=wanted,
             min_reports=None if minimum == "half" else minimum,
         )
@@ -541,12 +541,12 @@ class Config(Section):
             yield Problem(("privacy.reproducible", "engine.transport"), text)
 
     @property
-    def _num_asked(self) -> int:
+    def _cohort_size(self) -> int:
         stragglers, wanted = self.stragglers, self._num_wanted
         # Deadline and fewest reports are placeholders: they do not change how many are asked.
         return build_component(
             StragglerPolicy, stragglers, num_wanted=wanted, deadline_s=math.inf, min_reports=1
-        ).num_asked
+        ).cohort_size
 
     @property
     def _num_wanted(self) -> int:
@@ -563,16 +563,16 @@ class Config(Section):
             yield Problem(("stragglers.min_reports", "cohort.num_wanted"), text)
             return
         num_clients = self.num_partitioned or math.inf
-        asked = self._num_asked
-        if self.asynchronous.is_on and asked > num_clients:
+        size = self._cohort_size
+        if self.asynchronous.is_on and size > num_clients:
             keys = ("asynchronous.buffer_size", "cohort.num_wanted", "data.partition.num_clients")
-            text = f"is {asked}, and no buffer has two updates of one client, but there are "
+            text = f"is {size}, and no buffer has two updates of one client, but there are "
             yield Problem(
                 keys, f"{text}{num_clients}; lower it, or raise data.partition.num_clients"
             )
-        elif asked > num_clients:
+        elif size > num_clients:
             keys = ("cohort.num_wanted", "data.partition.num_clients", "stragglers.over_selection")
-            text = f"is {wanted} and {asked} clients are asked, but there are {num_clients}; "
+            text = f"is {wanted} and {size} clients are asked, but there are {num_clients}; "
             remedy = "lower it or stragglers.over_selection, or raise data.partition.num_clients"
             yield Problem(keys, text + remedy)
 
@@ -641,7 +641,7 @@ class Config(Section):
             return self._num_wanted
         if not secure.is_on:
             return half
-        return max(half, secure.parameters(self._num_asked).min_survivors)
+        return max(half, secure.parameters(self._cohort_size).min_survivors)
 
     def __reduce__(self) -> tuple[Callable[[str], "Config"], tuple[str]]:
         """Pickle as JSON: some tables' classes are created here and cannot be found by name."""

@@ -372,7 +372,7 @@ class Coordinator:
     def _num_in_work(self) -> int:
         """Number of clients that work at the same time."""
         asynchrony = self.components.asynchrony
-        return self.components.policy.num_asked if asynchrony is None else asynchrony.concurrency
+        return self.components.policy.cohort_size if asynchrony is None else asynchrony.concurrency
 
     @property
     def _announces_models(self) -> bool:

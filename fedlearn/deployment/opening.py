@@ -24,12 +24,12 @@ def list_available(components: Deployment, channel: Channel, round_num: int) -> 
     """
     there = channel.available()
     if (draw := components.draw) is not None:
-        there = draw.select(there, round_num=round_num, num_asked=components.policy.num_asked)
+        there = draw.select(there, round_num=round_num, cohort_size=components.policy.cohort_size)
     if components.privacy is None or not components.privacy.takes_turns:
         return there
-    num_asked, seed = components.policy.num_asked, components.seed
+    cohort_size, seed = components.policy.cohort_size, components.seed
     return components.sampler.sample(
-        there, num_asked=num_asked, round_num=round_num, attempt=0, seed=seed
+        there, cohort_size=cohort_size, round_num=round_num, attempt=0, seed=seed
     )
 
 
@@ -102,12 +102,12 @@ class DurableOpening:
             present = without(there, busy)
             # Only fails early: the check that counts is made in the journal's transaction.
             self.check()
-            num_asked = min(num, len(present))
+            cohort_size = min(num, len(present))
             cohort = tuple[ClientId, ...]()
-            if num_asked:
+            if cohort_size:
                 cohort = self.sampler.sample(
                     present,
-                    num_asked=num_asked,
+                    cohort_size=cohort_size,
                     round_num=round_num,
                     attempt=attempt,
                     seed=self.seed,
@@ -148,7 +148,7 @@ class DurableOpening:
             return ()
         drawn = self.sampler.sample(
             there,
-            num_asked=min(num, len(there)),
+            cohort_size=min(num, len(there)),
             round_num=round_num,
             attempt=attempt,
             seed=self.seed,

@@ -185,7 +185,7 @@ def _invite(
     there: Sequence[ClientId] = without(list(channel.available()), busy())
     num_clients = min(components.config.evaluation.num_clients, len(there))
     if components.draw is not None:
-        there = components.draw.select(there, round_num=round_num, num_asked=num_clients)
+        there = components.draw.select(there, round_num=round_num, cohort_size=num_clients)
     rng = components.seed.derive("evaluated clients", round_num).numpy()
     chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
     return EvaluationCohort(num_clients, [there[index] for index in chosen.tolist()])

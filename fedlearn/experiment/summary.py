@@ -105,7 +105,7 @@ class Summary:
     privacy: Spending | None = None
 
     @property
-    def num_asked(self) -> int:
+    def num_tasks(self) -> int:
         """How many times clients were asked in rounds that are over."""
         return sum(self.counts) - sum(self.again)
 
@@ -127,7 +127,7 @@ class Summary:
                 return False
             case RunStatus.FAILED if self.num_finished == 0:
                 return False
-            case RunStatus.FAILED if self.num_asked > 0 and self.counts.reported == 0:
+            case RunStatus.FAILED if self.num_tasks > 0 and self.counts.reported == 0:
                 return False
             case _:
                 return not self.record.is_deployed

@@ -69,7 +69,7 @@ class CyclicCohortSampler:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,  # noqa: ARG002 - a group is asked as a whole
+        cohort_size: int,  # noqa: ARG002 - a group is asked as a whole
         round_num: int,
         attempt: int,  # noqa: ARG002 - turns are counted over all attempts
         seed: Seed,

@@ -73,7 +73,7 @@ class PoissonCohortSampler:
     Example:
         >>> cohorts = PoissonCohorts(population=100, expected=10, largest=20)
         >>> sampler = PoissonCohortSampler(cohorts, ReproducibleStreams(Seed(0)))
-        >>> at = {"num_asked": 20, "round_num": 0, "attempt": 0, "seed": Seed(0)}
+        >>> at = {"cohort_size": 20, "round_num": 0, "attempt": 0, "seed": Seed(0)}
         >>> len(sampler.sample(range(100), **at))
         11
 
@@ -89,7 +89,7 @@ class PoissonCohortSampler:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,  # noqa: ARG002 - the rate does not depend on what a round would ask
+        cohort_size: int,  # noqa: ARG002 - the rate does not depend on what a round would ask
         round_num: int,
         attempt: int,
         seed: Seed,  # noqa: ARG002 - it is public
@@ -113,7 +113,7 @@ class PoissonCohortSampler:
 
 @dataclass(frozen=True)
 class FixedCohortSampler:
-    """Draws ``num_asked`` of the available clients, uniformly without replacement.
+    """Draws ``cohort_size`` of the available clients, uniformly without replacement.
 
     Attributes:
         cohorts: The population.
@@ -127,12 +127,12 @@ class FixedCohortSampler:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,  # noqa: ARG002 - it is public
     ) -> tuple[ClientId, ...]:
-        """Draw the cohort: all available clients if there are fewer than ``num_asked``.
+        """Draw the cohort: all available clients if there are fewer than ``cohort_size``.
 
         Raises:
             ConfigError: More clients are available than were accounted for.
@@ -140,7 +140,7 @@ class FixedCohortSampler:
         _require_counted(available, self.cohorts.population)
         words = self.streams.stream("cohort", round_num, attempt).words(np.uint64, len(available))
         # The order of random words is a uniform permutation.
-        chosen = np.sort(np.argsort(words, kind="stable")[:num_asked])
+        chosen = np.sort(np.argsort(words, kind="stable")[:cohort_size])
         return tuple(available[index] for index in chosen.tolist())
 
 

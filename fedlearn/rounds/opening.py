@@ -49,7 +49,7 @@ class SampledOpening:
         self, idle: Sequence[ClientId], num: int, round_num: int, attempt: int
     ) -> Sequence[ClientId]:
         return self.sampler.sample(
-            idle, num_asked=num, round_num=round_num, attempt=attempt, seed=self.seed
+            idle, cohort_size=num, round_num=round_num, attempt=attempt, seed=self.seed
         )
 
 

@@ -108,7 +108,7 @@ class RunState:
             evaluation.
         best_value: Its metric; NaN before the first evaluation.
         best_round: Number of finished rounds when it was evaluated.
-        has_asked: Whether any client has been asked so far.
+        has_sent_tasks: Whether any client has been asked so far.
         has_updates: Whether any client has reported an update so far.
     """
 
@@ -117,15 +117,15 @@ class RunState:
     best_params: Params | None = None
     best_value: float = math.nan
     best_round: int = 0
-    has_asked: bool = False
+    has_sent_tasks: bool = False
     has_updates: bool = False
 
     def note(self, collected: CollectedRound) -> "RunState":
-        """Update :attr:`has_asked` and :attr:`has_updates` after a round."""
+        """Update :attr:`has_sent_tasks` and :attr:`has_updates` after a round."""
         has_reports = collected.count(Status.REPORTED) > 0 or bool(collected.staleness)
         return replace(
             self,
-            has_asked=self.has_asked or len(collected.participations) > 0,
+            has_sent_tasks=self.has_sent_tasks or len(collected.participations) > 0,
             has_updates=self.has_updates or has_reports,
         )
 
@@ -270,7 +270,7 @@ def train(
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
             store.commit(_build_checkpoint(state))
             committed_s = plan.clock.now_s()
-    if state.has_asked and not state.has_updates:
+    if state.has_sent_tasks and not state.has_updates:
         failures = "" if record is None else _summarize_failures(record.participations)
         raise NoUpdates(num_rounds=state.server.round_num, failures=failures)
     store.finish(RunStatus.DONE, error="")
@@ -425,7 +425,7 @@ def _build_checkpoint(state: RunState) -> Checkpoint:
         # JSON has no NaN.
         "best_value": None if math.isnan(state.best_value) else state.best_value,
         "best_round": state.best_round,
-        "has_asked": state.has_asked,
+        "has_asked": state.has_sent_tasks,
         "has_updates": state.has_updates,
         **{_BEGUN + name: value for name, value in server.begin_metrics.items()},
         **{ALIAS + name: known for name, known in server.params.layout.aliases.items()},
@@ -502,7 +502,7 @@ def _restore(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSta
         best_params=_build_params(best, like) if best else None,
         best_value=_to_float(values["best_value"]),
         best_round=int(_to_float(values["best_round"])),
-        has_asked=bool(values.get("has_asked", True)),
+        has_sent_tasks=bool(values.get("has_asked", True)),
         has_updates=bool(values.get("has_updates", True)),  # unknown if an older version wrote it
     )
 

@@ -53,7 +53,7 @@ class RosterDraw:
 
     Example:
         >>> draw = RosterDraw(roster="9f…", client_ids=range(1000), factor=2.0)
-        >>> draw.chance(50), len(draw.select(draw.client_ids, round_num=3, num_asked=50))
+        >>> draw.chance(50), len(draw.select(draw.client_ids, round_num=3, cohort_size=50))
         (0.1, 103)
     """
 
@@ -61,18 +61,18 @@ class RosterDraw:
     client_ids: Collection[ClientId]
     factor: float
 
-    def chance(self, num_asked: int) -> float:
-        """Return p, the probability that a client is drawn if ``num_asked`` are invited."""
-        return min(1.0, self.factor * num_asked / max(1, len(self.client_ids)))
+    def chance(self, cohort_size: int) -> float:
+        """Return p, the probability that a client is drawn if ``cohort_size`` are invited."""
+        return min(1.0, self.factor * cohort_size / max(1, len(self.client_ids)))
 
     def select(
-        self, client_ids: Iterable[ClientId], *, round_num: int, num_asked: int
+        self, client_ids: Iterable[ClientId], *, round_num: int, cohort_size: int
     ) -> list[ClientId]:
         """Keep the clients that are in the roster and drawn for the round, in their order."""
         place = round_num.to_bytes(8, "little")
         seed = keys.digest(b"draw", self.roster.encode(), place)
         # u < p, with both sides multiplied by 2**64.
-        below = self.chance(num_asked) * 2.0 ** (8 * _TICKET_BYTES)
+        below = self.chance(cohort_size) * 2.0 ** (8 * _TICKET_BYTES)
         # A client outside the roster is never drawn, whatever its ticket.
         listed = (each for each in client_ids if each in self.client_ids)
         return [each for each in listed if _hash_ticket(seed, each) < below]

@@ -171,7 +171,7 @@ class TermsPolicy:
         if terms.adversary is Adversary.HONEST_BUT_CURIOUS:
             return
         n, round_num, asked = terms.num_clients, terms.round_num, set(client_ids)
-        if undrawn := asked.difference(draw.select(asked, round_num=round_num, num_asked=n)):
+        if undrawn := asked.difference(draw.select(asked, round_num=round_num, cohort_size=n)):
             raise PolicyViolation(
                 rule="max_draw_factor",
                 asked=f"client {min(undrawn)} in round {round_num}",

@@ -56,10 +56,10 @@ class ClientBehavior(Protocol):
     run is resumed.
     """
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
         """Return virtual seconds from the broadcast to each reply's arrival: [B], finite, >= 0."""
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
         """Return which clients fail before they report: [B]."""
 
 
@@ -67,7 +67,7 @@ class Bandwidth(Protocol):
     """A model of the speed at which devices communicate."""
 
     def communication_s(
-        self, asked: DeviceRound, *, compute_s: NDArray[np.float64]
+        self, work: DeviceRound, *, compute_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """Return the seconds of the download plus the upload, which starts ``compute_s`` later.
 
@@ -95,13 +95,13 @@ class LognormalBandwidth(Ranged):
 
     def communication_s(
         self,
-        asked: DeviceRound,
+        work: DeviceRound,
         *,
         compute_s: NDArray[np.float64],  # noqa: ARG002  the bandwidth does not vary
     ) -> NDArray[np.float64]:
         """Return the size of both transfers divided by the bandwidth: [B]."""
-        mbit = (asked.download_bytes + asked.upload_bytes) / _BYTES_PER_MBIT
-        return mbit / self.mbit_per_s(asked.client_ids, seed=asked.seed)
+        mbit = (work.download_bytes + work.upload_bytes) / _BYTES_PER_MBIT
+        return mbit / self.mbit_per_s(work.client_ids, seed=work.seed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,16 +157,16 @@ class TraceBandwidth:
         return (draws * self.num_traces).astype(np.int64)
 
     def communication_s(
-        self, asked: DeviceRound, *, compute_s: NDArray[np.float64]
+        self, work: DeviceRound, *, compute_s: NDArray[np.float64]
     ) -> NDArray[np.float64]:
         """Return the seconds of the download and of the upload after computing: [B]."""
-        traces = self.trace_of(asked.client_ids, seed=asked.seed)
-        stream = asked.seed.derive("trace start")
-        draws = stream.uniform(asked.round_num, asked.attempt, asked.client_ids)
+        traces = self.trace_of(work.client_ids, seed=work.seed)
+        stream = work.seed.derive("trace start")
+        draws = stream.uniform(work.round_num, work.attempt, work.client_ids)
         start_s = draws * self._over(traces, self._passed[0])
-        download_s = self.transfer_s(traces, start_s=start_s, num_bytes=asked.download_bytes)
+        download_s = self.transfer_s(traces, start_s=start_s, num_bytes=work.download_bytes)
         upload_start_s = start_s + download_s + compute_s
-        upload_s = self.transfer_s(traces, start_s=upload_start_s, num_bytes=asked.upload_bytes)
+        upload_s = self.transfer_s(traces, start_s=upload_start_s, num_bytes=work.upload_bytes)
         return download_s + upload_s
 
     def transfer_s(
@@ -259,22 +259,22 @@ class Behavior(Ranged):
         spread = np.exp(self.speed_sigma * seed.derive("speed").normal(client_ids))
         return self.median_ms_per_example * spread
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
         """Return the sum of download, compute and upload time: virtual seconds [B]."""
-        latency_s = self.ms_per_example(asked.client_ids, seed=asked.seed) / 1000.0
-        compute_s = _PASSES_PER_STEP * asked.num_examples_processed * latency_s
+        latency_s = self.ms_per_example(work.client_ids, seed=work.seed) / 1000.0
+        compute_s = _PASSES_PER_STEP * work.num_examples_processed * latency_s
         if self.round_jitter_sigma:
-            stream = asked.seed.derive("jitter")
-            draws = stream.normal(asked.round_num, asked.attempt, asked.client_ids)
+            stream = work.seed.derive("jitter")
+            draws = stream.normal(work.round_num, work.attempt, work.client_ids)
             compute_s = compute_s * np.exp(self.round_jitter_sigma * draws)
-        return compute_s + self.bandwidth.communication_s(asked, compute_s=compute_s)
+        return compute_s + self.bandwidth.communication_s(work, compute_s=compute_s)
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
         """Return which clients fail, independently in every round and attempt: [B]."""
         if self.dropout_rate == 0.0:
-            return np.zeros(asked.client_ids.shape, np.bool_)
-        stream = asked.seed.derive("dropout")
-        draws = stream.uniform(asked.round_num, asked.attempt, asked.client_ids)
+            return np.zeros(work.client_ids.shape, np.bool_)
+        stream = work.seed.derive("dropout")
+        draws = stream.uniform(work.round_num, work.attempt, work.client_ids)
         return draws < self.dropout_rate
 
 
@@ -282,10 +282,10 @@ class Behavior(Ranged):
 class Instant:
     """Ideal devices: they take no time and never fail."""
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
         """Return zeros: [B]."""
-        return np.zeros(asked.client_ids.shape)
+        return np.zeros(work.client_ids.shape)
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
         """Return all ``False``: [B]."""
-        return np.zeros(asked.client_ids.shape, np.bool_)
+        return np.zeros(work.client_ids.shape, np.bool_)

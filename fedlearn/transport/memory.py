@@ -79,7 +79,7 @@ class MemoryExchange:
         self._awaited: set[ClientId] = set()
         #: A heap: arrival time, index of the request, client, and a function that encodes it.
         self._due: list[tuple[float, int, ClientId, Callable[[], bytes]]] = []
-        self._num_asked = 0
+        self._num_sent = 0
         self._is_open = True
 
     def ask(
@@ -90,12 +90,12 @@ class MemoryExchange:
     ) -> None:
         """Send every request at the current virtual time; raises as the protocol says."""
         require_free(self._awaited, requests, is_open=self._is_open)
-        if self._num_asked == 0:
+        if self._num_sent == 0:
             self._start_s = self._channel.clock.now_s()
         alike: dict[int, list[ClientId]] = {}
         for client_id, request in requests.items():
             alike.setdefault(id(request), []).append(client_id)
-        places = {client_id: self._num_asked + place for place, client_id in enumerate(requests)}
+        places = {client_id: self._num_sent + place for place, client_id in enumerate(requests)}
         for clients in alike.values():
             request = requests[clients[0]]
             # Encoded at most once, and freed once no client needs it any more.
@@ -107,7 +107,7 @@ class MemoryExchange:
                     # The index breaks ties, so the functions are never compared.
                     heappush(self._due, (arrival_s, places[client_id], client_id, encoded))
         self._awaited |= requests.keys()
-        self._num_asked += len(requests)
+        self._num_sent += len(requests)
 
     def next(self, *, until_s: float) -> Arrival | None:
         """Return the next reply; without one, advance to ``until_s`` if the deadline is later."""

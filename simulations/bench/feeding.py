@@ -160,16 +160,16 @@ class OnceThenAtRandom:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
         """Draw the next clients in order, or random ones after the first pass."""
-        first = round_num * num_asked
+        first = round_num * cohort_size
         if first < len(available):
-            return tuple(available[first : first + num_asked])
-        drawn = np.random.default_rng(round_num).choice(len(available), num_asked, replace=False)
+            return tuple(available[first : first + cohort_size])
+        drawn = np.random.default_rng(round_num).choice(len(available), cohort_size, replace=False)
         return tuple(ClientId(int(each)) for each in drawn)
 
 

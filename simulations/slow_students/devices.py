@@ -33,15 +33,15 @@ class SlowGroup:
     first_slow: int
     slowness: int
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
         """Return the clients' durations; slow ones take as long as if they had more examples."""
-        times = np.where(asked.client_ids >= self.first_slow, self.slowness, 1)
-        processed = asked.num_examples_processed * times
-        return self.devices.durations_s(replace(asked, num_examples_processed=processed))
+        times = np.where(work.client_ids >= self.first_slow, self.slowness, 1)
+        processed = work.num_examples_processed * times
+        return self.devices.durations_s(replace(work, num_examples_processed=processed))
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
         """Return which clients fail."""
-        return self.devices.failures(asked)
+        return self.devices.failures(work)
 
 
 def devices(population: Population, *, slowness: int, speed_sigma: float) -> SlowGroup:

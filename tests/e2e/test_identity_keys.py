@@ -115,7 +115,7 @@ def test_a_swapped_key_and_a_stranger_are_refused_and_named_in_the_log(site: Sit
     assert "client 2, which is not in the roster" in site.log("client-1")
 
 
-def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) -> RosterDraw:
+def fitting_draw(path: Path, *, factor: float, cohort_size: int, num_rounds: int) -> RosterDraw:
     """Rename the clients of a roster until its draws have enough clients, but never all."""
     given = IdentityRoster.load(path)
     for number in range(1000):
@@ -126,10 +126,10 @@ def fitting_draw(path: Path, *, factor: float, num_asked: int, num_rounds: int) 
         roster = replace(given, clients=clients)
         draw = RosterDraw(roster=roster.digest, client_ids=clients.keys(), factor=factor)
         drawn = [
-            len(draw.select(clients, round_num=round_num, num_asked=num_asked))
+            len(draw.select(clients, round_num=round_num, cohort_size=cohort_size))
             for round_num in range(num_rounds)
         ]
-        if num_asked <= min(drawn) and max(drawn) < len(clients):
+        if cohort_size <= min(drawn) and max(drawn) < len(clients):
             roster.save(path)
             return draw
     raise AssertionError("no roster fits")
@@ -150,7 +150,7 @@ def test_clients_with_a_roster_are_asked_when_it_draws_them_and_refuse_other_rou
         client.send(signal.SIGTERM)
         client.wait()
     site.type("roster", "-o", "all.roster")
-    draw = fitting_draw(site.folder / "all.roster", factor=1.5, num_asked=2, num_rounds=3)
+    draw = fitting_draw(site.folder / "all.roster", factor=1.5, cohort_size=2, num_rounds=3)
     policy = site.folder / "policy.toml"
     policy.write_text("[policy.secure_aggregation]\nmin_cohort = 2\nmax_draw_factor = 1.5\n")
     options = ("--roster", "all.roster", "--config", str(policy))
@@ -164,7 +164,7 @@ def test_clients_with_a_roster_are_asked_when_it_draws_them_and_refuse_other_rou
     assert len(committed) == 3
     for record in committed:
         asked = [ClientId(each) for each in record.participations.client_ids.tolist()]
-        assert draw.select(asked, round_num=record.round_num, num_asked=2) == asked
+        assert draw.select(asked, round_num=record.round_num, cohort_size=2) == asked
         assert record.participations.num(Status.REPORTED) == 2
     assert "refused_by_policy" not in site.log("client-*")
     for client in clients:

@@ -56,12 +56,12 @@ class SlowLarge:
     at_most: int
     slow_s: float
 
-    def durations_s(self, asked):
-        is_large = asked.num_examples_processed > 2 * self.at_most
+    def durations_s(self, work):
+        is_large = work.num_examples_processed > 2 * self.at_most
         return np.where(is_large, self.slow_s, 5.0)
 
-    def failures(self, asked):
-        return np.zeros(asked.client_ids.shape, bool)
+    def failures(self, work):
+        return np.zeros(work.client_ids.shape, bool)
 
 
 def by_size(population, *, slow_s):
@@ -80,11 +80,11 @@ class TwoSpeeds:
 
     slow_s: float = 50.0
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        return np.where(asked.client_ids < NUM_CLIENTS // 2, 5.0, self.slow_s)
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        return np.where(work.client_ids < NUM_CLIENTS // 2, 5.0, self.slow_s)
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.isin(asked.client_ids, 0)
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.isin(work.client_ids, 0)
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,11 @@ class Answers:
     durations: Any = None
     fails: Any = None
 
-    def durations_s(self, asked: DeviceRound) -> Any:
-        return np.ones(asked.client_ids.shape) if self.durations is None else self.durations
+    def durations_s(self, work: DeviceRound) -> Any:
+        return np.ones(work.client_ids.shape) if self.durations is None else self.durations
 
-    def failures(self, asked: DeviceRound) -> Any:
-        return np.zeros(asked.client_ids.shape, bool) if self.fails is None else self.fails
+    def failures(self, work: DeviceRound) -> Any:
+        return np.zeros(work.client_ids.shape, bool) if self.fails is None else self.fails
 
 
 @dataclass
@@ -202,8 +202,8 @@ def test_devices_that_draw_at_random_give_two_workers_one_round() -> None:
     """They are called in one process only; different draws would deadlock the processes."""
 
     class Random(Answers):
-        def durations_s(self, asked: DeviceRound) -> Any:
-            return np.random.default_rng().uniform(1.0, 9.0, asked.client_ids.shape)
+        def durations_s(self, work: DeviceRound) -> Any:
+            return np.random.default_rng().uniform(1.0, 9.0, work.client_ids.shape)
 
     settings: dict[str, Any] = {"cohort": {"num_wanted": 3}, "engine": {"num_workers": 2}}
     finished = run(

@@ -105,13 +105,15 @@ def test_a_first_script_on_data_of_its_own_waits_for_everybody(num_clients: int)
     local = fl.LocalSgd(epochs=2, batch_size=10, learning_rate=0.1)
     progress = Quiet()
     finished = fl.simulate(make_model, mine, fl.FedAvg(local), progress=progress, num_rounds=2)
-    num_asked = min(10, num_clients)
+    cohort_size = min(10, num_clients)
     for record in finished.history:
-        assert len(record.participations) == record.participations.num(Status.REPORTED) == num_asked
+        assert (
+            len(record.participations) == record.participations.num(Status.REPORTED) == cohort_size
+        )
     assert progress.notes[0].startswith(
-        f"cohort {num_asked} of {num_clients} clients, no deadline, ideal devices: "
+        f"cohort {cohort_size} of {num_clients} clients, no deadline, ideal devices: "
     )
-    assert finished.record.config["cohort"] == {"sampling": "uniform", "num_wanted": num_asked}
+    assert finished.record.config["cohort"] == {"sampling": "uniform", "num_wanted": cohort_size}
     assert finished.record.config["devices"] == {"kind": "ideal"}
 
 

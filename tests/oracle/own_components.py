@@ -118,10 +118,16 @@ class InTurn:
     """A sampler that asks clients in rotation."""
 
     def sample(
-        self, available: Sequence[int], *, num_asked: int, round_num: int, attempt: int, seed: Seed
+        self,
+        available: Sequence[int],
+        *,
+        cohort_size: int,
+        round_num: int,
+        attempt: int,
+        seed: Seed,
     ) -> tuple[int, ...]:
         """Return the next clients in rotation."""
-        return tuple(own_cohort(available, num_asked, round_num, attempt))
+        return tuple(own_cohort(available, cohort_size, round_num, attempt))
 
 
 class OneStep:

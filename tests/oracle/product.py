@@ -110,16 +110,16 @@ class Devices:
 
     configuration: Configuration
 
-    def durations_s(self, asked: DeviceRound) -> np.ndarray[Any, np.dtype[np.float64]]:
+    def durations_s(self, work: DeviceRound) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return the seconds that each client takes."""
-        return np.asarray([self._of(duration_s, each, asked) for each in asked.client_ids])
+        return np.asarray([self._of(duration_s, each, work) for each in work.client_ids])
 
-    def failures(self, asked: DeviceRound) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    def failures(self, work: DeviceRound) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which clients fail."""
-        return np.asarray([self._of(fails, each, asked) for each in asked.client_ids], np.bool_)
+        return np.asarray([self._of(fails, each, work) for each in work.client_ids], np.bool_)
 
-    def _of(self, function: Any, client_id: int, asked: DeviceRound) -> Any:
-        return function(self.configuration, int(client_id), asked.round_num, asked.attempt)
+    def _of(self, function: Any, client_id: int, work: DeviceRound) -> Any:
+        return function(self.configuration, int(client_id), work.round_num, work.attempt)
 
 
 def run(c: Configuration) -> Run | Refusal:
@@ -207,7 +207,7 @@ def _simulation(c: Configuration) -> Any:
         settings["stragglers"] = {"max_retries": policy.max_retries}
     else:
         settings["stragglers"] = {
-            "over_selection": policy.num_asked / policy.num_wanted,
+            "over_selection": policy.cohort_size / policy.num_wanted,
             "deadline_s": "none" if math.isinf(policy.deadline_s) else policy.deadline_s,
             # Secure aggregation has its own minimum, which decides what "half" means.
             "min_reports": "half" if is_usual and c.secure != "off" else policy.min_reports,

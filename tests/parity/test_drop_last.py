@@ -23,12 +23,12 @@ class Seen:
 
     processed: list[list[int]] = field(default_factory=list)
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        self.processed.append(np.asarray(asked.num_examples_processed).tolist())
-        return np.ones(len(asked.client_ids))
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        self.processed.append(np.asarray(work.num_examples_processed).tolist())
+        return np.ones(len(work.client_ids))
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.zeros(len(asked.client_ids), np.bool_)
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.zeros(len(work.client_ids), np.bool_)
 
 
 def test_it_is_the_same_in_the_engine_and_in_sessions(

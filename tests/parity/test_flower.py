@@ -109,12 +109,12 @@ def make_model() -> nn.Module:
 class Spread:
     """Devices whose replies are a second apart, in an order that changes each round."""
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        places = (asked.client_ids * 5 + asked.round_num * 7) % len(SIZES)
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        places = (work.client_ids * 5 + work.round_num * 7) % len(SIZES)
         return 1.0 + places.astype(np.float64)
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.zeros(len(asked.client_ids), bool)
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.zeros(len(work.client_ids), bool)
 
 
 @dataclass
@@ -155,7 +155,7 @@ class MortalGrid(LocalGrid):
 
     def _latency_s(self, client: int, round_num: object) -> float:
         assert isinstance(round_num, int)
-        asked = DeviceRound(
+        work = DeviceRound(
             client_ids=np.asarray([client]),
             round_num=round_num,
             attempt=0,
@@ -164,7 +164,7 @@ class MortalGrid(LocalGrid):
             upload_bytes=0,
             seed=Seed(0),
         )
-        return float(Spread().durations_s(asked)[0])
+        return float(Spread().durations_s(work)[0])
 
 
 def population() -> ArrayPopulation:

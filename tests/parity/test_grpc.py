@@ -115,12 +115,12 @@ class Replayed:
 
     orders: Sequence[Sequence[int]]
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        place = {client: 1.0 + at for at, client in enumerate(self.orders[asked.round_num])}
-        return np.asarray([place.get(client, 1e9) for client in asked.client_ids.tolist()])
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        place = {client: 1.0 + at for at, client in enumerate(self.orders[work.round_num])}
+        return np.asarray([place.get(client, 1e9) for client in work.client_ids.tolist()])
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.zeros(len(asked.client_ids), bool)
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.zeros(len(work.client_ids), bool)
 
 
 @contextmanager

@@ -98,11 +98,11 @@ def test_a_secure_run_is_the_run_in_the_clear(algorithm: list[str], variant: lis
 class Unreliable:
     """Devices of which some fail and some are late in each round."""
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        return np.where((asked.client_ids + asked.round_num) % 5 == 0, 99.0, 1.0)
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        return np.where((work.client_ids + work.round_num) % 5 == 0, 99.0, 1.0)
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.isin(asked.client_ids, [asked.round_num + 1])
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.isin(work.client_ids, [work.round_num + 1])
 
 
 @pytest.mark.parametrize("variant", ["sessions", "modular_sum"])

@@ -67,14 +67,14 @@ class Unreliable:
 
     history: int
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        return self._rng(asked, 0).uniform(0.0, 7.0, NUM_CLIENTS)[asked.client_ids]
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        return self._rng(work, 0).uniform(0.0, 7.0, NUM_CLIENTS)[work.client_ids]
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return (self._rng(asked, 1).uniform(size=NUM_CLIENTS) < 0.3)[asked.client_ids]
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return (self._rng(work, 1).uniform(size=NUM_CLIENTS) < 0.3)[work.client_ids]
 
-    def _rng(self, asked: DeviceRound, what: int) -> np.random.Generator:
-        return np.random.default_rng((self.history, asked.round_num, asked.attempt, what))
+    def _rng(self, work: DeviceRound, what: int) -> np.random.Generator:
+        return np.random.default_rng((self.history, work.round_num, work.attempt, what))
 
 
 def by_the_engine(history: int, strategy: Strategy) -> Collector:

@@ -34,7 +34,7 @@ from tests.unit.session.test_secure import PARAMS, TRAIN, Trainer
 NUM_LISTED, NUM_ASKED, ROUND = 40, 6, 3
 LISTED = [ClientId(each) for each in range(NUM_LISTED)]
 DRAW = RosterDraw(roster="the roster", client_ids=frozenset(LISTED), factor=2.0)
-DRAWN = DRAW.select(LISTED, round_num=ROUND, num_asked=NUM_ASKED)
+DRAWN = DRAW.select(LISTED, round_num=ROUND, cohort_size=NUM_ASKED)
 UNDRAWN = [each for each in LISTED if each not in DRAWN]
 
 POLICY = TermsPolicy(

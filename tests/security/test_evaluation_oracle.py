@@ -38,13 +38,15 @@ def network() -> nn.Module:
 def oracle(policy: Policy, *, is_bound: bool = False) -> Oracle:
     """Return a client that counts its evaluations of the day."""
     session = ClientSession(ClientId(1), TorchTrainer.of(network, *examples(), device="cpu"))
-    judge, num_asked = Judge(policy, is_bound=is_bound), 0
+    judge, num_evaluations = Judge(policy, is_bound=is_bound), 0
 
     def ask(weight: Tensor, bias: Tensor) -> EvaluateReply:
-        nonlocal num_asked
+        nonlocal num_evaluations
         data = encode(EvaluateRequest(round_num=1, tensors={"weight": weight, "bias": bias}))
-        judge.check_request(data, num_tasks_today=0, num_evaluations_today=num_asked, spent=0.0)
-        num_asked += 1
+        judge.check_request(
+            data, num_tasks_today=0, num_evaluations_today=num_evaluations, spent=0.0
+        )
+        num_evaluations += 1
         reply = decode(session.handle(data, b"")[0])
         assert isinstance(reply, EvaluateReply)
         return reply

@@ -384,12 +384,12 @@ def test_a_label_of_a_trillion_is_no_class(tmp_path: Path) -> None:
 def test_data_of_ones_own_bring_no_stragglers(tmp_path: Path) -> None:
     """The record has resolved numbers. Control: the same cohort on the digits has stragglers."""
     mine = _built({"data": _npz_data(_npz(tmp_path))})
-    assert mine.policy.num_wanted == mine.policy.num_asked == 10
+    assert mine.policy.num_wanted == mine.policy.cohort_size == 10
     assert mine.policy.deadline_s == math.inf
     assert mine.behavior == devices.Instant()
     assert (mine.config.cohort.num_wanted, mine.config.stragglers.deadline_s) == (10, "none")
     digits = _built({})
-    assert (digits.policy.num_asked, digits.policy.deadline_s) == (13, 10.0)
+    assert (digits.policy.cohort_size, digits.policy.deadline_s) == (13, 10.0)
     assert digits.behavior != devices.Instant()
 
 
@@ -760,7 +760,7 @@ def test_the_straggler_policy_is_that_of_the_configuration() -> None:
     """Thirteen are asked for ten reports, and the deadline "none" waits for all of them."""
     built = _built({"stragglers": {"deadline_s": "none", "min_reports": 3}})
     assert built.policy == built.config.straggler_policy()
-    assert (built.policy.num_asked, built.policy.deadline_s) == (13, math.inf)
+    assert (built.policy.cohort_size, built.policy.deadline_s) == (13, math.inf)
 
 
 def test_every_kind_of_device_has_its_behavior(tmp_path: Path) -> None:
@@ -819,7 +819,7 @@ def test_centralised_training_is_one_client_that_always_reports() -> None:
     built = _built({"centralized": True})
     assert isinstance(built.population, PooledPopulation)
     assert built.population.num_examples(np.array([0])).tolist() == [1438]
-    assert (built.policy.num_asked, built.policy.min_reports) == (1, 1)
+    assert (built.policy.cohort_size, built.policy.min_reports) == (1, 1)
     assert built.behavior == devices.Instant()
 
 
@@ -906,12 +906,12 @@ class FirstClients:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        return tuple(available[:num_asked])
+        return tuple(available[:cohort_size])
 
 
 class KnownFirstClients(FirstClients, SeededSampler):

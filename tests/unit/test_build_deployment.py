@@ -78,7 +78,7 @@ def test_real_clients_have_ten_minutes_unless_it_is_written(
 ) -> None:
     """Not the main job's ten seconds; an explicit deadline is kept, even "none"."""
     components = built(without_data)
-    assert (components.policy.deadline_s, components.policy.num_asked) == (600.0, 10)
+    assert (components.policy.deadline_s, components.policy.cohort_size) == (600.0, 10)
     assert (
         components.config.stragglers.deadline_s == components.policy.deadline_s
     )  # the recorded form
@@ -136,7 +136,7 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
         [ClientId(each) for each in range(0, 100, 2)],
     )
     cohorts = [
-        sampler.sample(available, num_asked=50, round_num=turn, attempt=0, seed=components.seed)
+        sampler.sample(available, cohort_size=50, round_num=turn, attempt=0, seed=components.seed)
         for sampler, turn in [(components.sampler, 7), (later.sampler, 5), (later.sampler, 7)]
     ]
     assert cohorts[0] == cohorts[1] != cohorts[2]

@@ -70,7 +70,7 @@ def test_the_default_tree_is_the_main_job() -> None:
     )
     assert (config.client.epochs, config.model) == (2, MODELS.of("mlp", hidden=(128,)))
     policy = config.straggler_policy()
-    assert (policy.num_wanted, policy.num_asked, policy.min_reports) == (10, 13, 5)
+    assert (policy.num_wanted, policy.cohort_size, policy.min_reports) == (10, 13, 5)
     assert 0.0 < policy.deadline_s < math.inf
 
 
@@ -813,7 +813,7 @@ def test_as_many_are_wanted_as_can_be_asked_up_to_ten(
     resolved = load(None, overrides=overrides).resolve(num_clients=num_clients)
     policy = resolved.straggler_policy()
     assert policy.num_wanted == num_wanted
-    assert policy.num_asked <= num_clients
+    assert policy.cohort_size <= num_clients
     assert policy.deadline_s == math.inf
     assert resolved.resolve(num_clients=2) is resolved
 
@@ -822,7 +822,7 @@ def test_a_deployment_has_a_deadline_and_wants_ten() -> None:
     """The number of clients is unknown, and one that vanishes must not block the run forever."""
     served = load(None, overrides=["data.source=mnist-by-writer"]).resolve(num_clients=None)
     policy = served.straggler_policy()
-    assert (policy.num_wanted, policy.num_asked, policy.deadline_s) == (10, 10, 600.0)
+    assert (policy.num_wanted, policy.cohort_size, policy.deadline_s) == (10, 10, 600.0)
     written = load(None, overrides=["data.source=mnist-by-writer", "stragglers.deadline_s=none"])
     assert written.resolve(num_clients=None).straggler_policy().deadline_s == math.inf
 
@@ -1027,7 +1027,7 @@ def test_an_asynchronous_algorithm_brings_a_buffer_in_the_place_of_a_cohort(tmp_
     assert by_name.asynchronous.is_on
     assert (by_name.cohort.num_wanted, by_name.stragglers.deadline_s) == (7, "auto")
     policy = by_name.resolve(num_clients=50).straggler_policy()
-    assert (policy.num_asked, policy.min_reports, policy.deadline_s) == (7, 7, math.inf)
+    assert (policy.cohort_size, policy.min_reports, policy.deadline_s) == (7, 7, math.inf)
     by_table = load(
         None,
         overrides=["asynchronous.mode=buffered", "cohort.num_wanted=7", "stragglers.deadline_s=9"],

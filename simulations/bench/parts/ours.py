@@ -48,7 +48,7 @@ class PeersSampler:
         self,
         available: Sequence[ClientId],
         *,
-        num_asked: int,
+        cohort_size: int,
         round_num: int,
         attempt: int,
         seed: Seed,

@@ -16,7 +16,7 @@ class Policy:
     """How many clients a round asks, how long it waits, and whether too few reports end it."""
 
     num_wanted: int
-    num_asked: int
+    cohort_size: int
     deadline_s: float
     min_reports: int
     below_minimum: str = "retry"

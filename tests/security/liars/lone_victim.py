@@ -110,13 +110,13 @@ class LoneVictim:
         site: The server that the victim connects to.
         victim: The victim's id.
         num_made: Number of accomplices so far.
-        num_asked: Number of requests so far.
+        num_requests: Number of requests so far.
     """
 
     site: LyingGateway
     victim: ClientId
     num_made: int = 0
-    num_asked: int = 0
+    num_requests: int = 0
     _channel: GatewayChannel = field(init=False)
 
     def __post_init__(self) -> None:
@@ -219,9 +219,9 @@ class LoneVictim:
         self.site.wait_for(1)
         channel, usual = self._channel, self._channel.run_id
         channel.run_id = run_id or usual
-        self.num_asked += 1
+        self.num_requests += 1
         with closing(channel.open(deadline_s=LONG_S)) as exchange:
-            exchange.ask({self.victim: request}, number=self.num_asked)
+            exchange.ask({self.victim: request}, number=self.num_requests)
             arrival = exchange.next(until_s=math.inf)
         channel.run_id = usual
         assert arrival is not None

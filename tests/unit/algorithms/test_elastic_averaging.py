@@ -109,7 +109,7 @@ def test_one_client_a_round_in_turn_is_round_robin() -> None:
     cohorts = [
         CyclicSampler().sample(
             [ClientId(k) for k in range(NUM_CLIENTS)],
-            num_asked=1,
+            cohort_size=1,
             round_num=t,
             attempt=0,
             seed=Seed(0),

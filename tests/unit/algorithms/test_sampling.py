@@ -24,11 +24,11 @@ def clients(count: int) -> list[ClientId]:
 
 
 def cohorts(
-    sampler: CohortSampler, *, num_rounds: int, population: int = 20, num_asked: int = 5
+    sampler: CohortSampler, *, num_rounds: int, population: int = 20, cohort_size: int = 5
 ) -> list[tuple[ClientId, ...]]:
     available = clients(population)
     return [
-        sampler.sample(available, num_asked=num_asked, round_num=r, attempt=0, seed=Seed(11))
+        sampler.sample(available, cohort_size=cohort_size, round_num=r, attempt=0, seed=Seed(11))
         for r in range(num_rounds)
     ]
 
@@ -39,7 +39,7 @@ def test_seed_round_and_attempt_give_the_cohort(sampler: CohortSampler) -> None:
 
     def cohort(seed: int, round_num: int, attempt: int) -> tuple[ClientId, ...]:
         return sampler.sample(
-            clients(1000), num_asked=50, round_num=round_num, attempt=attempt, seed=Seed(seed)
+            clients(1000), cohort_size=50, round_num=round_num, attempt=attempt, seed=Seed(seed)
         )
 
     assert cohort(0, 3, 1) == cohort(0, 3, 1)
@@ -64,7 +64,7 @@ def biased(round_num: int) -> tuple[int, ...]:
 
 def uniform(round_num: int) -> tuple[int, ...]:
     return UniformSampler().sample(
-        clients(20), num_asked=5, round_num=round_num, attempt=0, seed=Seed(5)
+        clients(20), cohort_size=5, round_num=round_num, attempt=0, seed=Seed(5)
     )
 
 
@@ -105,13 +105,15 @@ def test_cyclic_cohorts_ask_everybody_before_anybody_again() -> None:
     assert sorted(client for cohort in drawn[:4] for client in cohort) == clients(23)
     assert drawn[:4] == drawn[4:]
     assert {len(cohort) for cohort in drawn} == {5, 6}
-    again = CyclicSampler().sample(clients(23), num_asked=5, round_num=0, attempt=1, seed=Seed(11))
+    again = CyclicSampler().sample(
+        clients(23), cohort_size=5, round_num=0, attempt=1, seed=Seed(11)
+    )
     assert again == drawn[1]
 
 
 def test_no_group_is_made_of_neighbors() -> None:
     """Ids often correlate with data, so each group has clients from all parts of the range."""
-    first, *_ = cohorts(CyclicSampler(), num_rounds=1, population=1000, num_asked=100)
+    first, *_ = cohorts(CyclicSampler(), num_rounds=1, population=1000, cohort_size=100)
     assert [client // 10 for client in first] == list(range(100))
     assert {client % 10 for client in first} == set(range(10))
 
@@ -128,7 +130,7 @@ def test_a_population_below_the_cohort_is_an_error(sampler: CohortSampler) -> No
     """The error contains both numbers. Control: a population of exactly the cohort's size."""
     with pytest.raises(CohortTooSmall, match=r"5 clients are asked .* has 4") as caught:
         cohorts(sampler, num_rounds=1, population=4)
-    assert (caught.value.available, caught.value.asked) == (4, 5)
+    assert (caught.value.available, caught.value.cohort_size) == (4, 5)
     cohorts(sampler, num_rounds=1, population=5)
 
 
@@ -150,5 +152,5 @@ class CountedRange(Sequence[ClientId]):
 def test_a_million_clients_cost_as_much_as_the_cohort(sampler: CohortSampler) -> None:
     """Only the drawn clients are looked up."""
     population = CountedRange(1_000_000)
-    cohort = sampler.sample(population, num_asked=100, round_num=0, attempt=0, seed=Seed(0))
+    cohort = sampler.sample(population, cohort_size=100, round_num=0, attempt=0, seed=Seed(0))
     assert population.looked_up == len(cohort) <= 200

@@ -19,15 +19,15 @@ GOOD: Mapping[str, Any] = {  # Any: the fields' types differ
 
 
 @pytest.mark.parametrize(
-    ("num_wanted", "over_selection", "num_asked"),
+    ("num_wanted", "over_selection", "cohort_size"),
     [(10, 1.3, 13), (10, 1.0, 10), (10, 1.31, 14), (100, 1.1, 110), (7, 1.5, 11), (1, 1.0, 1)],
 )
 def test_the_number_asked_is_rounded_up(
-    num_wanted: int, over_selection: float, num_asked: int
+    num_wanted: int, over_selection: float, cohort_size: int
 ) -> None:
     """Rounding up must not count the float error of 1.3 or 1.1."""
     changes = {"num_wanted": num_wanted, "over_selection": over_selection, "min_reports": 1}
-    assert StragglerPolicy(**{**GOOD, **changes}).num_asked == num_asked
+    assert StragglerPolicy(**{**GOOD, **changes}).cohort_size == cohort_size
 
 
 @pytest.mark.parametrize(

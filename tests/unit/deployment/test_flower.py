@@ -456,12 +456,12 @@ def test_a_database_that_is_away_for_a_moment_ends_no_run(
     owner: type[object], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it fails on loading a checkpoint, opening a round, or charging privacy."""
-    inner, num_asked = getattr(owner, name), 0
+    inner, num_requests = getattr(owner, name), 0
 
     def away_at_first(*args: object, **kwargs: object) -> object:
-        nonlocal num_asked
-        num_asked += 1
-        if num_asked == 1:
+        nonlocal num_requests
+        num_requests += 1
+        if num_requests == 1:
             raise StoreUnavailable("for this test")
         return inner(*args, **kwargs)
 
@@ -470,7 +470,7 @@ def test_a_database_that_is_away_for_a_moment_ends_no_run(
     settings: dict[str, Scalar] = {"num-rounds": 1, "patience-s": 30, "overrides": TURNS}
     run_of(federation(3, **settings), tmp_path, heard)
     assert [record.count(Status.REPORTED) for record in heard.rounds] == [1]
-    assert num_asked > 1
+    assert num_requests > 1
 
 
 @dataclass

@@ -88,7 +88,7 @@ def durable(
     clients: Arriving,
     journal: RoundJournal,
     *,
-    num_asked: int = 4,
+    cohort_size: int = 4,
     patience_s: float = 600.0,
     is_paused: Callable[[], bool] = never,
     check: Callable[[], None] = ignore,
@@ -99,9 +99,9 @@ def durable(
     return DurableOpening(
         sampler=UniformSampler(),
         available=lambda _: clients.available(),
-        policy=replace(POLICY, num_wanted=num_asked),
+        policy=replace(POLICY, num_wanted=cohort_size),
         seed=Seed(1),
-        num_needed=num_asked,
+        num_needed=cohort_size,
         num_set_aside=lambda: num_set_aside,
         patience_s=patience_s,
         too_few=too_few,
@@ -130,7 +130,7 @@ def there(num_clients: int) -> Arriving:
 def test_a_simulation_samples_and_no_more() -> None:
     """The cohort is a function of seed, round and attempt."""
     opening = SampledOpening(sampler=UniformSampler(), available=lambda: ALL, seed=Seed(1))
-    expected = UniformSampler().sample(ALL, num_asked=4, round_num=3, attempt=1, seed=Seed(1))
+    expected = UniformSampler().sample(ALL, cohort_size=4, round_num=3, attempt=1, seed=Seed(1))
     assert cohort_of(opening, 3, attempt=1) == expected
     assert cohort_of(opening, 3, attempt=0) != expected
 
@@ -286,7 +286,9 @@ def test_the_board_says_when_a_round_is_under_way(new_journal: NewJournal) -> No
 def test_a_cohort_is_chosen_once(any_journal: RoundJournal) -> None:
     """A restart asks the same clients, even if others or none are connected by then."""
     first = cohort_of(durable(there(10), any_journal), 0, attempt=0)
-    assert first == UniformSampler().sample(ALL, num_asked=4, round_num=0, attempt=0, seed=Seed(1))
+    assert first == UniformSampler().sample(
+        ALL, cohort_size=4, round_num=0, attempt=0, seed=Seed(1)
+    )
     paused = Pausing(until_s=1e9)
     restarted = durable(there(0), any_journal, is_paused=paused.is_paused, clock=paused)
     assert cohort_of(restarted, 0, attempt=0) == first

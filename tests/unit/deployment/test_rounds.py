@@ -62,7 +62,7 @@ def test_where_a_roster_draws_only_the_drawn_evaluate() -> None:
     found = replace(components("evaluation.clients=20"), draw=draw)
     num_clients, client_ids = _invite(found, There(listed), frozenset, 3)
     assert num_clients == 20
-    assert set(client_ids) <= set(draw.select(listed, round_num=3, num_asked=20))
+    assert set(client_ids) <= set(draw.select(listed, round_num=3, cohort_size=20))
     assert 10 < len(client_ids) <= 20
     assert set(_invite(found, There(listed), frozenset, 4).client_ids) != set(client_ids)
 

@@ -21,7 +21,7 @@ def test_the_starter_loads_and_builds(tmp_path: Path) -> None:
     assert config.store.runs_dir == str(tmp_path / "runs")
     assert config.model_copy(update={"store": make_starter().store}) == make_starter()
     components = build_deployment(config, data_dir=tmp_path)
-    assert components.policy.num_asked == 5
+    assert components.policy.cohort_size == 5
     assert components.test is not None
 
 

@@ -89,8 +89,8 @@ def test_who_was_late_and_counts_later_was_asked_once() -> None:
     kept = run("slow-heron-3", {"late_updates": {"mode": "keep"}})
     summary, dropped = (summarize(each, A[1]) for each in (kept, run("slow-heron-4")))
     assert summary.counts == dropped.counts
-    assert (summary.num_asked, summary.num_in_time) == (9, 1)
-    assert (dropped.num_asked, dropped.num_in_time) == (12, 4)
+    assert (summary.num_tasks, summary.num_in_time) == (9, 1)
+    assert (dropped.num_tasks, dropped.num_in_time) == (12, 4)
 
 
 def test_who_was_stale_is_compared_where_somebody_was() -> None:

@@ -30,10 +30,10 @@ class Answers:
     durations: Any = (1.0, 2.0)
     fails: Any = (False, True)
 
-    def durations_s(self, asked: DeviceRound) -> Any:
+    def durations_s(self, work: DeviceRound) -> Any:
         return self.durations
 
-    def failures(self, asked: DeviceRound) -> Any:
+    def failures(self, work: DeviceRound) -> Any:
         return self.fails
 
 

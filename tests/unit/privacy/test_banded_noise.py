@@ -260,7 +260,7 @@ class Told:
                 round_num = num_finished + each
                 cohort = sampler.sample(
                     cast("Sequence[ClientId]", range(23)),
-                    num_asked=5,
+                    cohort_size=5,
                     round_num=round_num,
                     attempt=0,
                     seed=Seed(1),
@@ -352,7 +352,7 @@ def test_everybody_is_asked_once_in_as_many_rounds_as_there_are_groups(
     def asked(available: Sequence[int], round_num: int) -> Sequence[int]:
         return sampler.sample(
             cast("Sequence[ClientId]", available),
-            num_asked=1,
+            cohort_size=1,
             round_num=round_num,
             attempt=0,
             seed=Seed(7),
@@ -373,7 +373,7 @@ def test_everybody_is_asked_once_in_as_many_rounds_as_there_are_groups(
 def test_groups_differ_by_the_seed() -> None:
     """Runs with the same seed are repetitions, runs with two seeds are not."""
     sampler = CyclicCohortSampler(CyclicCohorts(60, 15, 15), num_lost=0)
-    at = {"num_asked": 15, "round_num": 0, "attempt": 0}
+    at = {"cohort_size": 15, "round_num": 0, "attempt": 0}
     available = cast("Sequence[ClientId]", range(60))
     first, again, other = (sampler.sample(available, seed=Seed(s), **at) for s in (1, 1, 2))
     assert first == again != other

@@ -144,7 +144,7 @@ def test_a_group_is_asked_as_a_whole_and_whoever_reports_counts() -> None:
         max_retries=3,
     )
     made = banded(2).adapt_policy(policy)
-    assert (made.num_wanted, made.num_asked, made.min_reports) == (25, 25, 0)
+    assert (made.num_wanted, made.cohort_size, made.min_reports) == (25, 25, 0)
     with pytest.raises(ValueError, match=r"over_selection is 1.2.*must not displace another"):
         banded(2).adapt_policy(replace(policy, over_selection=1.2))
 

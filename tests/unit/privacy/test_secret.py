@@ -23,11 +23,13 @@ from fedlearn.privacy.secret import (
 ROUNDS = 2000
 
 
-def cohorts(sampler: CohortSampler, population: int, *, num_asked: int) -> list[Sequence[int]]:
+def cohorts(sampler: CohortSampler, population: int, *, cohort_size: int) -> list[Sequence[int]]:
     """Return the cohorts of many rounds."""
     available = cast("Sequence[ClientId]", range(population))
     return [
-        sampler.sample(available, num_asked=num_asked, round_num=round_num, attempt=0, seed=Seed(0))
+        sampler.sample(
+            available, cohort_size=cohort_size, round_num=round_num, attempt=0, seed=Seed(0)
+        )
         for round_num in range(ROUNDS)
     ]
 
@@ -40,7 +42,7 @@ def within(count: float, expected: float, variance: float) -> bool:
 def test_each_client_is_asked_by_a_coin_of_its_own() -> None:
     """At the given rate, and pairs as often as two coins agree."""
     sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(1)))
-    drawn = cohorts(sampler, 40, num_asked=1)
+    drawn = cohorts(sampler, 40, cohort_size=1)
     counts = Counter(client for cohort in drawn for client in cohort)
     assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(40))
     both = sum({3, 17} <= set(cohort) for cohort in drawn)
@@ -53,14 +55,14 @@ def test_each_client_is_asked_by_a_coin_of_its_own() -> None:
 def test_who_is_there_changes_nobodys_chance() -> None:
     """With half of the clients away, the others are asked as often as before, not twice."""
     sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(2)))
-    counts = Counter(client for cohort in cohorts(sampler, 20, num_asked=10) for client in cohort)
+    counts = Counter(client for cohort in cohorts(sampler, 20, cohort_size=10) for client in cohort)
     assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(20))
 
 
 def test_a_large_cohort_is_cut_uniformly() -> None:
     """To the maximum; each client loses its place equally often."""
     sampler = PoissonCohortSampler(PoissonCohorts(12, 6, 6), ReproducibleStreams(Seed(3)))
-    drawn = cohorts(sampler, 12, num_asked=1)
+    drawn = cohorts(sampler, 12, cohort_size=1)
     assert max(map(len, drawn)) == 6
     counts = Counter(client for cohort in drawn for client in cohort)
     mean = sum(counts.values()) / 12
@@ -71,19 +73,19 @@ def test_a_large_cohort_is_cut_uniformly() -> None:
 def test_all_are_asked_at_rate_one_and_cohorts_may_be_empty() -> None:
     """The ends of the range."""
     everyone = PoissonCohortSampler(PoissonCohorts(5, 5, 5), ReproducibleStreams(Seed(4)))
-    assert all(len(cohort) == 5 for cohort in cohorts(everyone, 5, num_asked=1))
+    assert all(len(cohort) == 5 for cohort in cohorts(everyone, 5, cohort_size=1))
     few = PoissonCohortSampler(PoissonCohorts(5, 1, 2), ReproducibleStreams(Seed(4)))
-    assert min(map(len, cohorts(few, 5, num_asked=1))) == 0
+    assert min(map(len, cohorts(few, 5, cohort_size=1))) == 0
 
 
 def test_cohorts_of_a_fixed_size_are_uniform() -> None:
     """Each client is equally likely; with fewer than the size available, all are asked."""
     sampler = FixedCohortSampler(FixedCohorts(20, 5), ReproducibleStreams(Seed(5)))
-    drawn = cohorts(sampler, 20, num_asked=5)
+    drawn = cohorts(sampler, 20, cohort_size=5)
     assert all(len(set(cohort)) == 5 for cohort in drawn)
     counts = Counter(client for cohort in drawn for client in cohort)
     assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(20))
-    assert all(list(cohort) == [0, 1, 2] for cohort in cohorts(sampler, 3, num_asked=5)[:5])
+    assert all(list(cohort) == [0, 1, 2] for cohort in cohorts(sampler, 3, cohort_size=5)[:5])
 
 
 @pytest.mark.parametrize(
@@ -95,9 +97,9 @@ def test_cohorts_of_a_fixed_size_are_uniform() -> None:
 )
 def test_more_clients_than_were_counted_are_refused(sampler: CohortSampler) -> None:
     """ε was computed for fewer; control: that number itself is accepted."""
-    cohorts(sampler, 12, num_asked=6)
+    cohorts(sampler, 12, cohort_size=6)
     with pytest.raises(ConfigError, match="num_users is 12, but 13 clients are available"):
-        cohorts(sampler, 13, num_asked=6)
+        cohorts(sampler, 13, cohort_size=6)
 
 
 @pytest.mark.parametrize("attempt", [0, 1])

@@ -24,7 +24,7 @@ def test_each_client_is_drawn_as_often_as_another() -> None:
     """With p = 0.1 over 400 rounds, each of 1,000 clients is within five standard deviations."""
     counts = dict.fromkeys(ALL, 0)
     for round_num in range(400):
-        for each in draw().select(ALL, round_num=round_num, num_asked=50):
+        for each in draw().select(ALL, round_num=round_num, cohort_size=50):
             counts[each] += 1
     deviation = math.sqrt(400 * 0.1 * 0.9)
     assert abs(sum(counts.values()) - 40_000) < 5 * deviation * math.sqrt(1000)
@@ -32,24 +32,24 @@ def test_each_client_is_drawn_as_often_as_another() -> None:
 
 
 def test_a_larger_factor_draws_those_of_a_smaller_one() -> None:
-    few = draw(factor=1.0).select(ALL, round_num=7, num_asked=50)
-    many = draw(factor=3.0).select(ALL, round_num=7, num_asked=50)
+    few = draw(factor=1.0).select(ALL, round_num=7, cohort_size=50)
+    many = draw(factor=3.0).select(ALL, round_num=7, cohort_size=50)
     assert set(few) < set(many)
     assert many == sorted(many), "in the order in which they were given"
 
 
 def test_rounds_and_rosters_draw_others() -> None:
-    first = draw().select(ALL, round_num=0, num_asked=50)
-    assert draw().select(ALL, round_num=0, num_asked=50) == first
-    assert draw().select(ALL, round_num=1, num_asked=50) != first
-    assert draw("another").select(ALL, round_num=0, num_asked=50) != first
+    first = draw().select(ALL, round_num=0, cohort_size=50)
+    assert draw().select(ALL, round_num=0, cohort_size=50) == first
+    assert draw().select(ALL, round_num=1, cohort_size=50) != first
+    assert draw("another").select(ALL, round_num=0, cohort_size=50) != first
 
 
 def test_where_all_are_needed_all_are_drawn_and_strangers_never() -> None:
     """With twelve in the roster and six invited, the factor of 2 draws the whole roster."""
     small = draw(num_clients=12)
     assert small.chance(6) == 1.0
-    assert small.select([*ALL[:12], ClientId(1), ALL[12]], round_num=5, num_asked=6) == ALL[:12]
+    assert small.select([*ALL[:12], ClientId(1), ALL[12]], round_num=5, cohort_size=6) == ALL[:12]
     assert draw(num_clients=13).chance(6) < 1.0
 
 

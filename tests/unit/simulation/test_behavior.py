@@ -34,7 +34,7 @@ _TRACES = TraceBandwidth(
 _MBIT = 125_000
 
 
-def _asked(
+def _make_work(
     ids: NDArray[np.int64],
     *,
     round_num: int = 0,
@@ -55,7 +55,7 @@ def _asked(
 
 def test_a_duration_follows_the_formula_of_fedscale() -> None:
     """3 x 100 examples x 2 ms, and 32 Mbit over 8 Mbit/s."""
-    assert _EQUAL.durations_s(_asked(_IDS[:3])) == pytest.approx([0.6 + 4.0] * 3)
+    assert _EQUAL.durations_s(_make_work(_IDS[:3])) == pytest.approx([0.6 + 4.0] * 3)
 
 
 def test_devices_are_lognormal_around_the_median() -> None:
@@ -78,7 +78,7 @@ def test_a_client_is_the_same_whoever_else_is_asked() -> None:
     """A client's values depend neither on the order nor on the other clients in the call."""
     behavior = replace(_EQUAL, speed_sigma=1.0, dropout_rate=0.5, round_jitter_sigma=0.1)
     some = np.array([900, 3, 17])
-    few, all_ = _asked(some, round_num=1), _asked(_IDS, round_num=1)
+    few, all_ = _make_work(some, round_num=1), _make_work(_IDS, round_num=1)
     assert np.array_equal(behavior.durations_s(few), behavior.durations_s(all_)[some])
     assert np.array_equal(behavior.failures(few), behavior.failures(all_)[some])
 
@@ -87,8 +87,8 @@ def test_only_jitter_changes_a_device_from_round_to_round() -> None:
     """Without it, a client takes as long in every round and attempt."""
     for jitter, same in ((0.0, True), (0.1, False)):
         behavior = replace(_EQUAL, round_jitter_sigma=jitter)
-        first = behavior.durations_s(_asked(_IDS))
-        for other in (_asked(_IDS, round_num=1), _asked(_IDS, attempt=1)):
+        first = behavior.durations_s(_make_work(_IDS))
+        for other in (_make_work(_IDS, round_num=1), _make_work(_IDS, attempt=1)):
             assert np.array_equal(first, behavior.durations_s(other)) is same
 
 
@@ -96,7 +96,7 @@ def test_clients_fail_at_the_rate_afresh_in_every_round_and_attempt() -> None:
     """The rate holds over clients, and no two rounds or attempts have the same pattern."""
     behavior, ids = replace(_EQUAL, dropout_rate=0.2), np.arange(100_000)
     patterns = [
-        behavior.failures(_asked(ids, round_num=round_num, attempt=attempt))
+        behavior.failures(_make_work(ids, round_num=round_num, attempt=attempt))
         for round_num, attempt in ((0, 0), (1, 0), (0, 1))
     ]
     for pattern in patterns:
@@ -108,14 +108,14 @@ def test_clients_fail_at_the_rate_afresh_in_every_round_and_attempt() -> None:
 def test_dropout_of_zero_and_one_are_certain() -> None:
     """At the ends of the range nothing is random."""
     for rate in (0.0, 1.0):
-        failures = replace(_EQUAL, dropout_rate=rate).failures(_asked(_IDS))
+        failures = replace(_EQUAL, dropout_rate=rate).failures(_make_work(_IDS))
         assert (failures == bool(rate)).all()
 
 
 def test_ideal_devices_take_no_time_and_never_fail() -> None:
     """``Instant`` is the explicit value for ideal devices."""
-    assert not Instant().durations_s(_asked(_IDS)).any()
-    assert not Instant().failures(_asked(_IDS)).any()
+    assert not Instant().durations_s(_make_work(_IDS)).any()
+    assert not Instant().failures(_make_work(_IDS)).any()
 
 
 @pytest.mark.parametrize(
@@ -192,10 +192,10 @@ def test_whole_laps_never_give_a_wrong_number() -> None:
 def test_the_upload_starts_after_computing() -> None:
     """A client that computes through the silence uploads in the fast part."""
     ids = np.arange(4000)
-    asked = _asked(ids, download_bytes=0, upload_bytes=3 * _MBIT)
+    work = _make_work(ids, download_bytes=0, upload_bytes=3 * _MBIT)
     only_first = TraceBandwidth(_TRACES.time_s[:4], _TRACES.mbit_per_s[:4], _TRACES.offsets[:2])
     seconds = [
-        only_first.communication_s(asked, compute_s=np.full(ids.shape, pause))
+        only_first.communication_s(work, compute_s=np.full(ids.shape, pause))
         for pause in (0.0, 30.0, 15.0)
     ]
     assert seconds[0] == pytest.approx(seconds[1])  # one whole lap later, the trace is the same
@@ -208,7 +208,7 @@ def test_a_client_keeps_its_trace_and_moves_within_it() -> None:
     assert set(traces.tolist()) == {0, 1}
     per_round = [
         _TRACES.communication_s(
-            _asked(_IDS, round_num=round_num, download_bytes=_MBIT, upload_bytes=0),
+            _make_work(_IDS, round_num=round_num, download_bytes=_MBIT, upload_bytes=0),
             compute_s=np.zeros(_IDS.shape),
         )
         for round_num in (0, 1)

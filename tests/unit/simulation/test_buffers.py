@@ -45,11 +45,11 @@ class Table:
     seconds: Sequence[float] = tuple(SECONDS)
     failing: frozenset[int] = frozenset()
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        return np.asarray([self.seconds[each] for each in asked.client_ids.tolist()])
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        return np.asarray([self.seconds[each] for each in work.client_ids.tolist()])
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.isin(asked.client_ids, list(self.failing))
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.isin(work.client_ids, list(self.failing))
 
 
 @dataclass

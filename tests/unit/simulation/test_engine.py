@@ -49,13 +49,13 @@ class Table:
     failing: frozenset[int] = frozenset()
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        most = int(asked.num_examples_processed.max(initial=0))
-        self.calls.append((asked.download_bytes, asked.upload_bytes, most))
-        return np.array([self.duration_s.get(c, float(c)) for c in asked.client_ids.tolist()])
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        most = int(work.num_examples_processed.max(initial=0))
+        self.calls.append((work.download_bytes, work.upload_bytes, most))
+        return np.array([self.duration_s.get(c, float(c)) for c in work.client_ids.tolist()])
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.isin(asked.client_ids, list(self.failing))
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.isin(work.client_ids, list(self.failing))
 
 
 @dataclass

@@ -40,11 +40,11 @@ class Devices:
 
     failing: tuple[int, ...] = ()
 
-    def durations_s(self, asked: DeviceRound) -> NDArray[np.float64]:
-        return np.ones(len(asked.client_ids))
+    def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
+        return np.ones(len(work.client_ids))
 
-    def failures(self, asked: DeviceRound) -> NDArray[np.bool_]:
-        return np.isin(asked.client_ids, self.failing)
+    def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
+        return np.isin(work.client_ids, self.failing)
 
 
 class Rows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):

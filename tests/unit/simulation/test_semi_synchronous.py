@@ -89,7 +89,7 @@ def reference(num_rounds: int, *, exponent: float) -> tuple[float, float, int]:
     awaited, models = dict[int, tuple[float, int]](), list[float]()
     for number in range(num_rounds):
         models.append(x)
-        cohort = [c for c in range(NUM_CLIENTS) if c not in awaited][: POLICY.num_asked]
+        cohort = [c for c in range(NUM_CLIENTS) if c not in awaited][: POLICY.cohort_size]
         awaited |= {c: (now_s + SECONDS[c], number) for c in cohort}
         in_order = sorted(awaited, key=lambda c: awaited[c][0])
         fresh = [c for c in in_order if c in cohort and SECONDS[c] <= POLICY.deadline_s]
