@@ -406,6 +406,7 @@ class SecureClient:
             # Never both halves: with both secrets of a client its vector could be unmasked.
             shares[owner] = SecretBytes(data[:half] if owner in alive else data[half:])
         most = self.policy.max_releases_per_round
+        # Recorded before the reply goes out: a crash must not allow another sum of this round.
         after = state.record_release(ReleasedStep(session, survivors, shares), most=most)
         return ShareRelease(session=session.id, shares=shares), after
 

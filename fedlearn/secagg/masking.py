@@ -118,6 +118,7 @@ def _split_spans(lanes: Sequence[Words]) -> Iterator[list[Words]]:
         assert words.ndim == 1
         begin = 0
         while begin < words.size:
+            # A slice is a view: masks are folded into the caller's words.
             part = words[begin : begin + room // words.itemsize]
             parts.append(part)
             begin += part.size

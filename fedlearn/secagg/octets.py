@@ -175,6 +175,7 @@ def table(num_bytes: int) -> Form[Mapping[ClientId, bytes]]:
         # All rows in one call: a coordinator reads one per client and neighbor.
         found = list(row.iter_unpack(reader.take(size * row.size)))
         _require_ascending((each for each, _ in found), what=reader.what)
+        # Ids ascend, so the last is the largest.
         if found and found[-1][0] > _MAX_ID:
             raise ProtocolError(f"{reader.what} has a client {found[-1][0]}, above 2**63 - 1")
         return dict(found)

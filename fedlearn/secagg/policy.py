@@ -116,6 +116,7 @@ class TermsPolicy:
 
         The error names the rule, the value in the terms and the limit.
         """
+        # A higher value includes the lower ones (see `Adversary`).
         if terms.adversary < self.adversary:
             asked, limit = _format_adversary(terms.adversary), _format_adversary(self.adversary)
             raise PolicyViolation(rule="adversary", asked=asked, limit=limit)

@@ -149,6 +149,7 @@ class Terms:
         """Decode terms; ProtocolError if they are truncated, out of range or inconsistent."""
         try:
             return _TERMS.from_bytes(data, what="the terms")
+        # Terms check themselves; from a peer, a bad value is a breach of the protocol.
         except ConfigError as error:
             raise ProtocolError(f"impossible terms: {error}") from error
 

@@ -87,6 +87,7 @@ class ShareBox:
                 for owner, secret in zip(left, secrets, strict=True)
                 if secret is not None and self._is_genuine(owner, secret)
             }
+            # What is left failed its check: some share of it is false.
             left = [owner for owner in left if owner not in found]
             if left:
                 decoded = (
