@@ -557,6 +557,8 @@ class ExampleNoiseStrategy(StrategyWrapper):
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return each client's local update, with noise; equal ones stay one shared object."""
         updates = self.inner.locals_for(client_ids)
+        # By identity: clients that share an update share the wrapped one, so that engines can group
+        # them.
         rules = {id(update): self.plan.add_noise(update) for update in updates}
         return [rules[id(update)] for update in updates]
 
