@@ -44,6 +44,7 @@ def split_states(
         rows: State of all K clients of the block by name: shape [K, n].
         mine: Mask of the selected rows: shape [K].
     """
+    # A mask copies the rows, so that the memory of the block can be freed.
     parts = {name: values[torch.from_numpy(mine)].unbind(0) for name, values in rows.items()}
     return {
         client_id: {name: values[place] for name, values in parts.items()}

@@ -71,6 +71,7 @@ class LateUpdates(Staleness):
             >>> late.deadline_s(((3.0, 2.0), (9.0,)), [4.0], longest_s=60.0)
             3.0
         """
+        # Clients that are still out count, too: leaving out the slowest would shrink the deadline.
         known = sorted([*awaited_s, *(each for of_round in durations for each in of_round)])
         if self.deadline_quantile is None or not known:
             return longest_s

@@ -175,6 +175,7 @@ class LocalWork(Ranged):
         """Return the size of an epoch's last batch, element-wise."""
         if self.batch_size is None:
             return num_examples
+        # A full last batch has the batch size, not 0.
         return (self.count_used_per_epoch(num_examples) - 1) % self.batch_size + 1
 
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
@@ -352,6 +353,7 @@ class LocalSgd(LocalWork):
 
     def affine(self, moment: Moment) -> Affine | None:
         """Return the step in affine form; with momentum there is none."""
+        # x - rate (g + lambda x) = (1 - rate lambda) x - rate g.
         rate = self.learning_rate * moment.rate
         return None if self.momentum else Affine(1.0 - rate * self.weight_decay, -rate)
 
@@ -575,6 +577,7 @@ def along_trainable(layout: Layout, params_P: Tensor, broadcast: Mapping[str, Te
     """
     require_broadcast(broadcast, layout)
     views = layout.views(params_P)
+    # [1, ...]: broadcasts against the K clients' tensors.
     found = {MODEL: [views[spec.name].unsqueeze(0) for spec in layout.trainable]}
     for name, vector_Q in broadcast.items():
         parts = vector_Q.split([spec.size for spec in layout.trainable])
@@ -604,6 +607,7 @@ def read_only(tensors: Iterable[Tensor], *, who: str) -> Iterator[None]:
     watched = list(tensors)
     before = count_writes(watched)
     yield
+    # Not in a finally: an error in the block matters more than a write.
     if count_writes(watched) != before:
         raise ValueError(
             f"{who} wrote to its input tensors, which are shared; return new ones, such as "

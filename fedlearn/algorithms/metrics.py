@@ -171,6 +171,7 @@ class Measures:
         """Compute all other measures over these examples as one set; raises as :class:`Metric`."""
         values: dict[str, float] = {}
         if not self.objective.per_example:
+            # Copies, since a user's loss may write to its arguments.
             values["loss"] = float(self.objective.losses(outputs.clone(), labels.clone()))
         return values | {n: metric.of(outputs, labels) for n, metric in self.metrics.items()}
 

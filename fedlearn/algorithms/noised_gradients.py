@@ -128,8 +128,10 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         # In float64, since one vector may be tiny and the other huge: float32 would under- or
         # overflow before they are multiplied.
         each_KB += [_exact_norms(left) * _exact_norms(right) for left, right in pairs]
+        # One norm over all parameters: its square is the sum of theirs.
         norms_KB = torch.stack(each_KB).square_().sum(0).sqrt_()
         is_used_KB = is_real_KB & torch.isfinite(norms_KB)
+        # min(1, C / norm) / level, where C is _LEVELS levels; the sums are thus in levels.
         # Dividing by a norm of zero gives infinity, which clamps: a zero gradient is not clipped.
         scales_KB = (_LEVELS / norms_KB).clamp(max=1.0 / self.level) * is_used_KB
         # Zero the values too: 0 times infinity is NaN, which would reach the sum.

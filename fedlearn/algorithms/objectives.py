@@ -142,6 +142,7 @@ class CrossEntropy(Ranged):
         _require_classes(outputs, labels)
         is_right = (outputs.argmax(1) == labels) & (labels != self.ignore_index)
         num_right = _by_position(is_right).sum(1).to(outputs.dtype)
+        # An example whose positions are all ignored has 0 right of 0.
         return {"accuracy": num_right / self.example_weights(labels)["accuracy"].clamp(min=1.0)}
 
     def example_weights(self, labels: Tensor) -> Mapping[str, Tensor]:
@@ -258,6 +259,7 @@ class MeanSquaredError:
                 "model as many outputs as an example has labels, or for classes use "
                 "fl.CrossEntropy()"
             )
+        # view: subtracting [B] from [B, 1] would give [B, B].
         errors = (outputs - labels.view(outputs.shape).to(outputs.dtype)).square()
         return errors.flatten(1).mean(1) if errors.dim() > 1 else errors
 

@@ -81,6 +81,7 @@ class _Rest(Sequence[ClientId]):
             return [self[each] for each in range(*index.indices(len(self)))]
         # Let the range handle negative indices and raise IndexError.
         place = range(len(self))[index]
+        # side=right, since a client that directly follows a gap has passed it.
         passed = int(np.searchsorted(self._passed, place, side="right"))
         return ClientId(self._whole[place + passed])
 

@@ -100,6 +100,7 @@ class ServerSgd(Ranged):
         """Return ``params + learning_rate * velocity`` and the velocity."""
         velocity = delta_P[: params.layout.num_trainable]
         if self.momentum != 0.0:
+            # A new tensor: a step must not write to its arguments.
             velocity = state["velocity"] * self.momentum + velocity
             state = {"velocity": velocity}
         # At rate 1 the product would only copy the velocity: one more model in memory.

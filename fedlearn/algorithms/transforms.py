@@ -220,6 +220,7 @@ class ClipIndicator(Ranged):
     def __call__(self, updates: Updates) -> Updates:
         """Return the updates with the lane ``BELOW`` added."""
         trained, _ = updates.delta_parts()
+        # 1/2 or -1/2 rather than 1 or 0: half the bound takes half the noise.
         bits_B = (norms(trained) <= self.asked_norm).to(trained.dtype) - 0.5
         return replace(updates, lanes={**updates.lanes, BELOW.name: bits_B[:, None]})
 
@@ -268,6 +269,7 @@ class NoisedUpdates(Ranged):
             norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
             scale = min(1.0, self.clip_norm / norm) / step if norm > 0.0 else 0.0
             levels = (row.double() * scale).round_()
+            # Fresh for each client, never from the public seed.
             noise = sample_discrete_gaussian(sigma, len(row), source=SecretStream.fresh())
             levels.add_(torch.from_numpy(noise).to(levels))
             # A row that is not finite is passed on, so that the client fails instead of sending
