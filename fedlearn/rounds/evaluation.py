@@ -95,6 +95,7 @@ class ChannelEvaluator:
                 by_name.setdefault(name, []).append(value)
                 examples.setdefault(name, []).append(reply.num_examples)
         counts = {name: len(values) for name, values in by_name.items()}
+        # A name that only few clients report is a mistake or an attack.
         known = list_majority_names(counts, num_replies=len(replies))
         per_client = {name: np.asarray(by_name[name]) for name in known}
         spread = summarize_metrics(per_client, directions=self.directions)
