@@ -45,6 +45,7 @@ class PositionedFile:
                     self._file.seek(offset)
                     num_read = self._file.readinto(octets)
             else:
+                # It may read less than asked for.
                 num_read = os.preadv(self._file.fileno(), [octets], offset)
             if not num_read:
                 raise EOFError(f"the file ends at {offset}, {len(octets)} bytes too early")
@@ -63,6 +64,7 @@ class PositionedFile:
                     self._file.seek(offset)
                     num_written = self._file.write(rest)
             else:
+                # It may write only a part, as on a disk that is almost full.
                 num_written = os.pwrite(self._file.fileno(), rest, offset)
             rest, offset = rest[num_written:], offset + num_written
 
