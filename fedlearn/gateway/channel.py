@@ -522,7 +522,6 @@ class GatewayExchange:
 
 
 def _require_fit(personal: Mapping[ClientId, bytes]) -> None:
-    """Raise ConfigError if a client's personal part is too large for its task."""
     for client_id, own in personal.items():
         if len(own) > wire.MAX_PERSONAL_BYTES:
             raise ConfigError(
@@ -551,7 +550,6 @@ def _encode_older(request: Request, *, folder: Path) -> Offer | None:
 
 
 def _write_offer(content: bytes, *, folder: Path) -> Offer:
-    """Write content to a file and return the offer to download it."""
     digest = compute_digest(content)
     path, written = folder / digest.hex(), folder / f"{digest.hex()}.new"
     written.write_bytes(content)

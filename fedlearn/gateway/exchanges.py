@@ -503,7 +503,7 @@ class Exchanges:
         self._settle(key, client_id, LATE)
 
     def _count_late(self, key: TaskKey, client_id: ClientId) -> None:
-        """Count a late reply once; a client that missed the receipt sends it again."""
+        # A client that missed the receipt sends its reply again.
         if self._late_to.get(client_id) != key:
             self._late_to[client_id] = key
             self.counters.replies_late += 1
@@ -618,7 +618,6 @@ def _encode_cancel(key: TaskKey, reason: str) -> bytes:
 
 
 def _find_mismatch(envelope: wire_pb2.Envelope, data: bytes) -> Ruling | None:
-    """Return a refusal if ``data`` does not match its envelope."""
     if len(data) != envelope.num_bytes:
         return refuse(f"{len(data)} bytes, but {envelope.num_bytes} were announced", "size")
     if compute_digest(data) != envelope.digest:

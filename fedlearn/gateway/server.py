@@ -407,7 +407,6 @@ class Gateway:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _build_credentials(self, authority: Authority, *, mutual: bool) -> grpc.ServerCredentials:
-        """Return credentials that are looked up for every connection, since certificates renew."""
         served = authority.server_certificate()
 
         def configuration() -> grpc.ServerCertificateConfiguration:
@@ -429,6 +428,7 @@ class Gateway:
             served = latest
             return configuration()
 
+        # gRPC asks `current` for every connection, since certificates renew.
         return grpc.dynamic_ssl_server_credentials(
             configuration(),
             # None means "no change": documented, but missing in gRPC's types.
@@ -506,7 +506,6 @@ class Gateway:
             self._sessions.reconsider(session, session.eligibility)
 
     def _end_revoked_sessions(self) -> None:
-        """End the sessions of clients that are no longer admitted."""
         for session in self._sessions.all():
             if (objection := self._find_objection(session.client)) is None:
                 continue
@@ -630,7 +629,6 @@ class Gateway:
         return self.beat_s if protocol == wire.PROTOCOL else 0.0
 
     async def _converse(self, session: ServerSession, context: Context) -> None:
-        """Receive and send messages until one side ends the session."""
         timeout_s = self.settings.stall_timeout_s
         writing = asyncio.create_task(
             session.write(
@@ -743,7 +741,6 @@ class Gateway:
         return None
 
     def _count_peer(self, peer: str) -> None:
-        """Count a connection of a known client, once."""
         if peer not in self._peers:
             self.counters.authenticated += 1
             self._peers[peer] = None
@@ -755,9 +752,10 @@ class Gateway:
 
 
 def _parse_from_client(data: bytes) -> wire_pb2.FromClient:
-    """Parse a message of a session; only a reply may be large."""
     message = parse_message(wire_pb2.FromClient, data)
     kind = message.WhichOneof("what")
+    # Only a reply may be large: each open session could otherwise make the server hold much
+    # memory.
     if kind != "result" and len(data) > _MAX_SMALL_BYTES:
         reason = f"{len(data)} bytes of {kind}, at most {_MAX_SMALL_BYTES} are allowed"
         raise CallEnded(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")

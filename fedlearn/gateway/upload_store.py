@@ -413,7 +413,6 @@ class GroupWriter:
 
 
 def _write_group(group: Sequence[_Job]) -> Sequence[WriteResult]:
-    """Write drafts for one log, or close it; return the outcome of each job."""
     log, what, _ = group[0]
     if isinstance(what, Draft):
         return log.append([job.what for job in group if isinstance(job.what, Draft)])
