@@ -290,7 +290,7 @@ def allocate_aligned(num_bytes: int) -> NDArray[np.uint8]:
 
 
 def encode(
-    lane: Lane, values: NDArray[np.floating], *, factor: float, noise: NDArray[np.uint32]
+    lane: Lane, values: NDArray[np.floating], *, factor: float, rounding_bits: NDArray[np.uint32]
 ) -> Words:
     """Quantize ``factor * values`` to levels, rounded up or down at random.
 
@@ -302,15 +302,16 @@ def encode(
         lane: The lane of the values.
         values: Shape [lane.size].
         factor: In [0, 1]: w / W, or 1.
-        noise: Uniform and independent 32-bit numbers, one per value, which decide the rounding.
+        rounding_bits: Uniform and independent 32-bit numbers, one per value, which decide whether
+            it is rounded up or down.
 
     Raises:
         ValueError: A value is not finite or above the bound, or shapes differ.
     """
-    if values.shape != (lane.size,) or noise.shape != (lane.size,):
+    if values.shape != (lane.size,) or rounding_bits.shape != (lane.size,):
         raise ValueError(
             f"lane {lane.name!r} has {lane.size} numbers, not shapes {values.shape} and "
-            f"{noise.shape}"
+            f"{rounding_bits.shape}"
         )
     if not 0.0 <= factor <= 1.0:
         raise ValueError(f"a factor lies in [0, 1], not {factor}")
@@ -329,7 +330,7 @@ def encode(
             )
         # floor(y + u) with u uniform in [0, 1) rounds y stochastically.
         np.multiply(part, factor / lane.step, out=level, dtype=np.float64)
-        np.multiply(noise[begin : begin + _CHUNK], 2.0**-32, out=up, dtype=np.float64)
+        np.multiply(rounding_bits[begin : begin + _CHUNK], 2.0**-32, out=up, dtype=np.float64)
         np.floor(np.add(level, up, out=level), out=level)
         # A value at its bound may be rounded up beyond M.
         np.clip(level, -lane.max_level, lane.max_level, out=level)

@@ -226,7 +226,7 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
         raise ValueError(f"a weight of {contribution.weight}, not 0 to {terms.max_weight}")
     total = sum(lane.size for lane in terms.lanes)
     # Uniform numbers that decide the rounding; the noise for privacy is added below.
-    noise = expand_keystream(SecretBytes(rounding_key), 4 * total).view(np.uint32)
+    rounding_bits = expand_keystream(SecretBytes(rounding_key), 4 * total).view(np.uint32)
     words, begin = [], 0
     for lane in terms.lanes:
         values: NDArray[np.floating]
@@ -236,7 +236,8 @@ def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -
             values = contribution.values[lane.name]
         # The client weights its own values: the server never sees them apart.
         factor = contribution.weight / terms.max_weight if lane.weighted else 1.0
-        levels = encode(lane, values, factor=factor, noise=noise[begin : begin + lane.size])
+        own_bits = rounding_bits[begin : begin + lane.size]
+        levels = encode(lane, values, factor=factor, rounding_bits=own_bits)
         if lane.noise:
             # Never drawn from rounding_key, which a simulation derives from its public seed.
             add_noise(lane, levels, source=SecretStream.fresh())

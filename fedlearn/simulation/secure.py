@@ -148,10 +148,11 @@ class ModularSum:
         those are known. If there are too few clients for the sum to be opened, all have failed.
         """
         reported = rows.codes == STATUSES.index(Status.REPORTED)
-        count, least = int(reported.sum()), self.min_survivors
-        if count < least:
+        count = int(reported.sum())
+        if count < self.min_survivors:
             reason = (
-                f"the sum is not opened: it includes {count} clients, but needs at least {least}"
+                f"the sum is not opened: it includes {count} clients, but needs at least "
+                f"{self.min_survivors}"
             )
             failed = dict.fromkeys(np.flatnonzero(reported).tolist(), reason)
             codes = np.where(reported, STATUSES.index(Status.FAILED), rows.codes)
@@ -262,14 +263,14 @@ class ModularSum:
         digest = hashlib.sha256(self.seed.value.to_bytes(8, "little"))
         digest.update(row.contiguous().numpy().tobytes())
         # 32 random bits for the stochastic rounding of each number.
-        noise = expand_keystream(SecretBytes(digest.digest()), 4 * len(row)).view(np.uint32)
+        keystream = expand_keystream(SecretBytes(digest.digest()), 4 * len(row))
         lanes, levels, is_longer = self._lanes[name], [], False
         sizes = [lane.size for lane in lanes]
-        noises = np.split(noise, np.cumsum(sizes)[:-1])
-        for lane, part, own in zip(lanes, row.split(sizes), noises, strict=True):
+        rounding_bits = np.split(keystream.view(np.uint32), np.cumsum(sizes)[:-1])
+        for lane, part, own_bits in zip(lanes, row.split(sizes), rounding_bits, strict=True):
             factor = weight / self._max_weight if lane.weighted else 1.0
             values, was_longer = clip(part, lane.bound)
             is_longer = is_longer or was_longer
-            words = encode(lane, values.numpy(), factor=factor, noise=own)
+            words = encode(lane, values.numpy(), factor=factor, rounding_bits=own_bits)
             levels.append(read_levels(lane, words).astype(np.float64))
         return torch.from_numpy(np.concatenate(levels)), is_longer

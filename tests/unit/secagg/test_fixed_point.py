@@ -35,7 +35,7 @@ def lane(modulus_bits: int = 32, *, size: int = 5, max_level: int = 1000) -> Lan
     )
 
 
-def noise(size: int, *, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+def draw_rounding_bits(size: int, *, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return np.random.default_rng(seed).integers(0, 1 << 32, size, dtype=np.uint32)
 
 
@@ -43,7 +43,7 @@ def noise(size: int, *, seed: int = 0) -> np.ndarray[tuple[int], np.dtype[np.uin
 def test_levels_of_either_sign_survive_every_modulus(modulus_bits: int) -> None:
     """Values on the grid are exact, also in a sum that wraps around zero."""
     values = np.array([-500.0, -0.5, 0.0, 0.5, 500.0])
-    words = encode(lane(modulus_bits), values, factor=1.0, noise=noise(5))
+    words = encode(lane(modulus_bits), values, factor=1.0, rounding_bits=draw_rounding_bits(5))
     assert decode(lane(modulus_bits), words, num_clients=1).tolist() == values.tolist()
     total = words.copy()
     np.add(words, words[::-1], out=total)
@@ -65,7 +65,9 @@ def test_the_sensitivity_is_how_far_one_client_can_move_a_lane(
     """A metric's second number says whether there is a value, so it is never negative."""
     one = replace(lane(size=size), role=role)
     first, second = (
-        read_levels(one, encode(one, np.array(values), factor=1.0, noise=noise(size)))
+        read_levels(
+            one, encode(one, np.array(values), factor=1.0, rounding_bits=draw_rounding_bits(size))
+        )
         for values in extremes
     )
     distance = float(np.linalg.norm(first - second))
@@ -77,32 +79,39 @@ def test_rounding_is_unbiased_and_off_by_less_than_a_step() -> None:
     """The mean of 100,000 roundings of 0.1 steps is 0.1 steps."""
     many = lane(size=100_000)
     levels = read_levels(
-        many, encode(many, np.full(100_000, 0.05), factor=1.0, noise=noise(100_000))
+        many,
+        encode(many, np.full(100_000, 0.05), factor=1.0, rounding_bits=draw_rounding_bits(100_000)),
     )
     assert set(levels.tolist()) == {0, 1}
     assert abs(levels.mean() - 0.1) < 5 * np.sqrt(0.09 / 100_000)
     nearest = read_levels(
-        many, encode(many, np.full(100_000, 0.05), factor=1.0, noise=noise(1).repeat(100_000))
+        many,
+        encode(
+            many,
+            np.full(100_000, 0.05),
+            factor=1.0,
+            rounding_bits=draw_rounding_bits(1).repeat(100_000),
+        ),
     )
-    assert abs(nearest.mean() - 0.1) > 0.05, "control: one noise for all is biased"
+    assert abs(nearest.mean() - 0.1) > 0.05, "control: the same rounding for all is biased"
 
 
 def test_float32_values_are_scaled_in_float64() -> None:
     """With more than 24 bits per level, a product in float32 would be off by whole levels."""
     fine = replace(lane(64, size=1000, max_level=1 << 40), step=2.0**-40)
     values = np.random.default_rng(0).random(1000, np.float32)
-    words = encode(fine, values, factor=1 / 3, noise=np.zeros(1000, np.uint32))
+    words = encode(fine, values, factor=1 / 3, rounding_bits=np.zeros(1000, np.uint32))
     expected = np.floor(values.astype(np.float64) * (2.0**40 / 3))
     assert read_levels(fine, words).tolist() == expected.tolist()
     assert np.any(np.floor(values * np.float32(2.0**40 / 3)) != expected), "control"
 
 
 def test_a_value_at_the_bound_is_never_rounded_beyond_it() -> None:
-    """Not even with the largest noise, at the largest level up to which float64 is exact."""
+    """Not even with the largest rounding bits, at the largest level that float64 holds exactly."""
     wide = lane(64, size=2, max_level=(1 << 51) - 1)
     most = np.full(2, 0xFFFFFFFF, np.uint32)
     values = np.array([wide.bound, -wide.bound])
-    levels = read_levels(wide, encode(wide, values * (1 + 5e-5), factor=1.0, noise=most))
+    levels = read_levels(wide, encode(wide, values * (1 + 5e-5), factor=1.0, rounding_bits=most))
     assert levels.max() == wide.max_level
     assert levels.min() >= -wide.max_level
 
@@ -111,14 +120,14 @@ def test_a_value_at_the_bound_is_never_rounded_beyond_it() -> None:
 def test_a_value_that_was_not_clipped_is_refused(bad: float) -> None:
     values = np.array([0.0, bad, 0.0, 0.0, 0.0])
     with pytest.raises(ValueError, match="not finite or above its bound 500"):
-        encode(lane(), values, factor=1.0, noise=noise(5))
-    encode(lane(), np.zeros(5), factor=1.0, noise=noise(5))
+        encode(lane(), values, factor=1.0, rounding_bits=draw_rounding_bits(5))
+    encode(lane(), np.zeros(5), factor=1.0, rounding_bits=draw_rounding_bits(5))
 
 
 @pytest.mark.parametrize(("factor", "size"), [(1.5, 5), (-0.1, 5), (1.0, 4)])
 def test_a_factor_or_a_shape_out_of_range_is_refused(factor: float, size: int) -> None:
     with pytest.raises(ValueError, match=r"factor|numbers"):
-        encode(lane(), np.zeros(size), factor=factor, noise=noise(5))
+        encode(lane(), np.zeros(size), factor=factor, rounding_bits=draw_rounding_bits(5))
 
 
 def test_a_sum_that_the_clients_cannot_reach_is_refused() -> None:
@@ -148,7 +157,7 @@ def test_the_modulus_holds_the_largest_sum_exactly(num_clients: int) -> None:
             num_clients=num_clients,
             weighted=False,
         )
-        words = encode(made, np.ones(1), factor=1.0, noise=noise(1))
+        words = encode(made, np.ones(1), factor=1.0, rounding_bits=draw_rounding_bits(1))
         total = words.copy()
         np.copyto(total, words.astype(np.uint64) * np.uint64(num_clients), casting="unsafe")
         assert decode(made, total, num_clients=num_clients)[0] == pytest.approx(num_clients)
@@ -185,7 +194,7 @@ def test_an_impossible_lane_is_refused(field: str, value: Any) -> None:
 
 def test_weights_are_exact_whole_numbers() -> None:
     weights = build_weight_lane(max_weight=10**6, num_clients=1000)
-    words = encode(weights, np.array([123456.0]), factor=1.0, noise=noise(1))
+    words = encode(weights, np.array([123456.0]), factor=1.0, rounding_bits=draw_rounding_bits(1))
     assert decode(weights, words, num_clients=1).tolist() == [123456.0]
     assert weights.num_bytes == 8
 
@@ -203,7 +212,7 @@ def test_the_reported_error_bounds_the_measured_one() -> None:
     values = rng.uniform(-1, 1, (30, 20_000))
     total = np.zeros(20_000, made.dtype)
     for row, one in enumerate(values):
-        total += encode(made, one, factor=1.0, noise=noise(20_000, seed=row))
+        total += encode(made, one, factor=1.0, rounding_bits=draw_rounding_bits(20_000, seed=row))
     error = decode(made, total, num_clients=30) - values.sum(axis=0)
     rms = np.sqrt(30) * made.step / 2
     assert np.abs(error).max() < made.largest_error(30)
@@ -241,7 +250,12 @@ def test_no_rounded_vector_is_longer_than_noise_is_measured_by() -> None:
     for seed in range(200):
         row = rng.normal(size=400) ** rng.choice([1, 3, 9])
         row /= np.linalg.norm(row)
-        words = encode(replace(made, noise=0.0), row, factor=1.0, noise=noise(400, seed=seed))
+        words = encode(
+            replace(made, noise=0.0),
+            row,
+            factor=1.0,
+            rounding_bits=draw_rounding_bits(400, seed=seed),
+        )
         longest = max(longest, float(np.linalg.norm(read_levels(made, words))))
     assert made.max_level < longest <= made.norm
 
