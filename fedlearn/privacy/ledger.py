@@ -71,7 +71,7 @@ class Ledger(Protocol):
             StoreError: Writing failed; the charge may have been recorded all the same.
         """
 
-    def reduce(self, count: int) -> None:
+    def take_back(self, count: int) -> None:
         """Take back the ``count`` releases of this process's last charge that never began.
 
         Raises:
@@ -184,7 +184,7 @@ class Charging:
     def close(self) -> None:
         """Take back the rounds that were charged but never began."""
         if self._num_prepaid:
-            self._ledger.reduce(self._num_prepaid)
+            self._ledger.take_back(self._num_prepaid)
             self._num_prepaid = 0
 
     def _choose_count(self) -> int:

@@ -70,7 +70,7 @@ class StoredLedger:
         self._last = position
         return True
 
-    def reduce(self, count: int) -> None:
+    def take_back(self, count: int) -> None:
         """Take back ``count`` releases of the last charge."""
         mine = ChargeRow.population == self.population, ChargeRow.position == self._last
         with self.database.writing(lock=_LOCK) as session:

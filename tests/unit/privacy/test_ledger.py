@@ -36,7 +36,7 @@ class InMemory:
         self.counts[charge.event] = self.counts.get(charge.event, 0) + charge.count
         return True
 
-    def reduce(self, count: int) -> None:
+    def take_back(self, count: int) -> None:
         last = self.charges[-1]
         self.charges[-1] = replace(last, count=last.count - count)
         self.counts[last.event] -= count

@@ -76,7 +76,7 @@ def test_what_never_began_is_taken_back_from_ones_own_charge(database: Database)
     theirs = StoredLedger(database, population="wards", run="b")
     assert mine.charge(charge(POISSON, count=8), known={})
     assert theirs.charge(charge(POISSON, count=5), known={POISSON: 8})
-    mine.reduce(6)
+    mine.take_back(6)
     assert mine.load_spent_by_run() == {POISSON: 2}
     assert theirs.load_spent_by_run() == {POISSON: 5}
 
