@@ -86,7 +86,8 @@ def _build_privacy_plan(components: Components, num_users: int) -> PrivacyPlan:
     }
     if section.is_distributed:
         parameters = components.config.secure_aggregation.parameters(policy.cohort_size)
-        return DistributedPlan(**common, least=max(policy.min_reports, parameters.min_survivors))
+        min_survivors = max(policy.min_reports, parameters.min_survivors)
+        return DistributedPlan(**common, min_survivors=min_survivors)
     if section.mode == "local":
         return LocalPlan(**common)
     if section.bands is not None:
@@ -112,7 +113,7 @@ def _choose_cohorts(components: Components, num_users: int) -> UserCohorts:
     cases the accounting assumes that all users take part.
 
     Raises:
-        ValueError: There are too few users, or the cost of a user's own sampler is not known.
+        ValueError: There are too few users, or the cost of a custom sampler is not known.
     """
     policy, mode, sampler = components.policy, components.config.privacy.mode, components.sampler
     is_deployed, alone = isinstance(components, Deployment), draws_each_alone(sampler)

@@ -97,7 +97,7 @@ class SecureAggregationSection(Section):
         if self.roster and not self.draws:
             text = (
                 f'is "{self.roster}", but no clients are drawn if secure aggregation is off, or '
-                "does not protect against an active coordinator; set secure_aggregation.mode to "
+                "it does not protect against an active coordinator; set secure_aggregation.mode to "
                 '"complete" or "sparse" and secure_aggregation.adversary to "active", or leave the '
                 "roster out"
             )

@@ -29,7 +29,7 @@ from fedlearn.privacy.adaptive_clipping import (
     split_multiplier,
 )
 from fedlearn.privacy.banded_matrix import BandedMatrix
-from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
+from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, PrivateCyclicSampler
 from fedlearn.privacy.bounded_sum import (
     BoundedSum,
     BoundedUpdates,
@@ -38,7 +38,12 @@ from fedlearn.privacy.bounded_sum import (
     require_equal_mean,
 )
 from fedlearn.privacy.events import Cohorts, Event, ExampleCohorts
-from fedlearn.privacy.secret import DrawnNoise, FixedCohortSampler, PoissonCohortSampler, Streams
+from fedlearn.privacy.secret import (
+    DiscreteGaussianNoise,
+    SecretPoissonSampler,
+    SecretUniformSampler,
+    Streams,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +131,14 @@ class PrivacyPlan(Ranged, ABC):
     def sampler(self) -> CohortSampler:
         """The sampler that draws cohorts the way they are accounted for."""
         if isinstance(self.cohorts, PoissonCohorts):
-            return PoissonCohortSampler(self.cohorts, self.streams)
+            return SecretPoissonSampler(self.cohorts, self.streams)
         assert isinstance(self.cohorts, FixedCohorts)  # a plan with others overrides this
-        return FixedCohortSampler(self.cohorts, self.streams)
+        return SecretUniformSampler(self.cohorts, self.streams)
 
     @property
-    def noise(self) -> DrawnNoise:
+    def noise(self) -> DiscreteGaussianNoise:
         """The source of noise."""
-        return DrawnNoise(self.streams)
+        return DiscreteGaussianNoise(self.streams)
 
     @abstractmethod
     def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
@@ -320,7 +325,7 @@ class BandedPlan(PrivacyPlan):
     @property
     def sampler(self) -> CohortSampler:
         """The sampler that draws the group whose turn it is."""
-        return CyclicCohortSampler(self.cohorts, self.num_lost)
+        return PrivateCyclicSampler(self.cohorts, self.num_lost)
 
     def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return the policy that samples whole groups, and needs no minimum number of reports.
@@ -362,20 +367,20 @@ class DistributedPlan(PrivacyPlan):
     server sees only the sum.
 
     Attributes:
-        least: Fewest reports in a released sum, whose shares of noise are enough.
+        min_survivors: Fewest clients in a released sum, whose shares of noise are enough.
 
     References:
         Kairouz, Liu and Steinke, 2021, `The Distributed Discrete Gaussian Mechanism for Federated
         Learning with Secure Aggregation <https://arxiv.org/abs/2102.06387>`_.
     """
 
-    least: Count
+    min_survivors: Count
 
     mode_text = "distributed: each client adds a share of the noise, and only the sum is seen"
 
     def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
         """Return the policy that requires the fewest reports that may be released."""
-        return replace(policy, min_reports=self.least)
+        return replace(policy, min_reports=self.min_survivors)
 
     def wrap_strategy(self, inner: Strategy) -> Strategy:
         """Return the strategy unchanged, since clients bound their own contributions.

@@ -367,7 +367,7 @@ class SecureClient:
         if self.client_id not in alive:
             raise ProtocolError("this client sent its vector but is not among the survivors")
         if len(ranks) < terms.min_survivors:
-            raise ProtocolError(f"{len(ranks)} survivors, the least is {terms.min_survivors}")
+            raise ProtocolError(f"{len(ranks)} survivors, min_survivors is {terms.min_survivors}")
         holders = set(alive) & set(session.holders(self.client_id))
         if holders - step.held.keys() - {self.client_id}:
             raise ProtocolError("a survivor's packet was withheld from this client")

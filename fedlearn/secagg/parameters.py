@@ -7,10 +7,11 @@ n      num_clients            clients invited to the session
 gamma  corruption             largest fraction of them that the adversary controls
 delta  dropout                largest fraction of them that may drop out
 A, D   num_corrupted, …       max(1, ⌈gamma n⌉), ⌊delta n⌋
-k      num_neighbors         n - 1 in the complete graph
+k      num_neighbors          n - 1 in the complete graph
 h      num_holders            clients that keep shares of one client's secrets
 t      threshold              shares needed to recover a client's secret
 q      quorum                 signatures over the survivors before a client releases
+n - D  min_survivors          fewest clients in a released sum
 sigma  sigma_bits             privacy fails with probability at most 2^-sigma
 eta    eta_bits               a round fails with probability at most 2^-eta
 ====== ====================== =========================================================

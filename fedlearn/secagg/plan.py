@@ -155,21 +155,21 @@ class SecurePlan:
             )
 
     @property
-    def session(self) -> Parameters:
+    def session_parameters(self) -> Parameters:
         """The parameters of all sessions of the run.
 
         The guarantee of the noise depends on how many clients are in a sum. Where clients cannot
         count the survivors, that many must sign instead.
         """
-        quorum, least = self.parameters.quorum, self.min_survivors
-        if self.noise_multiplier is not None and self._count_assured(quorum) < least:
-            quorum = least
-        return replace(self.parameters, min_survivors=least, quorum=quorum)
+        quorum = self.parameters.quorum
+        if self.noise_multiplier is not None and self._count_assured(quorum) < self.min_survivors:
+            quorum = self.min_survivors
+        return replace(self.parameters, min_survivors=self.min_survivors, quorum=quorum)
 
     @property
     def num_assured(self) -> int:
         """Least number of clients in a released sum, even if the coordinator of this plan lies."""
-        return self._count_assured(self.session.quorum)
+        return self._count_assured(self.session_parameters.quorum)
 
     def _count_assured(self, quorum: int) -> int:
         given = self.parameters.assumptions
@@ -233,7 +233,7 @@ class SecurePlan:
     ) -> Terms:
         """Return the terms of one session."""
         return propose(
-            self.session,
+            self.session_parameters,
             run_id=run_id,
             round_num=round_num,
             attempt=attempt,
@@ -258,7 +258,9 @@ class SecurePlan:
         step = f"step = clip_norm / levels = {lane.step:.3g}"
         largest = f"at most n steps = {lane.largest_error(n):.3g}"
         mean = f"rms sqrt(n) step / 2 = {rms:.3g}"
-        facts = replace(self.session, min_survivors=self.parameters.min_survivors).explain()
+        facts = replace(
+            self.session_parameters, min_survivors=self.parameters.min_survivors
+        ).explain()
         facts += [
             ("released", f"with at least {self.min_survivors} clients in the sum{assured}"),
             ("hides", self._hides),

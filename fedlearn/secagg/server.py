@@ -399,7 +399,7 @@ def _require_session(session: bytes, expected: Session) -> None:
 
 
 def _require_enough(stage: Stage, left: int, terms: Terms) -> None:
-    if left < (least := terms.min_survivors):
+    if left < terms.min_survivors:
         raise AggregationAborted(
-            stage=stage, reason=f"{left} clients are left, the least is {least}"
+            stage=stage, reason=f"{left} clients are left, min_survivors is {terms.min_survivors}"
         )

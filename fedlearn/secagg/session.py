@@ -194,7 +194,7 @@ class Session:
 def find_shortage(terms: Terms, size: int) -> str | None:
     """Explain why a roster is too small for the terms; ``None`` if it is not."""
     if size < terms.min_survivors:
-        return f"{size} clients in the roster, the least is {terms.min_survivors}"
+        return f"{size} clients in the roster, min_survivors is {terms.min_survivors}"
     if terms.adversary is Adversary.ACTIVE_SERVER and size < terms.quorum:
         return f"{size} clients in the roster, the quorum is {terms.quorum}"
     # A complete graph shrinks with the roster; a sparse one may not become complete.

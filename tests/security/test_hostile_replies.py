@@ -275,7 +275,7 @@ def test_a_reason_is_cut_to_a_length_that_can_be_stored() -> None:
 
 
 class Leaking:
-    """User code whose error message quotes an example."""
+    """Custom code whose error message quotes an example."""
 
     honors = ("epochs", "batch_size", "learning_rate")
 
@@ -300,7 +300,7 @@ def test_a_handler_that_raises_is_a_failure_without_its_message() -> None:
 
 
 class Diverging(Leaking):
-    """User code that returns a model with a NaN and a wrong number of examples."""
+    """Custom code that returns a model with a NaN and a wrong number of examples."""
 
     honors = ("epochs", "batch_size", "learning_rate")
 

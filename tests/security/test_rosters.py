@@ -369,8 +369,8 @@ def test_another_size_is_another_session(cohort: Cohort) -> None:
     for size in (len(SMALL) - 1, len(SMALL) + 1):
         assert honest.reason(victim, replace(told, size=size))
     for size, words in (
-        (0, "the least is 18"),
-        (17, "the least is 18"),
+        (0, "min_survivors is 18"),
+        (17, "min_survivors is 18"),
         (1 << 16, "more than the"),
     ):
         assert words in honest.reason(victim, replace(told, size=size))

@@ -379,8 +379,8 @@ def crowd(message: Message) -> Message:
         (change_advert(OTHER, lambda a: replace(a, nonce=bytes(16))), "is not signed"),
         (unknown, "client 999 is not in the pinned directory"),
         (change_advert(VICTIM, invented), "own advert is missing or altered"),
-        (cut(keep=2), "2 clients in the roster, the least is 5"),
-        (cut(keep=4), "4 clients in the roster, the least is 5"),
+        (cut(keep=2), "2 clients in the roster, min_survivors is 5"),
+        (cut(keep=4), "4 clients in the roster, min_survivors is 5"),
         (crowd, "10 clients in the roster, more than the"),
     ],
 )
@@ -535,8 +535,8 @@ def survivors(ids: Iterable[ClientId]) -> Lie:
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
-        (survivors(IDS[:4]), "4 survivors, the least is 5"),
-        (survivors([VICTIM]), "1 survivors, the least is 5"),
+        (survivors(IDS[:4]), "4 survivors, min_survivors is 5"),
+        (survivors([VICTIM]), "1 survivors, min_survivors is 5"),
         (survivors(i for i in IDS if i != VICTIM), "not among the survivors"),
         (lambda _: Survivors(ranks=b"\xff"), "bits beyond the 7 in the roster"),
         (lambda _: Survivors(ranks=b"\x7f\0"), "2 bytes, not the 1 of 7 bits"),

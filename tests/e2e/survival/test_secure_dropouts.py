@@ -302,7 +302,7 @@ def test_below_the_minimum_nothing_is_given_and_the_round_is_tried_with_fresh_ke
     clients = populated(site, [Drop(number, 0, "mask", KILL) for number in lost])
     until_said(coordinator, "secure_aggregation_ended")
     (ended,) = [e for e in coordinator.log() if e["event"] == "secure_aggregation_ended"]
-    assert "9 clients are left, the least is 10" in ended["error"]
+    assert "9 clients are left, min_survivors is 10" in ended["error"]
     assert site.rounds() == []
     assert not any(released(site, number) for number in range(NUM_CLIENTS))
     for number in lost:

@@ -391,13 +391,13 @@ SURVIVORS = [
         "too few survivors",
         Stage.CONFIRM,
         survivors(lambda told: [told.victim, *told.others[:1]]),
-        "2 survivors, the least is",
+        "2 survivors, min_survivors is",
     ),
     Lie(
         "it alone survives",
         Stage.CONFIRM,
         survivors(lambda told: [told.victim]),
-        "1 survivors, the least is",
+        "1 survivors, min_survivors is",
     ),
     Lie(
         "it has dropped out",

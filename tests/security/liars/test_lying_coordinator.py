@@ -204,6 +204,6 @@ def test_a_lie_to_more_than_may_drop_out_releases_nothing() -> None:
     require_nothing(collected)
     reasons = {int(row.client_id): row.reason for row in collected.participations}
     assert all("ProtocolError" in reasons[each] for each in (0, 1, 2))
-    assert all("3 clients are left, the least is 4" in reasons[each] for each in (3, 4, 5))
+    assert all("3 clients are left, min_survivors is 4" in reasons[each] for each in (3, 4, 5))
     made.liar.lie = None
     assert made.require_exact(made.collect(round_num=4, attempt=1)) == EVERYONE

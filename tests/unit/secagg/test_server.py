@@ -89,7 +89,7 @@ def test_a_stage_with_too_few_left_aborts(stage: Stage) -> None:
     with pytest.raises(AggregationAborted) as caught:
         run(given, dict.fromkeys(IDS[:3], stage))
     assert caught.value.stage == stage
-    assert "the least is 7" in caught.value.reason
+    assert "min_survivors is 7" in caught.value.reason
 
 
 def test_a_client_without_enough_holders_aborts_before_anything_is_released() -> None:

@@ -37,7 +37,7 @@ COMPLETE = replace(SPARSE, topology=Topology.COMPLETE, num_neighbors=11, thresho
 @pytest.mark.parametrize(
     ("terms", "least", "reason"),
     [
-        (replace(SPARSE, min_survivors=9), 9, "8 clients in the roster, the least is 9"),
+        (replace(SPARSE, min_survivors=9), 9, "8 clients in the roster, min_survivors is 9"),
         (ACTIVE, 7, "6 clients in the roster, the quorum is 7"),
         (SPARSE, 6, "5 clients are too few for a sparse graph with 4 neighbors"),
         (COMPLETE, 5, "4 holders, the threshold is 5"),
