@@ -20,7 +20,7 @@ from fedlearn.core.params import Params
 ClientStates: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 
 _IDS = ".ids"
-#: Separates a name from a number. The clients of a user's trainer may keep tensors of different
+#: Separates a name from a number. The clients of a custom trainer may keep tensors of different
 #: shapes under one name; each shape gets its own tensor in a checkpoint.
 _OTHER_SHAPE = "~"
 

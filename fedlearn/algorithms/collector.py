@@ -75,7 +75,7 @@ class RoundRequest:
         known = [(self.strategy.local, usual)]
         found = dict[ClientId, TrainRequest]()
         for client_id, local in zip(cohort, self.strategy.locals_for(cohort), strict=True):
-            # Compare, do not hash: a user's own local update need not be hashable.
+            # Compare, do not hash: a custom local update need not be hashable.
             same = next((message for each, message in known if each == local), None)
             if same is None:
                 same = replace(usual, settings=settings_of(local, transforms))

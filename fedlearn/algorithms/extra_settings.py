@@ -1,4 +1,4 @@
-"""Free-form settings from the coordinator, for trainers that users write themselves.
+"""Free-form settings from the coordinator, for custom trainers.
 
 They are sent with the other settings, each as ``extra.NAME``; a trainer reads them by name in
 ``context.extra``. fedlearn itself does not interpret them.

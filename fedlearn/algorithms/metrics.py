@@ -159,7 +159,7 @@ class Measures:
         values = {"loss": self.objective.losses(outputs, labels)} if is_mean else {}
         values |= metrics
         for name, value in values.items():
-            shape = tuple(getattr(value, "shape", ()))  # a user's metric may be a plain number
+            shape = tuple(getattr(value, "shape", ()))  # a custom metric may be a plain number
             if shape != tuple(labels.shape[:1]):
                 raise ValueError(
                     f"{name} has shape {shape}, not one value per example "
@@ -176,7 +176,7 @@ class Measures:
         return values | {n: metric.of(outputs, labels) for n, metric in self.metrics.items()}
 
 
-#: Names that records use for every run, so that no user metric may have them.
+#: Names that records use for every run, so that no custom metric may have them.
 _RESERVED = {
     "epsilon": "the privacy spent",
     "train_loss": "the mean loss of clients' training",

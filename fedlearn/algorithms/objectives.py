@@ -270,7 +270,7 @@ class MeanSquaredError:
 
 @dataclass(frozen=True)
 class CustomLoss:
-    """A loss that the user defines.
+    """A custom loss.
 
     Attributes:
         function: Maps outputs and labels to one loss per example, shape [batch]; or, if examples

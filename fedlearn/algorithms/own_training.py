@@ -56,7 +56,7 @@ class OwnTraining(LocalWork):
 def keeps_something(local: LocalUpdate) -> bool:
     """Return whether clients may keep state between their rounds.
 
-    A user's own trainer may keep state without declaring it, so for :class:`OwnTraining` the answer
+    A custom trainer may keep state without declaring it, so for :class:`OwnTraining` the answer
     is yes.
 
     Example:

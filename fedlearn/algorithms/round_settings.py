@@ -1,4 +1,4 @@
-"""Client settings that change from round to round, by a function that the user supplies."""
+"""Client settings that change from round to round, by a function of your own."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,7 +64,7 @@ class InRound(StrategyWrapper):
 
 
 def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> Strategy:
-    """Apply the user's settings for one round to a strategy.
+    """Apply custom settings for one round to a strategy.
 
     Raises:
         ConfigError: The function returned invalid settings, or the clients have no learning rate.

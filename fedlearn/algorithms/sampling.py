@@ -147,7 +147,7 @@ def draws_each_alone(sampler: CohortSampler) -> bool:
     return isinstance(sampler, SeededSampler) and sampler.draws_each_alone
 
 
-class _Drawn(SeededSampler):
+class _WithoutReplacement(SeededSampler):
     """Draws a cohort uniformly without replacement; subclasses decide on its size."""
 
     def sample(
@@ -172,7 +172,7 @@ class _Drawn(SeededSampler):
 
 
 @dataclass(frozen=True)
-class UniformSampler(_Drawn):
+class UniformSampler(_WithoutReplacement):
     """A fixed number of clients, uniformly without replacement.
 
     Example:
@@ -190,7 +190,7 @@ class UniformSampler(_Drawn):
 
 
 @dataclass(frozen=True)
-class PoissonSampler(Ranged, _Drawn):
+class PoissonSampler(Ranged, _WithoutReplacement):
     """Selects each client independently with rate ``cohort_size / len(available)``, capped.
 
     The size of the cohort varies; a cohort above ``cap`` times its expectation is cut to

@@ -2,9 +2,8 @@
 
 Settings are a flat mapping: the fields of an update, of the updates that it wraps, and of the
 transforms after it. The entry :data:`PIECES` lists their names, the innermost update first. A
-user's own class is listed by its class name, a transform as ``transform:NAME``. A user's own
-trainer reads the fields by name, and free-form settings too
-(:mod:`fedlearn.algorithms.extra_settings`).
+custom class is listed by its class name, a transform as ``transform:NAME``. A custom trainer reads
+the fields by name, and free-form settings too (:mod:`fedlearn.algorithms.extra_settings`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -67,14 +66,14 @@ _NOISED = frozenset({"noised_gradients", "noised_update"})
 _TRAVELS_AS = {"gradient_clip_norm": "max_gradient_norm", "update_clip_norm": "max_update_norm"}
 
 _INNER = "inner"
-#: Prefix of the name of a user's own transform.
+#: Prefix of the name of a custom transform.
 _TRANSFORM = "transform:"
 
 
 def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Settings:
     """Convert a local update and transforms to the settings that a request carries.
 
-    A user's own class is sent by name; the clients' trainer must know it by that name.
+    A custom class is sent by name; the clients' trainer must know it by that name.
 
     Raises:
         ConfigError: An update or transform is not a dataclass, a field is not a plain value, two
@@ -132,7 +131,7 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
 
     Args:
         settings: Settings from :func:`settings_of`, usually received from the coordinator.
-        known: The user's own classes that ``settings`` may name.
+        known: Custom classes that ``settings`` may name.
 
     Raises:
         SettingsRefused: A class is not known, or a field is missing, unknown, of the wrong type or
@@ -160,7 +159,7 @@ def transforms_from(
 
     Args:
         settings: Settings from :func:`settings_of`, usually received from the coordinator.
-        known: The user's own classes that ``settings`` may name.
+        known: Custom classes that ``settings`` may name.
 
     Raises:
         SettingsRefused: As :func:`update_from`.
@@ -233,20 +232,20 @@ def adds_own_noise(local: LocalUpdate, transforms: Sequence[Transform]) -> bool:
 
 
 def is_own(local: LocalUpdate) -> bool:
-    """Return whether a user's own class is part of an update."""
+    """Return whether a custom class is part of an update."""
     standard = {*UPDATES.values(), ExtraSettings}
     return any(type(piece) not in standard for piece in iter_updates(local))
 
 
 def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
-    """Return the user's own classes among updates; raise ConfigError if two have the same name."""
+    """Return custom classes among updates; raise ConfigError if two have the same name."""
     standard = {*UPDATES.values(), ExtraSettings}
     kinds = (type(piece) for each in updates for piece in iter_updates(each))
     return _distinct((kind for kind in kinds if kind not in standard), what="local updates")
 
 
 def own_transforms(transforms: Iterable[Transform]) -> list[type[Transform]]:
-    """Return the user's own classes among transforms; raise ConfigError as :func:`own_classes`."""
+    """Return custom classes among transforms; raise ConfigError as :func:`own_classes`."""
     kinds = [type(each) for each in transforms if type(each) not in TRANSFORMS.values()]
     return _distinct(kinds, what="transforms")
 
@@ -310,7 +309,7 @@ def require_honored(settings: Settings, honored: Collection[str], *, who: str) -
             value = left.pop(field_name)
             if name in UPDATES and value != field.default and field_name not in honored:
                 raise _explain_ignored(field_name, value, who)
-    of_work = _fields(LocalWork)  # fields that users' own updates inherit
+    of_work = _fields(LocalWork)  # fields that custom updates inherit
     for name, value in left.items():
         is_default = name in of_work and value == of_work[name].default
         if not (is_default or name in honored):
@@ -367,7 +366,7 @@ def _fields(kind: _Kind) -> dict[str, Field[Any]]:
 
 
 def _names(settings: Settings) -> list[str]:
-    # A user's own trainer may need no update, and so no names.
+    # A custom trainer may need no update, and so no names.
     named = settings.get(PIECES, "")
     if not isinstance(named, str):
         raise SettingsRefused(

@@ -77,7 +77,7 @@ _OWN_LOSS = (
 
 
 def as_objective(given: object) -> Objective:
-    """Convert a user's ``objective`` argument to an objective.
+    """Convert an ``objective`` argument to an objective.
 
     An objective is returned unchanged. ``nn.CrossEntropyLoss()`` and other losses of torch become
     the objective that trains on the same mean.

@@ -156,7 +156,7 @@ def _freeze_constant_buffers(simulation: Simulation, params: Params) -> Simulati
             population=simulation.population,
             params=params,
         )
-    except Exception:  # noqa: BLE001 - the user's code; what is wrong with it shows in training
+    except Exception:  # noqa: BLE001 - custom code; what is wrong with it shows in training
         return simulation
     if not names:
         return simulation
@@ -279,7 +279,7 @@ def count_workers_used(simulation: Simulation, requested: int) -> int:
     """Return how many of the requested workers have a client to train."""
     if isinstance(simulation.sampler, SeededSampler):
         return min(requested, simulation.policy.cohort_size)
-    # A user's sampler may select all clients.
+    # A custom sampler may select all clients.
     return min(requested, simulation.population.num_clients)
 
 

@@ -193,7 +193,7 @@ class Simulation(Components):
         test: The central test set.
         population: The clients.
         behavior: How long the simulated devices take, and which of them fail.
-        make_trainer: Makes the clients' trainers if the user brings them; else ``None``.
+        make_trainer: Makes the clients' trainers if the run has custom ones; else ``None``.
         notes: Explanations of the automatic choices, for the user.
     """
 

@@ -7,8 +7,8 @@ import torch
 from fedlearn.algorithms.collector import Collector
 from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.assembly.components import Components
+from fedlearn.assembly.own_code import SharedNoise
 from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
-from fedlearn.assembly.user_code import SharedNoise
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.features import move_to_device

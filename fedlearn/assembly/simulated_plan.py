@@ -10,6 +10,7 @@ from fedlearn.algorithms.settings import own_classes, own_transforms, require_tr
 from fedlearn.assembly.choices import build_job
 from fedlearn.assembly.client_link import ClientLink, Identities, build_collector
 from fedlearn.assembly.components import Simulation
+from fedlearn.assembly.own_code import OwnDevices, OwnSampler, SharedSampler
 from fedlearn.assembly.plan import (
     build_central_evaluator,
     build_initial_params,
@@ -17,7 +18,6 @@ from fedlearn.assembly.plan import (
     choose_release,
 )
 from fedlearn.assembly.server_jobs import TrainingHost
-from fedlearn.assembly.user_code import SharedSampler, UserDevices, UserSampler
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
@@ -108,16 +108,16 @@ def _build_sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
         return SharedSampler(given, cluster)
     if isinstance(given, SeededSampler):
         return given
-    return SharedSampler(UserSampler(given), cluster)
+    return SharedSampler(OwnSampler(given), cluster)
 
 
 def _build_behavior(simulation: Simulation, cluster: Cluster) -> ClientBehavior:
     """Return a device model that gives the same answers in every process.
 
-    The built-in ones do so by themselves, from the seed. A user's is called on rank 0 only.
+    The built-in ones do so by themselves, from the seed. A custom one is called on rank 0 only.
     """
     given = simulation.behavior
-    return given if isinstance(given, Behavior | Instant) else UserDevices(given, cluster)
+    return given if isinstance(given, Behavior | Instant) else OwnDevices(given, cluster)
 
 
 def _build_sessions(

@@ -45,12 +45,12 @@ def build_model_factory(config: Config, data: FederatedData | None) -> ModelFact
     """Return the factory of the network, shaped for ``data`` if there are any.
 
     Raises:
-        ConfigError: The network cannot take the data, or a user's factory cannot be imported or
+        ConfigError: The network cannot take the data, or a custom factory cannot be imported or
             called.
     """
     model, shaped = config.model, dict[str, object]()
     if not isinstance(model, PythonModelSection):
-        assert data is not None  # the configuration requires a model of the user's without data
+        assert data is not None  # the configuration requires a custom model without data
         _require_one_input(model, data.test)
         outputs = _num_outputs(config.loss, data.test)
         shaped = {"feature_shape": data.feature_shape, "num_outputs": outputs}
@@ -136,7 +136,7 @@ def build_algorithm(config: Config) -> Strategy:
     """Build the algorithm with its local update.
 
     Raises:
-        ConfigError: Its settings do not fit together, or a user's strategy cannot be imported or
+        ConfigError: Its settings do not fit together, or a custom strategy cannot be imported or
             lacks something.
     """
     try:

@@ -29,12 +29,12 @@ from fedlearn.client.process import STUCK
 from fedlearn.client.signals import call_on_signals
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.logs import configure_logs
-from fedlearn.core.user_lines import find_user_line
+from fedlearn.core.own_lines import find_own_line
 from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
 from fedlearn.processes.family import END_S, end_family
 from fedlearn.processes.forks import keep_from_forks
 from fedlearn.processes.links import take_link
-from fedlearn.session.faults import convert_user_errors
+from fedlearn.session.faults import convert_trainer_errors
 
 if TYPE_CHECKING:  # imports torch, so `_serve` imports it once the watch thread runs
     from fedlearn.client.runtime import Runtime
@@ -81,7 +81,7 @@ class _Application:
 
     def report_crash(self, error: BaseException) -> None:
         """Report the crash's type and location, but not its message, which may contain data."""
-        words = f"{type(error).__name__} at {find_user_line(error)}"
+        words = f"{type(error).__name__} at {find_own_line(error)}"
         self.send(AgentEvent(kind=EventKind.CRASHED, message=words))
         sys.excepthook(type(error), error, error.__traceback__)
 
@@ -208,7 +208,7 @@ def _serve(application: _Application) -> int:
         with (
             report_while_running(f"{options.trainer} is still being created", application.send),
             # In an application's log, leave out the error's message, which may quote the data.
-            convert_user_errors() if options.is_command else nullcontext(),
+            convert_trainer_errors() if options.is_command else nullcontext(),
         ):
             runtime = make_runtime(options, on_event=application.send)
     except FedlearnError as error:  # for example, the trainer has found no data

@@ -21,7 +21,7 @@ from fedlearn.core.clock import SystemClock, WallClock, utc
 from fedlearn.core.software import SOFTWARE
 from fedlearn.errors import ConnectionRefused, DeploymentError, FedlearnError, ProtocolError
 from fedlearn.identity.identity import Invitation
-from fedlearn.session.faults import convert_user_errors
+from fedlearn.session.faults import convert_trainer_errors
 from fedlearn.transport import wire_pb2
 from fedlearn.transport.grpc_client import look
 
@@ -266,7 +266,7 @@ async def _open_session(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:
 
 def _check_data(name: str) -> Finding:
     try:
-        with convert_user_errors():
+        with convert_trainer_errors():
             trainer = make_trainer(name)
             if (try_out := getattr(trainer, "try_out", None)) is not None:
                 try_out()  # runs some of its examples through its model

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from fedlearn.core.user_files import import_file
+from fedlearn.core.own_files import import_file
 from fedlearn.errors import DeploymentError
 
 if TYPE_CHECKING:  # keeps torch out of the application's process, which only names a trainer

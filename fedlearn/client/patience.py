@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from fedlearn.client.events import AgentEvent, EventKind
-from fedlearn.core.user_lines import find_user_line
+from fedlearn.core.own_lines import find_own_line
 
 #: Seconds until the first report; each later one comes after twice the time.
 _PATIENCE_S = 30.0
@@ -28,7 +28,7 @@ def report_while_running(
     def watch() -> None:
         total_s = next_s = patience_s
         while not is_over.wait(next_s):
-            place = find_user_line(sys._current_frames().get(thread))  # noqa: SLF001 - no other way
+            place = find_own_line(sys._current_frames().get(thread))  # noqa: SLF001 - no other way
             message = f"{words} after {total_s:g} s, at {place}"
             report(AgentEvent(kind=EventKind.WAITING, message=message))
             next_s, total_s = total_s, 2 * total_s

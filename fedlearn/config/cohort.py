@@ -10,12 +10,12 @@ from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config.components import DeclaredSection, build_component, kind, kinds, with_keys_of
-from fedlearn.config.section import PathText, Section
-from fedlearn.config.user_functions import (
-    UserFunctionSection,
-    bind_user_function,
+from fedlearn.config.own_functions import (
+    OwnFunctionSection,
+    bind_own_function,
     require_attributes,
 )
+from fedlearn.config.section import PathText, Section
 from fedlearn.core.ranges import Count, Positive
 from fedlearn.simulation import behavior, sources
 from fedlearn.simulation.population import Population
@@ -154,13 +154,13 @@ class LognormalDevicesSection(DevicesSection):
         )
 
 
-class PythonDevicesSection(UserFunctionSection, DevicesSection):
-    """Devices from a user function, which is called with the population, then ``args``."""
+class PythonDevicesSection(OwnFunctionSection, DevicesSection):
+    """Devices from a custom function, which is called with the population, then ``args``."""
 
     def build_behavior(self, population: Population, *, data_dir: Path) -> behavior.ClientBehavior:
-        """Call the user function; raises ConfigError if it does not return a behavior."""
+        """Call the custom function; raises ConfigError if it does not return a behavior."""
         key, needed = "devices.factory", ("durations_s", "failures")
-        made: behavior.ClientBehavior = bind_user_function(
+        made: behavior.ClientBehavior = bind_own_function(
             key, self.factory, self.args, given=(population,)
         )()
         require_attributes(key, self.factory, made, needed, "it must be a ClientBehavior")

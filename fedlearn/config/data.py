@@ -7,13 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fedlearn.config.components import DeclaredSection, build_component, kind, kinds
-from fedlearn.config.section import Arrays, Columns, Fraction, PathText, Problem
-from fedlearn.config.toml import quote
-from fedlearn.config.user_functions import (
-    UserFunctionSection,
-    bind_user_function,
+from fedlearn.config.own_functions import (
+    OwnFunctionSection,
+    bind_own_function,
     wrong_return_error,
 )
+from fedlearn.config.section import Arrays, Columns, Fraction, PathText, Problem
+from fedlearn.config.toml import quote
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.simulation import sources
@@ -223,12 +223,12 @@ class ParquetSection(_PartitionedSection):
         )
 
 
-class PythonDataSection(UserFunctionSection, _PartitionedSection):
+class PythonDataSection(OwnFunctionSection, _PartitionedSection):
     """A data set that a function of yours returns."""
 
     def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Return the clients and the test set."""
-        made = bind_user_function("data.factory", self.factory, self.args)()
+        made = bind_own_function("data.factory", self.factory, self.args)()
         if isinstance(made, sources.TrainTest):
             return from_examples(made, partition=self.partition.build(), seed=seed)
         if not isinstance(made, FederatedData):

@@ -15,7 +15,7 @@ from fedlearn.config.toml import Key, keys_in, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.core.redaction import redact
 
-#: The name of an algorithm may also be the location of a user's own strategy.
+#: The name of an algorithm may also be the location of a custom strategy.
 _OWN_STRATEGY: dict[Key, str] = {("algorithm", "name"): "factory"}
 
 

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 from fedlearn.config.section import OneOf, Section, tag_of
 from fedlearn.config.toml import Key, join_key, quote
 
-#: Placeholder in a path for a name that the user chooses.
+#: Placeholder in a path for a name of your choice.
 ANY_NAME = "NAME"
 
 
@@ -137,12 +137,12 @@ def describe_table(info: FieldInfo, member: type[Section]) -> str:
 
 
 def is_named(info: FieldInfo) -> bool:
-    """Return whether a field is a table of tables whose names the user chooses."""
+    """Return whether a field is a table of tables with names of your choice."""
     return get_origin(info.annotation) is dict and bool(members_of(info))
 
 
 def table_path(path: Key, info: FieldInfo) -> Key:
-    """Return the path of the tables in a field; ``NAME`` stands for a name the user chooses."""
+    """Return the path of the tables in a field; ``NAME`` stands for a name of your choice."""
     return (*path, ANY_NAME) if is_named(info) else path
 
 

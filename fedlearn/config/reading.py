@@ -55,7 +55,7 @@ def with_absolute_paths(
     formats |= more
     for path in keys_in(raw):
         value = value_at(raw, path)
-        # The second look-up is for tables whose names the user chooses.
+        # The second look-up is for tables with names of your choice.
         kind = formats.get(path) or formats.get((*path[:-2], ANY_NAME, *path[-1:]))
         if kind and value and isinstance(value, str):
             raw = with_value(raw, path, _absolute(value, kind, base))

@@ -63,7 +63,7 @@ def _write_table(section: Section, path: tuple[str, ...], omit: Collection[str])
 def _write_named_tables(
     info: FieldInfo, tables: Mapping[str, Section], path: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield the lines of tables whose names the user chooses; if none, a header in a comment."""
+    """Yield the lines of tables with names of your choice; if none, a header in a comment."""
     assert info.description
     yield from ("", "")
     yield from _comment(info.description)

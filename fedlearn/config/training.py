@@ -34,14 +34,14 @@ from fedlearn.config.components import (
     kind,
     kinds,
 )
-from fedlearn.config.section import Args, Factory, Problem, Scalars, Section
-from fedlearn.config.user_functions import (
-    UserFunctionSection,
-    bind_user_function,
+from fedlearn.config.own_functions import (
+    OwnFunctionSection,
+    bind_own_function,
     import_function,
     require_attributes,
     wrong_return_error,
 )
+from fedlearn.config.section import Args, Factory, Problem, Scalars, Section
 from fedlearn.core.ranges import Count
 from fedlearn.simulation import models
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -54,12 +54,12 @@ class ModelSection(DeclaredSection):
     kind: str = Field(description="Which model is trained.")
 
 
-class PythonModelSection(UserFunctionSection, ModelSection):
+class PythonModelSection(OwnFunctionSection, ModelSection):
     """A model that a function of yours returns."""
 
     def build(self, **given: object) -> Callable[[], nn.Module]:
         """Return a function that builds the network; it does not depend on the data."""
-        make = bind_user_function("model.factory", self.factory, self.args)
+        make = bind_own_function("model.factory", self.factory, self.args)
         return partial(_call_model, self.factory, make)
 
 
@@ -92,7 +92,7 @@ class LossSection(DeclaredSection):
     kind: str = Field(description="The loss that local training minimizes.")
 
 
-class PythonLossSection(UserFunctionSection, LossSection):
+class PythonLossSection(OwnFunctionSection, LossSection):
     """A loss that a function of yours returns."""
 
     per_example: bool = Field(
@@ -102,8 +102,8 @@ class PythonLossSection(UserFunctionSection, LossSection):
     )
 
     def build(self, **given: object) -> Objective:
-        """Call the user function and wrap the loss that it returns."""
-        made = bind_user_function("loss.factory", self.factory, self.args)()
+        """Call the custom function and wrap the loss that it returns."""
+        made = bind_own_function("loss.factory", self.factory, self.args)()
         if not callable(made):
             needed = "a function from outputs and labels to one loss an example"
             raise wrong_return_error("loss.factory", self.factory, made, needed)
@@ -158,7 +158,7 @@ class MetricSection(Section):
         """Build the metric; the table must have a factory."""
         assert self.factory is not None
         key = f"metrics.{name}.factory"
-        return Metric(bind_user_function(key, self.factory, self.args)(), direction=self.direction)
+        return Metric(bind_own_function(key, self.factory, self.args)(), direction=self.direction)
 
 
 class AlgorithmSection(DeclaredSection):
@@ -192,7 +192,7 @@ class PythonAlgorithmSection(AlgorithmSection):
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Call the factory and check that it made a strategy."""
-        made = bind_user_function("algorithm.name", self.factory, {"local": local, **self.args})()
+        made = bind_own_function("algorithm.name", self.factory, {"local": local, **self.args})()
         needed = ("local", "aggregation", "transforms", "lanes", "init", "at", "broadcast", "step")
         remedy = "let its class inherit from fedlearn.Strategy"
         require_attributes("algorithm.name", self.factory, made, needed, remedy)

@@ -28,6 +28,11 @@ from fedlearn.config.data import DATA, DataSection, NoDataSection
 from fedlearn.config.earlier import read_earlier
 from fedlearn.config.flower import ROUND, FlowerSection, is_foreign
 from fedlearn.config.late_updates import LateUpdatesSection
+from fedlearn.config.own_functions import (
+    OwnFunctionSection,
+    bind_own_function,
+    require_attributes,
+)
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, validate
 from fedlearn.config.section import Problem, RunName, Section
@@ -46,11 +51,6 @@ from fedlearn.config.training import (
     LossSection,
     MetricSection,
     ModelSection,
-)
-from fedlearn.config.user_functions import (
-    UserFunctionSection,
-    bind_user_function,
-    require_attributes,
 )
 from fedlearn.core.ranges import Count, NotNegative, Positive, Whole
 from fedlearn.errors import ConfigError
@@ -242,7 +242,7 @@ class Config(Section):
     engine: EngineSection = Field(
         EngineSection(), description="Where and how local training is computed."
     )
-    callbacks: dict[str, UserFunctionSection] = Field(
+    callbacks: dict[str, OwnFunctionSection] = Field(
         {},
         description="Callbacks after each round, by a name of your choice: each function returns "
         "an object with after_round(record, model).",
@@ -266,7 +266,7 @@ class Config(Section):
         made = list[RoundCallback]()
         for name, each in self.callbacks.items():
             key = f"callbacks.{name}.factory"
-            callback = bind_user_function(key, each.factory, each.args)()
+            callback = bind_own_function(key, each.factory, each.args)()
             remedy = "it must have after_round(record, model)"
             require_attributes(key, each.factory, callback, ("after_round",), remedy)
             made.append(callback)
@@ -277,7 +277,7 @@ class Config(Section):
     def _imply_defaults(cls, raw: Any) -> Any:  # Any: not validated yet
         """Add the defaults that some tables imply for unset keys of others.
 
-        - An algorithm's name with a colon is the location of a user's own strategy.
+        - An algorithm's name with a colon is the location of a custom strategy.
         - FedSGD implies the local training that defines it.
         - ClientApps written without fedlearn imply ``client.optimizer = "own"``.
         - Data other than the digits imply no stragglers and ideal devices.

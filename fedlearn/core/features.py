@@ -114,7 +114,7 @@ def cast_inputs(features: Features, dtypes: Sequence[torch.dtype]) -> Features:
 
 
 def cast_for_trainer(features: Features, dtype: torch.dtype) -> Features:
-    """Convert one client's features for a user's own trainer.
+    """Convert one client's features for a custom trainer.
 
     Floats become float64 for a model in float64, else float32. Integers keep their dtype.
 

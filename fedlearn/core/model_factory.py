@@ -1,8 +1,8 @@
-"""Builds models that fedlearn may modify, even if the user's function returns a shared module.
+"""Builds models that fedlearn may modify, even if a custom function returns a shared module.
 
 A function such as ``lambda: net``, a cached one, or one that puts a shared backbone into each
-network returns modules that the user still holds. Training them would change the user's weights,
-and two such models would train each other's tensors. So a module with a reference from elsewhere
+network returns modules that the caller still holds. Training them would change their weights, and
+two such models would train each other's tensors. So a module with a reference from elsewhere
 is copied before it is used.
 
 Reference counts reveal such references, as they do to Python's garbage collector: an object is
@@ -60,13 +60,13 @@ def require_factory(make_model: object) -> None:
 
 @dataclass(frozen=True)
 class ModelFactory:
-    """Builds modules that share no tensor with each other or with the user's own modules.
+    """Builds modules that share no tensor with each other or with the caller's modules.
 
-    Every call of a user's ``make_model`` goes through here. A module that the user keeps is not
+    Every call of a custom ``make_model`` goes through here. A module that the caller keeps is not
     changed: its values, gradients, hooks, mode, and which parameters train all stay the same.
 
     Attributes:
-        make_model: The user's function.
+        make_model: A custom function.
 
     Example:
         >>> net = nn.Linear(2, 2)
@@ -102,7 +102,7 @@ class ModelFactory:
         # Initial weights come from the global generator of all threads.
         with lock_global_generators():
             # In a list: a local variable would add a reference, which `_find_held_part` counts.
-            box: list[Any] = [self.make_model()]  # Any: whatever the user's function returns
+            box: list[Any] = [self.make_model()]  # Any: whatever the caller's function returns
         if not isinstance(box[0], nn.Module):
             raise ConfigError(
                 f"make_model() returned {type(box[0]).__name__}; it must return a torch module"
@@ -153,7 +153,7 @@ def _copy(module: nn.Module, held: str) -> nn.Module:
     }
     try:
         copied = copy.deepcopy(module, computed)
-    except Exception as error:  # the user's own objects in the module may raise anything
+    except Exception as error:  # custom objects in the module may raise anything
         raise ConfigError(
             f"{place}, and it cannot be copied: {type(error).__name__}: {error}; {remedy}"
         ) from error
@@ -224,7 +224,7 @@ class _Memory:
 
     def __init__(self, own: Iterable[object]) -> None:
         self._num_own = Counter(_address(each) for each in own if _has_memory(each))
-        self._num_alone = _count_users(torch.empty(1))
+        self._num_alone = _count_references(torch.empty(1))
 
     def is_shared(self, tensor: Tensor) -> bool:
         """Return whether anything outside the module may write to a tensor's memory."""
@@ -232,9 +232,9 @@ class _Memory:
             return False
         if not tensor.untyped_storage().resizable():  # of numpy, a file, or shared memory
             return True
-        return _count_users(tensor) > self._num_alone - 1 + self._num_own[_address(tensor)]
+        return _count_references(tensor) > self._num_alone - 1 + self._num_own[_address(tensor)]
 
 
-def _count_users(tensor: Tensor) -> int:
+def _count_references(tensor: Tensor) -> int:
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # noqa: SLF001 - torch has no public count
     return count

@@ -12,6 +12,7 @@ from fedlearn.algorithms.pending_tasks import Draw
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.client_link import ClientLink, build_collector
+from fedlearn.assembly.own_code import AfterRound, LoggedCallback
 from fedlearn.assembly.plan import (
     build_central_evaluator,
     build_initial_params,
@@ -19,7 +20,6 @@ from fedlearn.assembly.plan import (
     choose_release,
 )
 from fedlearn.assembly.server_jobs import TrainingHost
-from fedlearn.assembly.user_code import AfterRound, LoggedCallback
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId

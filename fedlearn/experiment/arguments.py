@@ -104,7 +104,7 @@ _RECIPES = [
 
 
 def _suggest_call(name: str) -> str:
-    """Return an example call of a recipe, or of a user's class."""
+    """Return an example call of a recipe, or of a custom class."""
     recipe: Callable[..., object] | None = getattr(recipes, name, None)
     return f"{name}(...)" if recipe is None else call_example(recipe, name=f"fl.{name}")
 
@@ -134,7 +134,7 @@ def require_callable(
     by_round: object,
     progress: object,
 ) -> None:
-    """Refuse user code that cannot be called, before the run has begun.
+    """Refuse custom code that cannot be called, before the run has begun.
 
     Raises:
         ConfigError: An argument lacks a method, or is not a function.

@@ -30,9 +30,9 @@ from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.torch_losses import as_objective
 from fedlearn.assembly import Components, Experiment, Simulation, build_experiment, build_simulation
 from fedlearn.assembly.choices import choose_device, count_workers_used, resolve
+from fedlearn.assembly.own_code import AfterRound
 from fedlearn.assembly.server_jobs import FOLDER, TrainingHost
 from fedlearn.assembly.simulated_plan import assemble
-from fedlearn.assembly.user_code import AfterRound
 from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import DevicesSection
 from fedlearn.config.components import build_component
@@ -329,7 +329,7 @@ def _split_buffered(
 
 
 def _require_compatible_sampler(config: Config, settings: Mapping[str, object]) -> None:
-    """Refuse settings that conflict with a user's sampler.
+    """Refuse settings that conflict with a custom sampler.
 
     These are another sampling rule, and guarantees that rest on how many clients are drawn and how.
     """

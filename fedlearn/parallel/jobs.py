@@ -552,7 +552,7 @@ def _follow(
             return
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b'{"step_num"'):  # other lines were printed by user code
+            if line.startswith(b'{"step_num"'):  # other lines were printed by custom code
                 # Not validate_json(), which rejects NaN.
                 report(PROGRESS.validate_python(json.loads(line)))
 

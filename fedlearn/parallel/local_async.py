@@ -79,7 +79,7 @@ class Hogwild:
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:
-        """User-defined transforms of the trainer."""
+        """Custom transforms of the trainer."""
         return self._trainer.own_transforms
 
     @property

@@ -524,7 +524,7 @@ def _without_data() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:  # user code runs here: a model and a loss
+    except Exception as error:  # custom code runs here: a model and a loss
         raise ConfigError(
             f"the model cannot be traced on tensors without data ({type(error).__name__}: "
             f"{error}); do not read values of tensors in the model or its loss (.item(), "

@@ -59,7 +59,7 @@ class SharedTrainer:
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:
-        """User-defined transforms of the trainer."""
+        """Custom transforms of the trainer."""
         return self._trainer.own_transforms
 
     @property

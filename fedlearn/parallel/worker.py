@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from fedlearn.core.user_lines import describe_error
+from fedlearn.core.own_lines import describe_error
 from fedlearn.errors import ConfigError, EngineError, FedlearnError
 from fedlearn.parallel import checkpoints
 from fedlearn.parallel.engine import RankTrainer
@@ -156,7 +156,7 @@ def end(code: int = 0) -> NoReturn:
 
 def tell(progress: Progress) -> None:
     """Send a progress report, a line of JSON, to the process that started the job."""
-    sys.stdout.flush()  # of user code, which may have printed only the beginning of a line
+    sys.stdout.flush()  # of custom code, which may have printed only the beginning of a line
     # A single write, so that the output of another rank cannot split the line.
     os.write(sys.stdout.fileno(), b"\n" + json.dumps(asdict(progress)).encode() + b"\n")
 

@@ -281,7 +281,7 @@ def take_gpu(rank: int) -> None:
 def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
     """Run a worker: share the trainings of the first process until the link closes.
 
-    Errors other than fedlearn's, such as one in reading the user's data, are propagated after the
+    Errors other than fedlearn's, such as one in reading the data, are propagated after the
     link has been closed, by which the first process learns of them.
 
     Args:

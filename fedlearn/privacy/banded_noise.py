@@ -54,7 +54,7 @@ _SUMS, _ESTIMATES = "banded_sums", "banded_estimates"
 
 
 @dataclass(frozen=True)
-class CyclicCohortSampler:
+class PrivateCyclicSampler:
     """Draws the group whose turn it is: all of its available clients.
 
     Attributes:

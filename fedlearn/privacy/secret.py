@@ -49,7 +49,7 @@ class ReproducibleStreams:
 
 
 @dataclass(frozen=True)
-class DrawnNoise:
+class DiscreteGaussianNoise:
     """Discrete Gaussian noise from ``streams``."""
 
     streams: Streams
@@ -63,7 +63,7 @@ class DrawnNoise:
 
 
 @dataclass(frozen=True)
-class PoissonCohortSampler:
+class SecretPoissonSampler:
     """Poisson sampling: draws each available client with its own coin, independent of the others.
 
     Attributes:
@@ -72,7 +72,7 @@ class PoissonCohortSampler:
 
     Example:
         >>> cohorts = PoissonCohorts(population=100, expected=10, largest=20)
-        >>> sampler = PoissonCohortSampler(cohorts, ReproducibleStreams(Seed(0)))
+        >>> sampler = SecretPoissonSampler(cohorts, ReproducibleStreams(Seed(0)))
         >>> at = {"cohort_size": 20, "round_num": 0, "attempt": 0, "seed": Seed(0)}
         >>> len(sampler.sample(range(100), **at))
         11
@@ -112,7 +112,7 @@ class PoissonCohortSampler:
 
 
 @dataclass(frozen=True)
-class FixedCohortSampler:
+class SecretUniformSampler:
     """Draws ``cohort_size`` of the available clients, uniformly without replacement.
 
     Attributes:

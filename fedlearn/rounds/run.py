@@ -57,7 +57,7 @@ _MAX_REASONS, _MAX_CLIENTS = 3, 5
 
 
 class RoundCallback(Protocol):
-    """User code that is called after every round, in the order of the rounds.
+    """Custom code that is called after every round, in the order of the rounds.
 
     Example:
         >>> from types import SimpleNamespace
@@ -265,7 +265,7 @@ def train(
         store.append(record)
         # The operator may have asked for more rounds: look before the run is found to be over.
         plan = plan.with_extension(state)
-        # User code first: it sees the last round, too.
+        # Custom code first: it sees the last round, too.
         is_over = after_round(record, state.server.params) or plan.is_over(state)
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
             store.commit(_build_checkpoint(state))

@@ -1,4 +1,4 @@
-"""Calls a strategy's methods and checks what they return, since users write their own strategies.
+"""Calls a strategy's methods and checks what they return, since strategies may be custom code.
 
 Each check fails with an error that names the method, instead of a failure later in the round.
 """

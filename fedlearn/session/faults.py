@@ -1,15 +1,15 @@
-"""Errors raised by user code: which ones are client failures, and how the user sees them."""
+"""Errors raised by custom code: which ones are client failures, and how the user sees them."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fedlearn.core.user_lines import describe_error
+from fedlearn.core.own_lines import describe_error
 from fedlearn.errors import DeploymentError, FedlearnError
 
 
 def is_failure(error: BaseException) -> bool:
-    """Check whether an error raised by user code counts as a client failure.
+    """Check whether an error raised by custom code counts as a client failure.
 
     Everything does, ``sys.exit`` included, except a KeyboardInterrupt in the main thread: that is
     Ctrl-C and ends the run. In any other thread, only code can raise one.
@@ -28,8 +28,8 @@ def describe_failure(error: BaseException) -> str:
 
 
 @contextmanager
-def convert_user_errors() -> Iterator[None]:
-    """Run user code, such as a trainer factory, and convert its errors.
+def convert_trainer_errors() -> Iterator[None]:
+    """Run custom code, such as a trainer factory, and convert its errors.
 
     Raises:
         DeploymentError: The code raised an error; the message names it and its source location.
@@ -39,7 +39,7 @@ def convert_user_errors() -> Iterator[None]:
         yield
     except FedlearnError:
         raise
-    except BaseException as error:  # user code raises anything: one of three in the project
+    except BaseException as error:  # custom code raises anything: one of three in the project
         if not is_failure(error):
             raise
         raise DeploymentError(f"{describe_error(error)}; fix the trainer") from error

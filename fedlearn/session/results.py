@@ -43,7 +43,7 @@ def train_and_reply(
         trainer: The trainer.
         request: The coordinator's request.
         context: The context passed to the trainer.
-        known: The user's own transforms that the coordinator may ask for.
+        known: Custom transforms that the coordinator may ask for.
 
     Raises:
         SettingsRefused: The trainer would ignore one of the requested settings, or a transform is

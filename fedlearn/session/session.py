@@ -28,8 +28,8 @@ from fedlearn.core.messages import (
     TrainReply,
     TrainRequest,
 )
+from fedlearn.core.own_lines import describe_error
 from fedlearn.core.randomness import Seed
-from fedlearn.core.user_lines import describe_error
 from fedlearn.errors import (
     AggregationAborted,
     Cancelled,
@@ -92,7 +92,7 @@ def describe_publicly(error: BaseException) -> str:
     """Describe an error for the coordinator.
 
     The few errors whose message says what to fix and quotes no data are sent with it. Of any other
-    error, which may come from user code, the coordinator learns only the type.
+    error, which may come from custom code, the coordinator learns only the type.
     """
     if isinstance(
         error,
@@ -123,7 +123,7 @@ class ClientSession:
             client's state.
         history_file: Likewise keeps the sums that this client has helped to open.
         find_masks: Masks that were expanded while the client waited for the network.
-        transforms: The user's own transform classes that the coordinator may ask for, in addition
+        transforms: Custom transform classes that the coordinator may ask for, in addition
             to the trainer's ``own_transforms``.
         on_bounded: Called with each contribution to a secure sum, which names the values that
             exceeded their bounds. Those say something about the data, so a deployment's
@@ -154,7 +154,7 @@ class ClientSession:
     ) -> tuple[bytes, bytes]:
         """Answer one encoded request; a failure is also encoded as a reply.
 
-        An error in user code is logged here with its traceback. By default the coordinator learns
+        An error in custom code is logged here with its traceback. By default the coordinator learns
         only its type, since the message could quote the data.
 
         Args:

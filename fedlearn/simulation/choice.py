@@ -89,7 +89,7 @@ class TrainingJob:
         num_clients: Clients that each worker trains in the whole run: cohort x rounds / workers.
         num_together: Clients that a worker trains in a round; no block is larger.
         seed: The run's seed.
-        make_trainer: Makes the clients' trainers if the user provides them; else ``None``.
+        make_trainer: Makes the clients' trainers if the run has custom ones; else ``None``.
     """
 
     make_model: Callable[[], nn.Module]
@@ -214,7 +214,7 @@ def choose(job: TrainingJob, *, clock: Clock, cache_dir: Path) -> Choice:
 
 
 def use_configured(job: TrainingJob, kind: ExecutorKind) -> Choice:
-    """Use the executor that the user configured, after checking that it works.
+    """Use the configured executor, after checking that it works.
 
     Raises:
         EngineError: It cannot train this job's model; the message says why.
@@ -260,7 +260,7 @@ def _trial(job: TrainingJob) -> Trial | str:
             )
         except EngineError:
             raise
-        except Exception as error:  # noqa: BLE001 - user code; another client's data may work
+        except Exception as error:  # noqa: BLE001 - custom code; another client's data may work
             reason = reason or describe_first_line(error)
     _require_trainable(job)
     return reason
@@ -276,7 +276,7 @@ def _require_trainable(job: TrainingJob) -> None:
     for client in _sample_clients(job):
         try:
             executor.train(job.work(client))
-        except Exception as error:  # noqa: BLE001 - user code raises anything
+        except Exception as error:  # noqa: BLE001 - custom code raises anything
             first = first or error
         else:
             return

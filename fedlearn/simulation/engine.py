@@ -271,7 +271,7 @@ class Engine:
         """
         problem = None
         if self.cluster.rank == 0:
-            # One worker decides. User code could succeed here and fail there, and then only some
+            # One worker decides. Custom code could succeed here and fail there, and then only some
             # would raise.
             others = pick_spread_clients(self.population, _TRIED)
             others = others[~np.isin(others, client_ids)]
@@ -288,7 +288,7 @@ class Engine:
         try:
             trained = self._train_block(np.asarray(client_ids), [request], local)
             _build_sent_updates(np.asarray(client_ids), trained, [request])
-        except BaseException as error:  # user code may raise anything
+        except BaseException as error:  # custom code may raise anything
             if not is_failure(error):
                 raise
             return False

@@ -70,7 +70,7 @@ class CentralEvaluator:
             everything = outputs.new_zeros(len(self.labels), *outputs.shape[1:])
             everything[mine] = outputs
             self.cluster.all_reduce([everything])
-        # Only on rank 0: a user's function might return a different value on each worker.
+        # Only on rank 0: a custom function might return a different value on each worker.
         values = measures.whole(everything, self.labels) if self.cluster.rank == 0 else None
         return self.cluster.broadcast(values)
 
@@ -162,7 +162,7 @@ class ClientEvaluator:
         """Evaluate clients; NaN for those that fail, whose reasons are added to ``reasons``."""
         try:
             return self._measure(params, client_ids)
-        except BaseException as error:  # a client boundary: user code raises anything
+        except BaseException as error:  # a client boundary: custom code raises anything
             if not is_failure(error):
                 raise
             if len(client_ids) == 1:

@@ -1,4 +1,4 @@
-"""Small reference networks, sized by the shape of the examples. Users usually bring their own.
+"""Small reference networks, sized by the shape of the examples. Most runs bring their own model.
 
 Each is a frozen dataclass that builds a new network when it is called.
 """

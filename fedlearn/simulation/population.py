@@ -493,7 +493,7 @@ def find_readable_client(population: Population) -> int:
     """
     *others, last = pick_spread_clients(population, 16)
     for client_id in others:
-        with suppress(Exception):  # user code raises anything
+        with suppress(Exception):  # custom code raises anything
             population.load(np.asarray([client_id]))
             return int(client_id)
     population.load(np.asarray([last]))

@@ -135,7 +135,7 @@ def training_rows(
 def rows_of_round(
     population: Population, client_id: int, *, round_num: int, seed: Seed
 ) -> ClientRows:
-    """Load one client's examples for a user's own trainer, which takes tensors.
+    """Load one client's examples for a custom trainer, which takes tensors.
 
     A dataset is read once per round; random numbers that its items draw depend on the seed, the
     round and the client.

@@ -105,7 +105,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         work: A client's work, unless the request's settings say otherwise.
         further_bytes: Size of a client's upload in addition to the model's delta.
         identities: Keys of the clients for secure aggregation; ``None``: it is not used.
-        transforms: Classes of the user's own transforms, which all clients know.
+        transforms: Classes of custom transforms, which all clients know.
         dtype: The model's dtype.
         bounded: Which clients' contributions to secure sums exceeded their bounds, since this was
             last cleared. A real coordinator cannot know this.
@@ -151,7 +151,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             return encode(Failure(DROPPED_OUT)), state
         try:
             trainer = self._trainer(client_id, train)
-        except BaseException as error:  # a client boundary: user code raises anything
+        except BaseException as error:  # a client boundary: custom code raises anything
             if not is_failure(error):
                 raise
             return encode(Failure(describe_failure(error))), state

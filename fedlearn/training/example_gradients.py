@@ -106,7 +106,7 @@ class ExampleGradients:
         if self._is_vectorized:
             try:
                 return self._at_once(features, labels, keys)
-            except Exception:  # noqa: BLE001 - the user's forward pass meets vmap
+            except Exception:  # noqa: BLE001 - a custom forward pass meets vmap
                 found = self._one_by_one(features, labels, keys)
             self._is_vectorized = False  # the forward pass works, but not under vmap
             return found

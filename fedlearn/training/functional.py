@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def functional_call(
     module: nn.Module,
     tensors: Mapping[str, Tensor],
-    args: tuple[Any, ...],  # Any: what the user's forward takes, as in torch
+    args: tuple[Any, ...],  # Any: what a custom forward takes, as in torch
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:  # Any: what it returns
     """Call a module with other parameters and buffers, then restore its own.

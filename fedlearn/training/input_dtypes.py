@@ -77,7 +77,7 @@ class InputCast:
             copies = map_inputs(lambda tensor: tensor.to(device, copy=True), few)
             if self._takes(cast_inputs(copies, dtypes)):
                 return dtypes
-        return own  # training then meets the error of the user's own code
+        return own  # training then meets the error of your own code
 
     def _candidates(self, own: torch.dtype) -> Sequence[torch.dtype]:
         """Return the dtypes to try for an input, the preferred one first."""
@@ -100,7 +100,7 @@ class InputCast:
         with preserve_generator(global_generator(device)), _evaluating(self._module):
             try:
                 functional_call(self._module, buffers, args, kwargs)
-            except Exception:  # noqa: BLE001 - the user's code says no as it pleases
+            except Exception:  # noqa: BLE001 - custom code may raise anything
                 return False
         return True
 

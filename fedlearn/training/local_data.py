@@ -224,7 +224,7 @@ def _items(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: as 
 def _is_readable(dataset: Readable, row: int) -> bool:
     try:
         dataset[row]
-    except Exception:  # noqa: BLE001 - user code raises anything
+    except Exception:  # noqa: BLE001 - custom code raises anything
         return False
     return True
 

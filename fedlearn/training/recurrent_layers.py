@@ -29,7 +29,7 @@ def batch_hidden_states(module: nn.Module) -> None:
 
 def _with_batched_state(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # Any: what a user calls the layer with
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:  # Any: what custom code calls the layer with
     given: dict[str, Any] = dict(zip(("input", "hx"), args, strict=False)) | kwargs
     inputs, state = given.get("input"), given.get("hx")
     if not isinstance(inputs, Tensor) or inputs.dim() < 1:

@@ -280,7 +280,7 @@ class ResidentModel:
     def lay_out_plainly(self) -> None:
         """Undo channels last for good, for update rules that need contiguous weights.
 
-        A user's rule may write through a view such as ``value.view(K, -1)``, which does not exist
+        A custom rule may write through a view such as ``value.view(K, -1)``, which does not exist
         for a channels-last weight.
         """
         self._untried = {}
@@ -645,7 +645,7 @@ class Training:
             yield
 
     def _draw(self, step: int) -> None:
-        """Make the draws that the local update declares, and seed the generators for user code."""
+        """Make the draws that the local update declares, and seed generators for custom code."""
         self._draws.fill(self.memory, step)
         if self._is_own:
             seed_global_generators(self._seed.at(step))
@@ -710,7 +710,7 @@ class Training:
     ) -> None:
         """Call the rule's step, and note whether it wrote to anything.
 
-        A user's rule may return new tensors by mistake, instead of writing to its arguments.
+        A custom rule may return new tensors by mistake, instead of writing to its arguments.
         :meth:`report` turns that into an error.
         """
         touched = [] if self._does_step else [*x, *chain.from_iterable(memory.values())]

@@ -239,7 +239,7 @@ class TorchTrainer:
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:
-        """User-defined transforms that the coordinator may request."""
+        """Custom transforms that the coordinator may request."""
         return self._transforms
 
     @property

@@ -159,7 +159,7 @@ class LocalEvaluation:
 class LocalTrainer(Protocol):
     """Trains and evaluates on this client's data.
 
-    A trainer may have an attribute ``own_transforms``: user-defined transform classes that the
+    A trainer may have an attribute ``own_transforms``: custom transform classes that the
     coordinator may then request by name for the client's update.
 
     Example:
@@ -196,7 +196,7 @@ class LocalTrainer(Protocol):
 
 
 def require_trainer(made: LocalTrainer) -> LocalTrainer:
-    """Check that an object made by the user's function is a trainer, and return it.
+    """Check that an object made by a custom function is a trainer, and return it.
 
     Raises:
         ConfigError: It lacks a method or attribute of :class:`LocalTrainer`.

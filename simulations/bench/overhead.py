@@ -27,8 +27,8 @@ from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.recipes import Algorithm
 from fedlearn.assembly import Experiment, Simulation, build_experiment
 from fedlearn.assembly.choices import resolve
+from fedlearn.assembly.own_code import AfterRound
 from fedlearn.assembly.simulated_plan import assemble
-from fedlearn.assembly.user_code import AfterRound
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.params import Layout

@@ -10,7 +10,7 @@ import pytest
 
 from fedlearn.algorithms import noised_gradients, transforms
 from fedlearn.cli.app import main
-from fedlearn.privacy.secret import DrawnNoise
+from fedlearn.privacy.secret import DiscreteGaussianNoise
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ CLAIM = ("--set", "privacy.noise_multiplier=3.0", "--set", "privacy.target_delta
 def scale_noise(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     """Make each source of noise draw only this share of the standard deviation."""
     for owner, name in (
-        (DrawnNoise, "draw"),
+        (DiscreteGaussianNoise, "draw"),
         (transforms, "sample_discrete_gaussian"),
         (noised_gradients, "add_discrete_gaussian"),
     ):

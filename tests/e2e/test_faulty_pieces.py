@@ -1,4 +1,4 @@
-"""User-defined pieces with common mistakes: the error names the mistake, and none is ignored."""
+"""Custom pieces with common mistakes: the error names the mistake, and none is ignored."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

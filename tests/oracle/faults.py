@@ -35,7 +35,7 @@ from fedlearn.core.participations import Participations
 from fedlearn.privacy import banded_noise, bounded_sum
 from fedlearn.privacy.adaptive_clipping import AdaptiveClip
 from fedlearn.privacy.bounded_sum import NoisyMean
-from fedlearn.privacy.secret import DrawnNoise
+from fedlearn.privacy.secret import DiscreteGaussianNoise
 from fedlearn.rounds import run as rounds_run
 from fedlearn.rounds.distributed_mean import DistributedMean
 from fedlearn.secagg.plan import SecurePlan
@@ -576,7 +576,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a sum has half its noise",
-        DrawnNoise,
+        DiscreteGaussianNoise,
         "draw",
         lambda right: (
             lambda self, sigma, size, *, labels: right(self, sigma / 2, size, labels=labels)

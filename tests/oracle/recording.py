@@ -28,7 +28,7 @@ from fedlearn.algorithms.transforms import NoisedUpdates
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import peek
 from fedlearn.core.messages import Failure
-from fedlearn.privacy.secret import DrawnNoise
+from fedlearn.privacy.secret import DiscreteGaussianNoise
 from fedlearn.secagg import fixed_point, terms
 from fedlearn.secagg.fixed_point import Lane, read_levels
 from fedlearn.session.session import ClientSession
@@ -67,7 +67,7 @@ class Recording:
         self.folder.mkdir()
         watched: list[tuple[Any, str, Callable[[Method], Method]]] = [
             (ClientSession, "handle", self._session),
-            (DrawnNoise, "draw", self._sum),
+            (DiscreteGaussianNoise, "draw", self._sum),
             (transforms, "sample_discrete_gaussian", self._samples),
             (NoisedUpdates, "__call__", self._updates),
             (noised_gradients, "add_discrete_gaussian", self._added),
@@ -123,7 +123,7 @@ class Recording:
 
     def _sum(self, right: Method) -> Method:
         def draw(
-            own: DrawnNoise, sigma: float, size: int, *, labels: tuple[str | int, ...]
+            own: DiscreteGaussianNoise, sigma: float, size: int, *, labels: tuple[str | int, ...]
         ) -> Tensor:
             noise: Tensor = right(own, sigma, size, labels=labels)
             self._write(torch.zeros(0), noise / sigma, labels=labels)

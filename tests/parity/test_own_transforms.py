@@ -1,4 +1,4 @@
-"""User-defined transforms, and the lanes of users' trainers, wherever clients train."""
+"""Custom transforms, and the lanes of users' trainers, wherever clients train."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -204,7 +204,7 @@ def test_a_trainer_of_ones_own_names_its_transforms_too() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SignSgd(fl.LocalWork):
-    """A user-defined rule."""
+    """A custom rule."""
 
     rate: float
 

@@ -1,4 +1,4 @@
-"""A user-defined local update is what trains in every executor: its steps are counted."""
+"""A custom local update is what trains in every executor: its steps are counted."""
 
 import sys
 from dataclasses import dataclass

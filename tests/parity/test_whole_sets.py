@@ -243,7 +243,7 @@ def test_a_step_is_that_of_the_whole_batch() -> None:
 
 @pytest.mark.slow
 def test_the_best_model_is_that_with_the_highest_c_index() -> None:
-    """A user-defined metric, for which higher is better, stops the run and selects the model."""
+    """A custom metric, for which higher is better, stops the run and selects the model."""
     finished = run(num_rounds=12, early_stopping={"metric": "c_index", "patience_rounds": 2})
     values = [record.metrics["c_index"] for record in finished.history]
     best = finished.load_model()

@@ -42,9 +42,9 @@ from fedlearn.assembly.private import add_privacy
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
 from fedlearn.config.data import DATA, PARTITIONS
+from fedlearn.config.own_functions import bind_own_function
 from fedlearn.config.section import OneOf
 from fedlearn.config.training import ALGORITHMS, CLIENTS, LOSSES, MODELS
-from fedlearn.config.user_functions import bind_user_function
 from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -995,11 +995,11 @@ def test_pieces_made_in_python_are_taken_as_they_are() -> None:
         built(crowd)
 
 
-# ---- User functions -----------------------------------------------------------------------
+# ---- Custom functions -----------------------------------------------------------------------
 
 
 def _user_function(factory: str, **args: object) -> Callable[[], Any]:  # Any: the user's
-    return bind_user_function("model.factory", factory, args)
+    return bind_own_function("model.factory", factory, args)
 
 
 def test_functions_are_found_in_modules_and_files(user_file: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 import fedlearn as fl
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.cli.app import main
-from fedlearn.config.user_functions import import_function
+from fedlearn.config.own_functions import import_function
 from fedlearn.core.messages import ClientId, Failure, Settings, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed

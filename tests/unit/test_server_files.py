@@ -27,7 +27,7 @@ from fedlearn.client.loading import make_trainer
 from fedlearn.config import Config, load, resolve_addresses
 from fedlearn.config.components import build_component
 from fedlearn.config.coordinator import CoordinatorSection
-from fedlearn.config.user_functions import bind_user_function
+from fedlearn.config.own_functions import bind_own_function
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, DataError, FedlearnError, StoreError
 from fedlearn.gateway.settings import GatewaySettings
@@ -132,7 +132,7 @@ def mismatch(config: Config, trainer: Path, data_dir: Path) -> str:
         make_trainer(name).evaluate(ours.to_tensors(), control=UNATTENDED)
     except (KeyError, ValueError, RuntimeError, FedlearnError) as error:
         return repr(error)
-    theirs = Params.of(bind_user_function("model.factory", f"{trainer}:make_model", {})())
+    theirs = Params.of(bind_own_function("model.factory", f"{trainer}:make_model", {})())
     shapes = [
         {tensor: tuple(value.shape) for tensor, value in params.to_tensors().items()}
         for params in (ours, theirs)

@@ -69,7 +69,7 @@ def _attempt(
         return train(block)
     except EngineError:
         raise
-    except BaseException as error:  # a client boundary: user code may raise anything
+    except BaseException as error:  # a client boundary: custom code may raise anything
         if not is_failure(error):
             raise
         if len(block) == 1:

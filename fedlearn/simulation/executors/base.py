@@ -185,7 +185,7 @@ def refuse_global_draws(work: Work) -> Iterator[None]:
     """Run a block of clients that train together, and reject draws from a global generator.
 
     Raises:
-        EngineError: A user-defined local update drew from a global generator. Its numbers would
+        EngineError: A custom local update drew from a global generator. Its numbers would
             depend on the composition of the block, so the run would not be reproducible.
     """
     # fedlearn's own updates draw by key only.

@@ -34,7 +34,7 @@ _MOST_OBJECTS = 1_000_000
 def digests(module: nn.Module, objective: object) -> Mapping[str, bytes]:
     """Return a digest of each place that can hold Python state, by a name for messages.
 
-    The places are the attributes of every layer, everything that user-defined classes and functions
+    The places are the attributes of every layer, everything that custom classes and functions
     refer to (globals, closures, class attributes), and the objective. Parameters and buffers are
     left out. Other tensors are compared by value, and objects that cannot be pickled by identity.
 
@@ -81,7 +81,7 @@ class _ObjectDescription:
 
 
 class _Describer(pickle.Pickler):
-    """Serializes objects by value, and user code by the objects to which it refers."""
+    """Serializes objects by value, and custom code by the objects to which it refers."""
 
     def __init__(self, file: io.BytesIO, own: Collection[int]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -102,7 +102,7 @@ class _Describer(pickle.Pickler):
                 return "generator", value.get_state().numpy().tobytes()
             case ModuleType() | CodeType():
                 return "code", id(value)
-            case type() | FunctionType() if not _is_users(value):
+            case type() | FunctionType() if not _is_own_code(value):
                 # Installed code is assumed to keep no state; following it would visit all of torch.
                 return "code", id(value)
             case BuiltinFunctionType() if isinstance(value.__self__, ModuleType | None):
@@ -124,21 +124,21 @@ class _Describer(pickle.Pickler):
                 return _ObjectDescription, (name,), (value.fget,)
         try:
             reduced = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        except Exception:  # noqa: BLE001 - user code, or an object that cannot be pickled
+        except Exception:  # noqa: BLE001 - custom code, or an object that cannot be pickled
             return _ObjectDescription, (name,)
         # A string means "look me up by name", as for a singleton: it has no state to compare.
         return (_ObjectDescription, (name,)) if isinstance(reduced, str) else reduced
 
 
-def _is_users(code: type | FunctionType) -> bool:
-    """Whether user code defines it: not Python, an installed package, or this framework."""
+def _is_own_code(code: type | FunctionType) -> bool:
+    """Whether custom code defines it: not Python, an installed package, or this framework."""
     package = (code.__module__ or "").partition(".")[0]
     return package not in {*sys.stdlib_module_names, "fedlearn"} and not _is_installed(package)
 
 
 @cache
 def _is_installed(package: str) -> bool:
-    """Whether an installer put a package where it is, so that it is not the user's working copy."""
+    """Whether an installer put a package where it is, so that it is not a working copy."""
     file = getattr(sys.modules.get(package), "__file__", None)
     if file is None:  # defined in a notebook or an interactive session
         return False

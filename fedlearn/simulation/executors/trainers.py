@@ -1,4 +1,4 @@
-"""Trains clients one after another with a trainer that the user wrote."""
+"""Trains clients one after another with a custom trainer."""
 
 import math
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class TrainerExecutor:
     """Trains blocks of one client, in the same way as a client session.
 
     Args:
-        make_trainer: The user's function.
+        make_trainer: A custom function.
     """
 
     def __init__(self, make_trainer: MakeTrainer) -> None:

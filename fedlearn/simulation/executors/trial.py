@@ -102,7 +102,7 @@ class Trial:
                     return f"stacked clients train {difference}"
         except EngineError as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001 - user code runs on tensors it does not expect
+        except Exception as error:  # noqa: BLE001 - custom code runs on tensors it does not expect
             return describe_first_line(error)
         return None
 
@@ -127,7 +127,7 @@ def trial_of(
 
     Raises:
         EngineError: ``make_model`` builds a model with different tensors on each call.
-        Exception: Any exception that user code raises.
+        Exception: Any exception that custom code raises.
     """
     params, device = work.params, work.params.vector.device
     for spec in params.layout.others:

@@ -244,7 +244,7 @@ def test_what_each_process_would_have_of_its_own_is_refused(named: str) -> None:
 
 
 class Own:
-    """A user-defined trainer."""
+    """A custom trainer."""
 
     honors = ()
 

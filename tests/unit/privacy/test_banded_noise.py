@@ -24,14 +24,14 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.privacy.banded_matrix import BandedMatrix, find_optimal
-from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, CyclicCohortSampler
+from fedlearn.privacy.banded_noise import BandedMean, BandedUpdates, PrivateCyclicSampler
 from fedlearn.privacy.bounded_sum import BoundedLane, BoundedSum, Noise, NoisyMean
-from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
+from fedlearn.privacy.secret import DiscreteGaussianNoise, ReproducibleStreams
 from tests.unit.privacy.test_banded_matrix import explicit
 
 PLAIN = FedAvg(LocalSgd(epochs=1, batch_size=8, learning_rate=0.5), weight_by_examples=False)
 SIZE, BOUND, EXPECTED = 20_000, 0.3, 5
-NOISE = DrawnNoise(ReproducibleStreams(Seed(3)))
+NOISE = DiscreteGaussianNoise(ReproducibleStreams(Seed(3)))
 
 
 class Silence:
@@ -255,7 +255,7 @@ class Told:
         for process in processes:
             state, num_finished = rounds.state, committed
             rounds.num_lost = 0 if forgetful else self.num_charges - num_finished
-            sampler = CyclicCohortSampler(CyclicCohorts(23, 4, 5), rounds.num_lost)
+            sampler = PrivateCyclicSampler(CyclicCohorts(23, 4, 5), rounds.num_lost)
             for each in range(process.num_rounds):
                 round_num = num_finished + each
                 cohort = sampler.sample(
@@ -347,7 +347,7 @@ def test_everybody_is_asked_once_in_as_many_rounds_as_there_are_groups(
     """Group sizes differ by at most one, and do not depend on which users are available."""
     groups = population // expected
     cohorts = CyclicCohorts(population, expected, -(-population // groups))
-    sampler = CyclicCohortSampler(cohorts, num_lost=0)
+    sampler = PrivateCyclicSampler(cohorts, num_lost=0)
 
     def asked(available: Sequence[int], round_num: int) -> Sequence[int]:
         return sampler.sample(
@@ -372,7 +372,7 @@ def test_everybody_is_asked_once_in_as_many_rounds_as_there_are_groups(
 
 def test_groups_differ_by_the_seed() -> None:
     """Runs with the same seed are repetitions, runs with two seeds are not."""
-    sampler = CyclicCohortSampler(CyclicCohorts(60, 15, 15), num_lost=0)
+    sampler = PrivateCyclicSampler(CyclicCohorts(60, 15, 15), num_lost=0)
     at = {"cohort_size": 15, "round_num": 0, "attempt": 0}
     available = cast("Sequence[ClientId]", range(60))
     first, again, other = (sampler.sample(available, seed=Seed(s), **at) for s in (1, 1, 2))

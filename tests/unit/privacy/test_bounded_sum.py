@@ -23,7 +23,7 @@ from fedlearn.privacy.bounded_sum import (
     LevelSums,
     NoisyMean,
 )
-from fedlearn.privacy.secret import DrawnNoise, ReproducibleStreams
+from fedlearn.privacy.secret import DiscreteGaussianNoise, ReproducibleStreams
 
 CPU = torch.device("cpu")
 CONTROL = LaneSpec(name="control", over=Over.TRAINABLE, weighted=False, bound=0.5)
@@ -155,7 +155,7 @@ def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> 
     )
     layout = Layout.of(nn.Linear(size, 1, bias=False))
     aggregate = aggregation.finalize(aggregation.init(specs, layout, device=CPU))
-    release = NoisyMean(expected=4, noise=DrawnNoise(ReproducibleStreams(Seed(8))))
+    release = NoisyMean(expected=4, noise=DiscreteGaussianNoise(ReproducibleStreams(Seed(8))))
     strategy = summing(aggregation)
     made, _ = release(aggregate, strategy=strategy, layout=layout, state={}, round_num=2, attempt=0)
     return made
@@ -172,7 +172,7 @@ def test_two_releases_do_not_tell_of_the_one_client_between_them(
     aggregation = BoundedSum(
         bounds={"delta": 1.0}, multipliers={"delta": noise_multiplier}, largest=10
     )
-    release = NoisyMean(expected=10, noise=DrawnNoise(ReproducibleStreams(Seed(12))))
+    release = NoisyMean(expected=10, noise=DiscreteGaussianNoise(ReproducibleStreams(Seed(12))))
     strategy = summing(aggregation)
     means = []
     for round_num, cohort in enumerate((range(10), range(9))):  # client 9 is absent from the second

@@ -13,11 +13,11 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.secret import (
-    DrawnNoise,
-    FixedCohortSampler,
-    PoissonCohortSampler,
+    DiscreteGaussianNoise,
     ReproducibleStreams,
+    SecretPoissonSampler,
     SecretStreams,
+    SecretUniformSampler,
 )
 
 ROUNDS = 2000
@@ -41,7 +41,7 @@ def within(count: float, expected: float, variance: float) -> bool:
 
 def test_each_client_is_asked_by_a_coin_of_its_own() -> None:
     """At the given rate, and pairs as often as two coins agree."""
-    sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(1)))
+    sampler = SecretPoissonSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(1)))
     drawn = cohorts(sampler, 40, cohort_size=1)
     counts = Counter(client for cohort in drawn for client in cohort)
     assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(40))
@@ -54,14 +54,14 @@ def test_each_client_is_asked_by_a_coin_of_its_own() -> None:
 
 def test_who_is_there_changes_nobodys_chance() -> None:
     """With half of the clients away, the others are asked as often as before, not twice."""
-    sampler = PoissonCohortSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(2)))
+    sampler = SecretPoissonSampler(PoissonCohorts(40, 10, 40), ReproducibleStreams(Seed(2)))
     counts = Counter(client for cohort in cohorts(sampler, 20, cohort_size=10) for client in cohort)
     assert all(within(counts[each], ROUNDS / 4, ROUNDS * 3 / 16) for each in range(20))
 
 
 def test_a_large_cohort_is_cut_uniformly() -> None:
     """To the maximum; each client loses its place equally often."""
-    sampler = PoissonCohortSampler(PoissonCohorts(12, 6, 6), ReproducibleStreams(Seed(3)))
+    sampler = SecretPoissonSampler(PoissonCohorts(12, 6, 6), ReproducibleStreams(Seed(3)))
     drawn = cohorts(sampler, 12, cohort_size=1)
     assert max(map(len, drawn)) == 6
     counts = Counter(client for cohort in drawn for client in cohort)
@@ -72,15 +72,15 @@ def test_a_large_cohort_is_cut_uniformly() -> None:
 
 def test_all_are_asked_at_rate_one_and_cohorts_may_be_empty() -> None:
     """The ends of the range."""
-    everyone = PoissonCohortSampler(PoissonCohorts(5, 5, 5), ReproducibleStreams(Seed(4)))
+    everyone = SecretPoissonSampler(PoissonCohorts(5, 5, 5), ReproducibleStreams(Seed(4)))
     assert all(len(cohort) == 5 for cohort in cohorts(everyone, 5, cohort_size=1))
-    few = PoissonCohortSampler(PoissonCohorts(5, 1, 2), ReproducibleStreams(Seed(4)))
+    few = SecretPoissonSampler(PoissonCohorts(5, 1, 2), ReproducibleStreams(Seed(4)))
     assert min(map(len, cohorts(few, 5, cohort_size=1))) == 0
 
 
 def test_cohorts_of_a_fixed_size_are_uniform() -> None:
     """Each client is equally likely; with fewer than the size available, all are asked."""
-    sampler = FixedCohortSampler(FixedCohorts(20, 5), ReproducibleStreams(Seed(5)))
+    sampler = SecretUniformSampler(FixedCohorts(20, 5), ReproducibleStreams(Seed(5)))
     drawn = cohorts(sampler, 20, cohort_size=5)
     assert all(len(set(cohort)) == 5 for cohort in drawn)
     counts = Counter(client for cohort in drawn for client in cohort)
@@ -91,8 +91,8 @@ def test_cohorts_of_a_fixed_size_are_uniform() -> None:
 @pytest.mark.parametrize(
     "sampler",
     [
-        PoissonCohortSampler(PoissonCohorts(12, 6, 6), SecretStreams()),
-        FixedCohortSampler(FixedCohorts(12, 6), SecretStreams()),
+        SecretPoissonSampler(PoissonCohorts(12, 6, 6), SecretStreams()),
+        SecretUniformSampler(FixedCohorts(12, 6), SecretStreams()),
     ],
 )
 def test_more_clients_than_were_counted_are_refused(sampler: CohortSampler) -> None:
@@ -106,12 +106,16 @@ def test_more_clients_than_were_counted_are_refused(sampler: CohortSampler) -> N
 def test_secret_draws_are_never_the_same(attempt: int) -> None:
     """Whatever the labels and the public seed; reproducible draws depend on both."""
     labels = ("delta", 0, attempt)
-    one, two = (DrawnNoise(SecretStreams()).draw(50.0, 64, labels=labels) for _ in range(2))
+    one, two = (
+        DiscreteGaussianNoise(SecretStreams()).draw(50.0, 64, labels=labels) for _ in range(2)
+    )
     assert one.tolist() != two.tolist()
     streams = ReproducibleStreams(Seed(7))
-    again = [DrawnNoise(streams).draw(50.0, 64, labels=labels).tolist() for _ in range(2)]
+    again = [
+        DiscreteGaussianNoise(streams).draw(50.0, 64, labels=labels).tolist() for _ in range(2)
+    ]
     assert again[0] == again[1]
     for other in (("delta", 1, attempt), ("control", 0, attempt), ("delta", 0, attempt + 1)):
-        assert DrawnNoise(streams).draw(50.0, 64, labels=other).tolist() != again[0]
-    other_seed = DrawnNoise(ReproducibleStreams(Seed(8))).draw(50.0, 64, labels=labels)
+        assert DiscreteGaussianNoise(streams).draw(50.0, 64, labels=other).tolist() != again[0]
+    other_seed = DiscreteGaussianNoise(ReproducibleStreams(Seed(8))).draw(50.0, 64, labels=labels)
     assert other_seed.tolist() != again[0]

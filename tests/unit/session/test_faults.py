@@ -7,7 +7,7 @@ import torch
 
 from fedlearn.client.loading import make_trainer
 from fedlearn.errors import DataError, DeploymentError
-from fedlearn.session.faults import convert_user_errors
+from fedlearn.session.faults import convert_trainer_errors
 
 SOURCE = """import os
 import torch
@@ -38,7 +38,7 @@ def test_the_users_own_line_is_named(
     monkeypatch.syspath_prepend(tmp_path)  # undoes what loading adds
     file = tmp_path / "trainer.py"
     file.write_text(SOURCE)
-    with pytest.raises(DeploymentError) as caught, convert_user_errors():
+    with pytest.raises(DeploymentError) as caught, convert_trainer_errors():
         make_trainer(f"{file}:{name}")
     assert str(caught.value).startswith(f"{file}{words}")
     assert caught.value.__cause__ is not None
@@ -46,7 +46,7 @@ def test_the_users_own_line_is_named(
 
 def test_an_error_with_a_remedy_passes() -> None:
     """Its message already says what to do."""
-    with pytest.raises(DataError, match="PART is not set"), convert_user_errors():
+    with pytest.raises(DataError, match="PART is not set"), convert_trainer_errors():
         raise DataError("PART is not set")
-    with convert_user_errors():
+    with convert_trainer_errors():
         assert torch.zeros(1).item() == 0.0

@@ -186,7 +186,7 @@ def test_arrays_that_cannot_be_trained_on_are_refused() -> None:
 
 @dataclass(frozen=True)
 class _Hollow:
-    """A user-defined population in which one client has no examples."""
+    """A custom population in which one client has no examples."""
 
     whole: ArrayPopulation
 

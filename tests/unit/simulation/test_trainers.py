@@ -1,4 +1,4 @@
-"""Clients with user-defined trainers, in the engine as in sessions."""
+"""Clients with custom trainers, in the engine as in sessions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -2,7 +2,7 @@
 
 A chain can be trained without autograd: each layer takes the output of the previous one, and each
 parameter belongs to one layer. The model's ``forward`` is traced with ``torch.fx``, so a
-user-defined module that calls layers and functions in turn is recognized as well as
+custom module that calls layers and functions in turn is recognized as well as
 ``nn.Sequential``.
 """
 
@@ -172,7 +172,7 @@ def _require_each_once(layers: Iterable[Layer], layout: Layout) -> None:
 
 
 class _Tracer(fx.Tracer):
-    """Traces into user-defined modules, but not into known layers or other modules of torch."""
+    """Traces into custom modules, but not into known layers or other modules of torch."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         # fx itself takes all of torch.nn as leaves, except nn.Sequential.

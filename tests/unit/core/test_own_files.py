@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlearn.core.user_files import import_file
+from fedlearn.core.own_files import import_file
 
 
 @pytest.fixture(autouse=True)

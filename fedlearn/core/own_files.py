@@ -1,4 +1,4 @@
-"""Imports Python files that a user names by path."""
+"""Imports Python files named by path."""
 
 import hashlib
 import importlib.util

@@ -1,6 +1,6 @@
-"""Finds the line of the user's own code that caused an error, or that a thread has reached.
+"""Finds the line of your own code that caused an error, or that a thread has reached.
 
-The user's own code is neither part of fedlearn nor installed: scripts, notebook cells, and projects
+Your own code is neither part of fedlearn nor installed: scripts, notebook cells, and projects
 installed in editable mode. The standard library and everything in a ``site-packages`` folder are
 libraries.
 """
@@ -22,11 +22,11 @@ _TYPED = ("<ipython-input", "<python-input", "<stdin", "<console>")
 
 
 class _Owner(IntEnum):
-    """The owner of a line of code; the higher, the more likely the user can fix the error there."""
+    """The owner of a line of code; the higher, the more likely you can fix the error there."""
 
     FEDLEARN = 0
     LIBRARY = 1
-    USER = 2
+    OWN = 2
 
 
 class _Line(NamedTuple):
@@ -34,19 +34,19 @@ class _Line(NamedTuple):
     place: str
 
 
-def find_user_line(where: BaseException | FrameType | None) -> str | None:
-    """Return file, line and function of the innermost line of the user's own code.
+def find_own_line(where: BaseException | FrameType | None) -> str | None:
+    """Return file, line and function of the innermost line of your own code.
 
     If there is none, the innermost line of a library, else of fedlearn, else ``None``.
 
-    For an error that the user's code did not raise itself, the search continues with its cause
+    For an error that your code did not raise itself, the search continues with its cause
     (``raise ... from``), and with the errors in its group, the first one foremost.
 
     Args:
         where: A raised error, or the innermost frame of a thread.
 
     Example:
-        >>> find_user_line(ValueError("never raised")) is None
+        >>> find_own_line(ValueError("never raised")) is None
         True
     """
     lines = _read_thread(where) if isinstance(where, FrameType) else _read_traceback(where, set())
@@ -63,7 +63,7 @@ def describe_error(error: BaseException) -> str:
         "KeyError: 'PART'"
     """
     words = f"{type(error).__name__}: {error}".removesuffix(": ")
-    place = find_user_line(error)
+    place = find_own_line(error)
     return words if place is None else f"{place}: {words}"
 
 
@@ -79,7 +79,7 @@ def _read_traceback(error: BaseException | None, seen: set[int]) -> list[_Line]:
     lines = list(_classify_frames(traceback.walk_tb(error.__traceback__)))
     if isinstance(error, SyntaxError) and error.filename:  # that line is in no frame
         lines += _classify(error.filename, f"{error.filename}:{error.lineno}")
-    if lines and lines[-1].owner is _Owner.USER:
+    if lines and lines[-1].owner is _Owner.OWN:
         return lines
     members = error.exceptions[::-1] if isinstance(error, BaseExceptionGroup) else ()
     for inner in (error.__cause__, *members):
@@ -94,7 +94,7 @@ def _classify_frames(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
         # Code of `python -c`. Generated methods of dataclasses have the same file name, but their
         # module has a __file__.
         if filename == "<string>" and "__file__" not in frame.f_globals:
-            yield _Line(_Owner.USER, place)
+            yield _Line(_Owner.OWN, place)
         else:
             yield from _classify(filename, place)
 
@@ -102,7 +102,7 @@ def _classify_frames(walk: Iterator[tuple[FrameType, int]]) -> Iterator[_Line]:
 def _classify(filename: str, place: str) -> list[_Line]:
     """Return a line with its owner; empty for generated code and the import system."""
     if filename.startswith(_TYPED):
-        return [_Line(_Owner.USER, place)]
+        return [_Line(_Owner.OWN, place)]
     if filename.startswith("<"):
         return []
     # Some tools link packages into site-packages, so check the path as imported, too.
@@ -111,7 +111,7 @@ def _classify(filename: str, place: str) -> list[_Line]:
         return [_Line(_Owner.FEDLEARN, place)]
     if any(_is_library(path) for path in paths):
         return [_Line(_Owner.LIBRARY, place)]
-    return [_Line(_Owner.USER, place)]
+    return [_Line(_Owner.OWN, place)]
 
 
 def _is_library(path: Path) -> bool:

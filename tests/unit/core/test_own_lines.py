@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-import fedlearn.core.user_files
-from fedlearn.core.user_files import import_file
-from fedlearn.core.user_lines import describe_error, find_user_line
+import fedlearn.core.own_files
+from fedlearn.core.own_files import import_file
+from fedlearn.core.own_lines import describe_error, find_own_line
 
 SOURCE = """import asyncio, concurrent.futures, dataclasses, functools, json
 import torch
@@ -108,7 +108,7 @@ def test_the_innermost_line_of_the_users_file_is_named(
     source: Path, called: str, named: str
 ) -> None:
     """Not a line of the library that it calls, nor one in code that a library generated."""
-    assert find_user_line(error_of(getattr(import_file(source), called))) == line_of(source, named)
+    assert find_own_line(error_of(getattr(import_file(source), called))) == line_of(source, named)
 
 
 def test_a_callback_is_named_although_a_library_wraps_its_error(
@@ -118,7 +118,7 @@ def test_a_callback_is_named_although_a_library_wraps_its_error(
     (site_packages / "fedlearn_test_wrapper.py").write_text(WRAPPER)
     wrapper = importlib.import_module("fedlearn_test_wrapper")
     body = import_file(source).in_torch
-    assert find_user_line(error_of(lambda: wrapper.call(body))) == line_of(source, "in_torch")
+    assert find_own_line(error_of(lambda: wrapper.call(body))) == line_of(source, "in_torch")
 
 
 def test_an_installed_package_is_a_library_and_an_editable_one_is_the_users(
@@ -133,12 +133,12 @@ def test_an_installed_package_is_a_library_and_an_editable_one_is_the_users(
         (folder / f"{name}.py").write_text("def call(body):\n    body()  # call\n")
         error = error_of(partial(importlib.import_module(name).call, partial(json.loads, "")))
         if folder == project:
-            assert find_user_line(error) == line_of(folder / f"{name}.py", "call")
+            assert find_own_line(error) == line_of(folder / f"{name}.py", "call")
         else:
-            assert str(find_user_line(error)).startswith(f"{json.decoder.__file__}:")
+            assert str(find_own_line(error)).startswith(f"{json.decoder.__file__}:")
     fixed = importlib.import_module("fedlearn_test_fixed")
     error = error_of(partial(fixed.call, import_file(source).in_torch))
-    assert find_user_line(error) == line_of(source, "in_torch")
+    assert find_own_line(error) == line_of(source, "in_torch")
 
 
 @pytest.mark.parametrize("filename", ["<ipython-input-3-0123abcd>", "<stdin>", "<string>"])
@@ -148,25 +148,25 @@ def test_a_cell_of_a_notebook_is_the_users(filename: str) -> None:
     exec(compile("import json\ndef load():\n    json.loads('')", filename, "exec"), names)  # noqa: S102 - as a notebook does
     load = names["load"]
     assert callable(load)
-    assert find_user_line(error_of(load)) == f"{filename}:3, in load"
+    assert find_own_line(error_of(load)) == f"{filename}:3, in load"
 
 
 def test_without_a_line_of_the_users_or_a_librarys_it_is_fedlearns() -> None:
     """It is our own error, so the user's files need not be searched."""
-    place = str(find_user_line(error_of(partial(import_file, Path("none.txt")))))
-    assert place.startswith(f"{fedlearn.core.user_files.__file__}:")
+    place = str(find_own_line(error_of(partial(import_file, Path("none.txt")))))
+    assert place.startswith(f"{fedlearn.core.own_files.__file__}:")
 
 
 def test_a_file_that_is_no_python_is_named_itself(source: Path) -> None:
     """None of its lines was reached."""
     source.write_text("\n\nx = = 1\n")
-    assert find_user_line(error_of(partial(import_file, source))) == f"{source}:3"
+    assert find_own_line(error_of(partial(import_file, source))) == f"{source}:3"
 
 
 def test_the_line_that_a_thread_has_reached_is_named() -> None:
     """Here the line is in this test."""
     here = sys._getframe()  # noqa: SLF001 - no other way
-    assert find_user_line(here) == f"{__file__}:{here.f_lineno}, in {here.f_code.co_name}"
+    assert find_own_line(here) == f"{__file__}:{here.f_lineno}, in {here.f_code.co_name}"
 
 
 def test_without_any_line_there_are_the_words_alone() -> None:

@@ -1,4 +1,4 @@
-"""Calls user code, and draws secret randomness, on rank 0 of a simulation.
+"""Calls custom code, and draws secret randomness, on rank 0 of a simulation.
 
 The other processes receive the results, so that all of them compute the same round.
 """
@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
+from fedlearn.core.own_lines import describe_error
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.core.user_lines import describe_error
 from fedlearn.errors import ConfigError
 from fedlearn.privacy.bounded_sum import Noise
 from fedlearn.rounds.records import RoundRecord
@@ -74,8 +74,8 @@ class SharedNoise:
 
 
 @dataclass(frozen=True)
-class UserSampler:
-    """A sampler of the user's, whose cohorts are validated."""
+class OwnSampler:
+    """A custom sampler, whose cohorts are validated."""
 
     sampler: CohortSampler
 
@@ -88,11 +88,11 @@ class UserSampler:
         attempt: int,
         seed: Seed,
     ) -> tuple[ClientId, ...]:
-        """Return the user's cohort.
+        """Return the custom code's cohort.
 
         Raises:
             ConfigError: It is empty, names a client twice, or one that is not available.
-            Exception: What the user's code raises.
+            Exception: What the custom code raises.
         """
         drawn = self.sampler.sample(
             available, cohort_size=cohort_size, round_num=round_num, attempt=attempt, seed=seed
@@ -122,20 +122,20 @@ class UserSampler:
 
 
 @dataclass(frozen=True)
-class UserDevices:
-    """A device model of the user's, whose answers are validated and shared by rank 0.
+class OwnDevices:
+    """A custom device model, whose answers are validated and shared by rank 0.
 
     Raises:
         ConfigError: An answer has not one number, or one boolean, for each client, or a duration is
             negative or not finite.
-        Exception: What the user's code raises.
+        Exception: What the custom code raises.
     """
 
     behavior: ClientBehavior
     cluster: Cluster
 
     def durations_s(self, work: DeviceRound) -> NDArray[np.float64]:
-        """Return the user's durations: [B]."""
+        """Return the custom code's durations: [B]."""
         durations_s = None
         if self.cluster.rank == 0:
             answer = self.behavior.durations_s(work)
@@ -144,7 +144,7 @@ class UserDevices:
         return self.cluster.broadcast(durations_s).astype(np.float64)
 
     def failures(self, work: DeviceRound) -> NDArray[np.bool_]:
-        """Return the user's failures, true where a client fails: [B]."""
+        """Return the custom code's failures, true where a client fails: [B]."""
         fails = None
         if self.cluster.rank == 0:
             answer = self.behavior.failures(work)
@@ -199,7 +199,7 @@ class AfterRound:
 
         Raises:
             ConfigError: A callback returned neither ``None`` nor a boolean.
-            Exception: What the user's code raises.
+            Exception: What the custom code raises.
         """
         if self.cluster.rank == 0:
             self.progress(record)
@@ -228,7 +228,7 @@ class LoggedCallback:
         """Return whether the run ends here."""
         try:
             return call_callback(self.callback, record, model)
-        except Exception as error:  # noqa: BLE001 - user code raises anything
+        except Exception as error:  # noqa: BLE001 - custom code raises anything
             structlog.get_logger(__name__).warning(
                 "callback_failed",
                 callback=type(self.callback).__name__,

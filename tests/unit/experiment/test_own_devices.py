@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedlearn.assembly.user_code import UserDevices
+from fedlearn.assembly.own_code import OwnDevices
 from fedlearn.core.cluster import Alone
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
@@ -38,7 +38,7 @@ class Answers:
 
 
 def looked_at(answers: Answers) -> tuple[Any, Any]:
-    devices = UserDevices(answers, Alone())
+    devices = OwnDevices(answers, Alone())
     return devices.durations_s(ASKED), devices.failures(ASKED)
 
 

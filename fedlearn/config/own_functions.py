@@ -1,4 +1,4 @@
-"""User functions that the configuration names, such as the factory of a model or a data set."""
+"""Custom functions that the configuration names, such as the factory of a model or a data set."""
 
 import importlib
 import inspect
@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import Field
 
 from fedlearn.config.section import Args, Factory, Section
-from fedlearn.core.user_files import import_file
+from fedlearn.core.own_files import import_file
 from fedlearn.errors import ConfigError
 
 
-class UserFunctionSection(Section):
-    """A table that names a user function and its keyword arguments."""
+class OwnFunctionSection(Section):
+    """A table that names a custom function and its keyword arguments."""
 
     factory: Factory = Field(
         description='The function: "module:function" or "path/to/file.py:function".'
@@ -23,9 +23,9 @@ class UserFunctionSection(Section):
     args: Args = Field({}, description="Keyword arguments of the function.")
 
 
-def bind_user_function(
+def bind_own_function(
     key: str, factory: str, args: Mapping[str, object], *, given: Sequence[object] = ()
-) -> Callable[[], Any]:  # Any: the user's own function
+) -> Callable[[], Any]:  # Any: a custom function
     """Import a function that the configuration names and bind its arguments, without calling it.
 
     Exceptions that the function raises when it is called are passed on unchanged.
@@ -53,7 +53,7 @@ def bind_user_function(
     return partial(function, *given, **args)
 
 
-def import_function(key: str, factory: str) -> Callable[..., Any]:  # Any: the user's own function
+def import_function(key: str, factory: str) -> Callable[..., Any]:  # Any: a custom function
     """Import a function that the configuration names; raises ConfigError if it cannot."""
     place, _, name = factory.rpartition(":")
     try:
