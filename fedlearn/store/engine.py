@@ -131,7 +131,6 @@ def migrate(engine: Engine) -> None:
 
 
 def _read_revision(engine: Engine) -> str | None:
-    """Return the revision of the schema, or ``None`` for an empty database."""
     with engine.connect() as connection:
         if not inspect(connection).has_table("alembic_version"):
             return None

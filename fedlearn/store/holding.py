@@ -61,7 +61,6 @@ def is_held(folder: Path) -> bool | None:
 
 
 def _open_to_look(path: Path) -> FileIO:
-    """Open an existing lock file, read-only if this user may not write it."""
     try:
         return FileIO(path, "r+")  # NFS locks only files that are open for writing
     except PermissionError:

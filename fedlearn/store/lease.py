@@ -246,7 +246,7 @@ class Lease:
             log.warning("standing_sessions_unknown", run=self.name, error=str(error))
 
     def _extend(self, sent_s: float) -> None:
-        """Extend our time from before the renewal was sent; others count from seeing it, later."""
+        # From before the renewal was sent: a waiter counts from seeing it, which is later.
         self._held_until_s = sent_s + self.ttl_s * (1 - 1 / _RENEWALS_PER_TTL)
 
     def _match_own_lease(self) -> tuple[ColumnElement[bool], ...]:

@@ -167,7 +167,7 @@ def read_failing(session: Session, run_id: int) -> dict[ClientId, tuple[int, str
 
 
 def _insert_all(connection: Connection, table: str, rows: Iterable[dict[str, object]]) -> None:
-    """Insert in small batches; holding all dicts at once would trigger the garbage collector."""
+    # In small batches: holding all dicts at once would trigger the garbage collector.
     statement = insert(Base.metadata.tables[table])
     remaining = iter(rows)
     while batch := list(islice(remaining, _BATCH_ROWS)):
@@ -191,12 +191,12 @@ def _insert_participations(
 
 
 def _build_participation_rows(run_id: int, record: RoundRecord) -> Iterable[tuple[object, ...]]:
-    """Build the rows of one round with a single ``zip``, without a Python loop over clients."""
     each = record.participations
     reasons = [""] * len(each)
     for place, reason in each.reasons.items():
         # As `_PlainText` does, which this statement bypasses.
         reasons[place] = escape_text(reason)
+    # One `zip` over columns, instead of a Python loop over clients.
     return zip(
         repeat(run_id),
         repeat(record.round_num),
@@ -212,7 +212,6 @@ def _build_participation_rows(run_id: int, record: RoundRecord) -> Iterable[tupl
 
 
 def _nan_to_none(column: "NDArray[np.float64]") -> list[float | None]:
-    """Convert a column to a list with ``None`` in place of NaN."""
     if not (column != column).any():  # noqa: PLR0124 - NaN
         return cast("list[float | None]", column.tolist())
     return [None if value != value else value for value in column.tolist()]  # noqa: PLR0124 - NaN
@@ -246,7 +245,6 @@ def _count_statuses(
 
 
 def _name_metrics(record: RoundRecord) -> Iterator[tuple[str, float]]:
-    """Yield a round's metrics under their stored names, with a prefix for training metrics."""
     yield from record.metrics.items()
     for name, value in record.train_metrics.items():
         yield f"{_TRAINING}{name}", value
@@ -261,7 +259,6 @@ class _RoundMetrics(TypedDict):
 
 
 def _read_metrics(session: Session, run_id: int, *, first: int) -> defaultdict[int, _RoundMetrics]:
-    """Return the metrics by round, then by the record's field, then by name."""
     row = MetricRow
     found: defaultdict[int, _RoundMetrics] = defaultdict(
         lambda: {"metrics": {}, "train_metrics": {}, "staleness": {}}

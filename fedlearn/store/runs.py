@@ -538,7 +538,6 @@ class StoredRun:
 
     @property
     def _resume(self) -> str:
-        """The command that resumes the run."""
         is_deployed = self._guard is not allow_writes
         return "fedlearn coordinator FILE" if is_deployed else f"fedlearn resume {self.name}"
 
