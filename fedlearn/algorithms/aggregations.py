@@ -73,6 +73,7 @@ Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
 def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
     """Compute and check clients' aggregation weights; raises ValueError unless all are > 0."""
     weights_B = aggregation.weigh(num_examples_B).to(num_examples_B)
+    # Written so that NaN fails, too.
     if weights_B.shape != num_examples_B.shape or not bool((weights_B > 0.0).all()):
         raise ValueError(
             f"{type(aggregation).__name__}.weigh returned {weights_B.tolist()} for clients of "

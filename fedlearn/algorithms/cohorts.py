@@ -144,6 +144,7 @@ class CyclicCohorts(Ranged):
             >>> [cohorts.participations(each) for each in (1, 4, 5, 8, 9)]
             [1, 1, 2, 2, 3]
         """
+        # Rounded up: the user's turn may come first.
         return -(-num_rounds // self.num_groups)
 
 

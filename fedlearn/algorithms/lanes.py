@@ -127,7 +127,8 @@ def describe_misfit(lanes: Lanes, specs: Sequence[LaneSpec], layout: Layout) -> 
     return None
 
 
-#: Local model minus global model: parameters, then statistics.
+#: Local model minus global model: parameters, then statistics. Compared by identity
+#: (``lane is DELTA``), so never make a copy.
 DELTA = LaneSpec(name="delta", over=Over.ALL, weighted=True, bound=None)
 
 

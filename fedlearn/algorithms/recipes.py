@@ -413,6 +413,7 @@ def FedAsync(
         <https://arxiv.org/abs/1903.03934>`_, algorithm 1. The paper mixes models; here the update
         is added, as in FedBuff. For an update that is not stale both are the same.
     """
+    # In the mean of a single update, its weight cancels.
     pulled = FedProx(local, proximal=proximal, weight_by_examples=False)
     server = ServerSgd(learning_rate=mixing, momentum=0.0)
     return Buffered(

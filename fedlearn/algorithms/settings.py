@@ -104,6 +104,7 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
             # NumPy scalars are no plain numbers to the codec.
             if isinstance(value, np.generic):
                 value = value.item()
+            # Settings are flat, so components must not share a name.
             if name in settings or name == PIECES:
                 raise ConfigError(
                     f"local setting {name!r} belongs to two components ({' '.join(names)}); use "
@@ -141,6 +142,7 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
     for name, kind, values in _read_all(settings, known):
         if _is_transform(name):
             continue
+        # The first update wraps none; each of the others wraps the one before it.
         if (update is None) == issubclass(kind, LocalUpdateWrapper):
             raise SettingsRefused(
                 f"local setting {PIECES!r} is {settings[PIECES]!r}; name one update first, then "
@@ -192,6 +194,7 @@ def last_noise(settings: Settings) -> float | None:
 
 
 def _transform_kinds(settings: Settings, known: Collection[type[Transform]]) -> list[_Kind]:
+    # Standard names win: a user's class must not take the place of, say, the noise.
     kinds = {**{_transform_name(kind): kind for kind in known}, **TRANSFORMS}
     names = [name for name in _names(settings) if _is_transform(name)]
     for name in names:
@@ -378,6 +381,7 @@ def _names(settings: Settings) -> list[str]:
 def _read_all(
     settings: Settings, known: Collection[_Kind]
 ) -> Iterator[tuple[str, _Kind, dict[str, Scalar]]]:
+    # As in `_transform_kinds`, standard names win.
     kinds = {**{kind.__name__: kind for kind in known}, **UPDATES, **TRANSFORMS}
     unread = settings.keys() - {PIECES}
     for name in _names(settings):

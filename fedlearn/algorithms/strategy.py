@@ -229,6 +229,8 @@ class StrategyWrapper(Strategy):
     def at(self, state: State) -> Strategy:
         """Return the wrapper around the inner strategy of the round."""
         inner = self.inner.at(self.inner_state(state))
+        # The same object if nothing changed: `run_round` then need not store the state of the
+        # round.
         return self if inner is self.inner else replace(self, inner=inner)
 
     def broadcast(self, state: State) -> Lanes:
