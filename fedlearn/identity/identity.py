@@ -217,6 +217,7 @@ class Invitation:
 
     def without_secrets(self) -> "Invitation":
         """Return the copy that an enrolled client keeps: its addresses, but no token and no key."""
+        # `token_addresses` returns one of the two tuples itself, hence `is`.
         is_older = self.token_addresses is self.enrolment_addresses
         return replace(
             self,
@@ -323,6 +324,7 @@ def is_p256(key: object) -> bool:
 
 def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
     """Encode a private key as unencrypted PKCS 8 in PEM."""
+    # Without a password: permissions of the file protect the key.
     return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,

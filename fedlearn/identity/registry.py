@@ -22,6 +22,7 @@ ClientStatus: TypeAlias = Literal["active", "revoked"]
 #: expiry (ISO 8601). Called inside the registry's transaction, at most once per redemption.
 Certify: TypeAlias = Callable[[ClientId], tuple[bytes, str, str]]
 
+#: At most 64 characters, the limit of a certificate's common name.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
