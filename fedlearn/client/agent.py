@@ -452,7 +452,6 @@ class Agent:
                 self._pid = None
 
     def _await_erasure(self) -> None:
-        """End the training process and erase its local state."""
         self._end_child()
         with self._home.lock(timeout_s=_ALONE_S):
             # If consent was given again meanwhile, `set_consent` has erased the state already.
@@ -460,7 +459,6 @@ class Agent:
                 self._home.erase()
 
     def _end_child(self) -> None:
-        """Ask the current training process to stop, and kill it if it does not."""
         with self._changed:
             child = self._child
             if child is None:

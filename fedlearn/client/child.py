@@ -192,7 +192,6 @@ def main() -> NoReturn:
 
 
 def _serve(application: _Application) -> int:
-    """Run the client, and return the exit code of this process."""
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=_restore_sigterm)
     options = OPTIONS.validate_json(sys.stdin.buffer.read())

@@ -239,7 +239,6 @@ def _read_own_s() -> float:
 
 
 def _iterate_family(process: psutil.Process) -> Iterator[psutil.Process]:
-    """Yield a process and all its descendants."""
     yield process
     if sys.platform == "linux":
         # psutil would scan every process of the machine: 5 ms per hundred of them, every second.
@@ -260,7 +259,6 @@ def _list_child_pids(pid: int) -> list[int]:
 
 
 def _read_line(path: Path) -> str:
-    """Return the first line of a file, or an empty string if it cannot be read."""
     try:
         return path.read_text().partition("\n")[0]
     except OSError:

@@ -210,7 +210,6 @@ def explain(address: str, error: str, *, now: str) -> Finding:
 
 
 def _suggest_checks(address: str) -> str:
-    """Describe what to check if there is no connection."""
     if any(os.environ.get(name) for name in _PROXY_VARIABLES):
         way = "through the proxy that https_proxy names, unless no_proxy excludes it"
     else:
@@ -224,7 +223,6 @@ def _suggest_checks(address: str) -> str:
 def _check_session(
     enrolment: Enrolment, addresses: tuple[str, ...], clock: WallClock
 ) -> Iterator[Finding]:
-    """Open a session as this client at each address, and close it again."""
     for address in addresses:
         begin_unix_s = clock.unix_s()
         try:

@@ -91,7 +91,6 @@ class ClientFolder:
             yield
 
     def _wait_for(self, file: FileIO, *, timeout_s: float) -> None:
-        """Take the lock, or raise after ``timeout_s``."""
         clock, path = SystemClock(), self.folder / "lock"
         begin_s = clock.now_s()
         while not take_lock(file):

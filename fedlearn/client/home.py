@@ -346,7 +346,7 @@ class Home(ClientFolder):
                 self._discard(self._replies / f"{other:08d}")
 
     def _discard(self, folder: Path) -> None:
-        """Remove a reply's folder atomically, by renaming it first."""
+        # Renamed first: a crash while it is removed leaves no half of a reply under its number.
         old = self._replies / "old"
         shutil.rmtree(old, ignore_errors=True)
         with suppress(OSError):  # Windows cannot rename it while the reply is being sent

@@ -216,7 +216,6 @@ class Judge:
         return request
 
     def _require_a_sum(self, asked: str) -> None:
-        """Refuse a reply that the coordinator could read if secure aggregation is required."""
         policy, limit = self.policy.secure_aggregation, "only secure aggregation"
         if policy.required:
             raise PolicyViolation(rule="secure_aggregation.required", asked=asked, limit=limit)
@@ -293,7 +292,6 @@ class Judge:
                 raise PolicyViolation(rule="extra", asked=asked, limit=allowed)
 
     def _judge_update(self, settings: Settings, spent: float) -> None:
-        """Require enough noise in an update that the coordinator could read."""
         share = local_noise_ratio(settings)
         if share is None:
             raise PolicyViolation(

@@ -259,13 +259,13 @@ class Runtime:
         self._worker.require_allowed(task)
 
     async def _work_on(self, task: OpenTask, control: WorkControl) -> None:
-        """Work on one task, and always post its end."""
         event: conversation.Event = conversation.WorkAbandoned()
         try:
             event = await self._worker.answer(task, control)
         finally:
             is_whole = isinstance(event, conversation.WorkFinished)
             self._prefetcher.times.end(self._clock.now_s(), is_whole=is_whole)
+            # In any case: the state machine waits for exactly one event from each task.
             self._events.put_nowait(event)
 
     async def _hold(self, answered: conversation.WorkFinished) -> None:

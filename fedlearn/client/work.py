@@ -289,7 +289,6 @@ class Worker:
         return WorkFinished(task, reply, None if state == before else state, is_failure)
 
     def _load_constants(self, task: OpenTask) -> bytes | mmap:
-        """Return the model's constants that were sent separately, verified on download."""
         digest = task.message.constants_digest
         return map_file(self.home.prepare_constants(digest)) if digest else b""
 
@@ -324,7 +323,7 @@ class Worker:
         self.on_event(AgentEvent.of(EventKind.POLICY, key=key, message=str(violation)))
 
     def _report_failure(self, key: TaskKey, words: str) -> None:
-        """Report a failure to the user only: ``words`` may quote the data."""
+        # To the user only: `words` may quote the data, so the coordinator gets the error's type.
         _log.error("task_failed", round_num=key.round_num, error=words)
         self.on_event(AgentEvent.of(EventKind.FAILED, key=key, message=words))
 
