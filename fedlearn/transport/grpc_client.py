@@ -244,7 +244,6 @@ class GatewayConnection:
         raise refusal
 
     async def _greet(self, call: "_Call", hello: wire_pb2.Hello, protocol: int) -> wire_pb2.Welcome:
-        """Say hello in one protocol and return the welcome."""
         own = wire_pb2.Hello()
         own.CopyFrom(hello)
         own.protocol = protocol
@@ -344,7 +343,6 @@ class GatewayConnection:
             raise
 
     async def _append(self, digest: bytes, *, num_bytes: int, offset: int, path: Path) -> None:
-        """Append the bytes that the coordinator sends from ``offset`` on to ``path``."""
         with _report_disk_errors(path):
             stream = path.open("ab")
         with stream, self._call("Download") as call:
@@ -559,7 +557,6 @@ class _Call:
             self._remember(self._call)
 
     def _build_error(self) -> Exception:
-        """Translate the status of the call into an exception."""
         code, words = self._status or (grpc.StatusCode.UNKNOWN, "")
         if code is grpc.StatusCode.OK:
             return _CallEnd(f"{self._address} has ended the call")
@@ -656,7 +653,7 @@ def _check_digest(path: Path, *, digest: bytes) -> None:
 
 
 def _report_disk_errors(path: Path) -> AbstractContextManager[None]:
-    """Report errors of the disk as such: network errors are OSErrors, too."""
+    # Around each disk access alone: errors of the network are OSErrors, too.
     return explain_disk_errors(path, raises=DeploymentError, doing="read or write")
 
 

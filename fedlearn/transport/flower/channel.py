@@ -134,10 +134,10 @@ class FlowerChannel(GridChannel):
         )
 
     def _encode_constants(self, constants: Mapping[str, Tensor]) -> "_Constants | None":
-        """Encode constants; the same tensors are encoded only once in a run."""
         if not constants:
             return None
         known = self._constants
+        # The same tensors are encoded only once in a run.
         if known is None or not are_same(known.tensors, constants):
             data = encode_constants(constants)
             self._constants = known = _Constants(
@@ -146,7 +146,6 @@ class FlowerChannel(GridChannel):
         return known
 
     def _next_key(self, request: Request) -> TaskKey:
-        """Return the key of the next exchange of such requests."""
         attempt = 0 if isinstance(request, EvaluateRequest) else request.attempt
         key = TaskKey(
             run_id=self.run_id, kind=request.kind, round_num=request.round_num, attempt=attempt

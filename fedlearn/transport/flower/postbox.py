@@ -174,7 +174,6 @@ class Postbox:
                 sent.settle(Failure(problem), self.clock.now_s())
 
     def _push(self, sent: SentMessage) -> str:
-        """Push one message; return the reason for a failure, or an empty text."""
         problem = ""
         for tried in range(_MAX_PUSHES):
             if tried:

@@ -334,7 +334,6 @@ def _read_config(content: RecordDict) -> dict[str, Scalar]:
 
 
 def _pop_round(config: dict[str, Scalar]) -> int:
-    """Remove the round from a config, and return it."""
     round_num = _require_whole(config.pop(_ROUND, None), _ROUND)
     if round_num < 1:
         raise ProtocolError(f"the config's {_ROUND!r} is {round_num}; rounds count from 1")
@@ -361,7 +360,6 @@ def _read_num_examples(record: MetricRecord) -> int:
 
 
 def _read_scalars(record: MetricRecord) -> dict[str, float]:
-    """Return the metrics that are single numbers; lists have no mean."""
     return {
         name: float(value)
         for name, value in record.items()
