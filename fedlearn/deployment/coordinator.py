@@ -238,7 +238,6 @@ class Coordinator:
 
     @contextmanager
     def _hold_lease(self, database: Database) -> Iterator[Lease]:
-        """Wait for the lease, and hold it inside the block."""
         held = self._leader.hold_lease(
             database,
             self.places.run_name,
@@ -252,7 +251,6 @@ class Coordinator:
             self._lease = None
 
     def _lead(self, database: Database, lease: Lease) -> None:
-        """Run the remaining rounds, and record how the run ended."""
         stored = database.run(self.places.run_name, guard=lease.guard)
         stored.retention = build_component(Retention, self.places.config.store)
         record = self._patiently(lambda: stored.record)
@@ -298,7 +296,6 @@ class Coordinator:
 
     @contextmanager
     def _serve_clients(self, database: Database, lease: Lease, run_id: str) -> Iterator[Gateway]:
-        """Serve clients over gRPC inside the block."""
         section = self.places.config.coordinator
         if not self.insecure:
             self._authority = self.places.open_authority()
@@ -327,6 +324,7 @@ class Coordinator:
             if not is_done:
                 self.live_status.phase = Phase.STOPPING
             with self._gateway_lock:
+                # Before the server stops: a query would wait for an event loop that has ended.
                 self._gateway = None
             reason = "the run is done" if is_done else "the coordinator is stopping"
             gateway.stop(grace_s=section.shutdown_grace_s, reason=reason)
@@ -370,7 +368,6 @@ class Coordinator:
 
     @property
     def _num_in_work(self) -> int:
-        """Number of clients that work at the same time."""
         asynchrony = self.components.asynchrony
         return self.components.policy.cohort_size if asynchrony is None else asynchrony.concurrency
 

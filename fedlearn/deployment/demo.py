@@ -182,7 +182,6 @@ def _wait_until_ready(address: str, processes: DemoProcesses) -> None:
 
 
 def _join(places: Places, number: int, processes: DemoProcesses) -> None:
-    """Invite and enrol a client, and start its process."""
     name = f"client-{number}"
     path, home = processes.folder / f"{name}.invitation", Home(processes.folder / name)
     with places.open_database() as database:
@@ -233,7 +232,6 @@ def _read_lines(stream: TextIO, lines: "SimpleQueue[str | None]") -> None:
 
 
 def _run_simulation(config: Config, environ: Mapping[str, str]) -> float | None:
-    """Simulate the same configuration and return its accuracy."""
     named = config.model_copy(update={"name": "simulation"})
     addresses = resolve_addresses(named, environ=environ)
     with Path(os.devnull).open("w") as nowhere:

@@ -64,7 +64,6 @@ def _require_affordable(
     data_dir: Path,
     clock: Clock,
 ) -> None:
-    """Check that the privacy budget, if there is one, covers all remaining rounds."""
     config = config_of(record)
     budget = config.privacy.epsilon
     if not config.privacy.is_on or budget is None or config.privacy.reproducible:

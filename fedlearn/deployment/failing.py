@@ -81,7 +81,6 @@ class FailingClients:
 def _select_worst(
     failed: Mapping[ClientId, tuple[int, str]],
 ) -> list[tuple[ClientId, tuple[int, str]]]:
-    """Return the clients that have failed most often in a row."""
     return sorted(failed.items(), key=lambda each: -each[1][0])[:_MAX_SHOWN]
 
 

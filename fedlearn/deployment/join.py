@@ -141,7 +141,6 @@ class _Supervisor:
                 self._pause(restarts.wait_s(ran_s))
 
     def _run_child(self) -> None:
-        """Run one training process to its end."""
         try:
             child = TrainingProcess.start(self.options, python=find_interpreter())
         except OSError as error:
@@ -175,7 +174,7 @@ class _Supervisor:
         timer.start()
 
     def _kill(self, child: TrainingProcess) -> None:
-        """Kill a training process that does not react to messages, as in a long native call."""
+        # It did not react to a message, as inside a long call of native code.
         if self._child is child:
             self.is_stuck = True
             child.kill()

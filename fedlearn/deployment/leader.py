@@ -180,6 +180,7 @@ class Leader:
             StoreError: The run could not be made durable; its last commit still stands.
         """
         patiently, live_status = self.patiently, self.live_status
+        # 1. Where the run stands: its journal, its checkpoint, and the round that was left open.
         found = partial(StoredJournal, stored.database, stored.name, guard=lease.guard)
         journal = PatientJournal(journal=patiently(found), patiently=patiently)
         checkpoint = patiently(stored.load)
@@ -195,6 +196,7 @@ class Leader:
             takes_late_updates=self.components.late_updates is not None,
             now_unix_s=self.interruption.unix_s(),
         )
+        # 2. What it has spent of its privacy budget.
         promised, charging, num_lost = patiently(
             lambda: start_accounting(
                 self.components,
@@ -205,6 +207,7 @@ class Leader:
         )
         self.progress.start(record, stored.path, (*clients.notes, *promised))
         components = skip_lost_turns(self.components, num_lost=num_lost)
+        # 3. Which clients keep failing.
         failing = FailingClients(
             names=clients.names,
             set_aside=clients.set_aside,
@@ -212,6 +215,7 @@ class Leader:
             streaks=patiently(stored.load_failing),
         )
         live_status.failing = failing.status
+        # 4. The rounds that are due.
         opening = self._build_opening(clients, components, journal)
         draw: Draw = opening.draw_cohort if components.asynchrony is None else opening.draw
         with nullcontext() if charging is None else closing(charging):
@@ -251,7 +255,6 @@ class Leader:
             )
 
     def _refresh_num_rounds(self, stored: StoredRun) -> int:
-        """Read the run's current number of rounds, which an operator may have raised."""
         num_rounds = self.patiently(lambda: stored.record.num_rounds)
         self.live_status.num_rounds = num_rounds
         raise_num_rounds(self.progress, num_rounds)
@@ -278,7 +281,7 @@ class Leader:
 
 
 def _make_holder_name() -> str:
-    """Make a name for this process that no other process has ever had."""
+    # Process ids are used again; a lease must not be mistaken for that of an earlier process.
     drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
     return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
 

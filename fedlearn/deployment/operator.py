@@ -248,7 +248,6 @@ class Explanation:
 
     @property
     def _refused(self) -> list[_Status]:
-        """The clients refused because they speak another protocol version."""
         status: _Status = self.deployment.status
         return list(status.get("other_version", ()))
 
@@ -261,7 +260,6 @@ class Explanation:
 
     @property
     def _failing_clients(self) -> list[_Status]:
-        """The clients that keep failing, with their names and whether they are set aside."""
         status: _Status = self.deployment.status
         set_aside = set(status.get("clients_set_aside", ()))
         return [
@@ -276,7 +274,6 @@ class Explanation:
 
     @property
     def _clients(self) -> list[_Status]:
-        """The status of each client that was asked, with its name."""
         status: _Status = self.deployment.status
         return [
             {"client_id": int(number), "name": self.names.get(int(number)), **how}
@@ -326,7 +323,6 @@ def _describe_phase(status: _Status) -> str:
 
 
 def _describe_wait(status: _Status, *, control: Control) -> list[str]:
-    """Describe what the run is waiting for."""
     phase, lines = Phase(status["phase"]), list[str]()
     for kind, progress in status.get("training", {}).items():
         if progress["step_num"] < progress["num_steps"]:

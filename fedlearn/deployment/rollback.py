@@ -48,7 +48,6 @@ def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkp
 
 
 def _folder(run: StoredRun) -> Path:
-    """Return the folder of a run's coordinator according to the recorded configuration."""
     section = run.record.config.get("coordinator")
     given = section.get("folder") if isinstance(section, Mapping) else None
     return folder_of(given, runs_dir=run.database.runs_dir)
