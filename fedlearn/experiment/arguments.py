@@ -38,7 +38,6 @@ def require_data(data: object) -> None:
 
 
 def _suggest_data_call(data: object) -> str:
-    """Return an example call that partitions such data among clients."""
     match data:
         case DataLoader() | Dataset():
             return _FROM_DATASET
@@ -104,7 +103,6 @@ _RECIPES = [
 
 
 def _suggest_call(name: str) -> str:
-    """Return an example call of a recipe, or of a custom class."""
     recipe: Callable[..., object] | None = getattr(recipes, name, None)
     return f"{name}(...)" if recipe is None else call_example(recipe, name=f"fl.{name}")
 

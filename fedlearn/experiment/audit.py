@@ -217,6 +217,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     """
     _require_auditable(config, num_canaries, confidence)
     data_dir = site.addresses.data_dir
+    # 1. The run as configured: its noise, and how many canaries it has room for.
     real = build_simulation(config, data_dir=data_dir)
     plan, delta = real.privacy, config.privacy.target_delta
     assert plan is not None
@@ -231,6 +232,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     num_rounds = _num_rounds(plan, config.num_rounds, delta)
     per_client = _per_client(real, plan)
     num_clients = -(-2 * num_pairs // per_client)
+    # 2. The same run, with canaries in place of clients or examples.
     audited = _adapt_config(
         config, plan, num_clients=num_clients, num_rounds=num_rounds, delta=delta
     )
@@ -250,6 +252,7 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
         kept = OwnNumbers(canaries, per_client)
         components = replace(components, algorithm=SingleUpdateStrategy(components.algorithm, kept))
     assert components.privacy is not None
+    # 3. The attack, and what its guesses prove.
     scores = canaries.scores(_run_attack(components, site))
     num_correct = canaries.num_correct(scores)
     claimed = epsilon_of_release({components.privacy.event: num_rounds}, target_delta=delta)

@@ -108,7 +108,6 @@ class PrivacyForecast:
 
 
 def _describe_sampling(cohorts: UserCohorts) -> str:
-    """Describe the sampling of users in words."""
     users = cohorts.population
     match cohorts:
         case PoissonCohorts():

@@ -42,6 +42,7 @@ class Measure:
     def better(self) -> Literal["a", "b"] | None:
         """Return which run is better; ``None`` if neither. A missing value is the worse one."""
         way = -1.0 if self.less_is_better else 1.0
+        # NaN would compare false either way; a missing value is the worse one.
         a, b = (-math.inf if math.isnan(value) else way * value for value in (self.a, self.b))
         return None if self.less_is_better is None or a == b else "a" if a > b else "b"
 

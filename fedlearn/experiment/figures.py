@@ -143,6 +143,7 @@ def _add_value_tooltips(axes: Axes) -> None:
         name = str(line.get_label())
         for x, y in () if name.startswith("_") else np.asarray(line.get_xydata()).tolist():
             texts.setdefault(x, []).append(f"{name} {format_number(y)}")
+    # Every n-th position, n rounded up; at least 1, since a step of 0 is an error.
     positions = sorted(texts)[:: -(-len(texts) // _MOST_HOVERS) or 1]
     width = (positions[-1] - positions[0]) / max(1, len(positions) - 1) if positions else 0.0
     for x in positions:

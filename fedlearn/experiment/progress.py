@@ -253,6 +253,7 @@ class _TimeLeft:
         """
         if math.isnan(self._mean_s):
             self._mean_s = record.seconds
+        # An exponential mean follows rounds that become faster or slower.
         self._mean_s += _NEWEST_WEIGHT * (record.seconds - self._mean_s)
         self._since_s += record.seconds
         if self._since_s >= _REDRAW_S:
@@ -312,7 +313,6 @@ class TerminalProgress(_Lines):
         self._write(self._dim(header))
 
     def _choose_columns(self, width: int) -> tuple[str, ...]:
-        """Return the columns for which the terminal has space."""
         names = [name for name in _COLUMNS if name != "virtual" or not self._is_deployed]
         taken = self._round_width + 2 + self._metric_width
         while names and taken + sum(2 + _COLUMNS[name].width for name in names) > width:
@@ -356,7 +356,6 @@ class TerminalProgress(_Lines):
         self._has_bar = bool(bar)
 
     def _erase_bar(self) -> str:
-        """Return the control sequence that erases the bar, if there is one."""
         had_bar, self._has_bar = self._has_bar, False
         return _CLEAR_LINE if had_bar else ""
 
@@ -380,7 +379,7 @@ class TerminalProgress(_Lines):
 
 
 def _train_loss(record: RoundRecord) -> float | None:
-    """Return the training loss; ``None`` for NaN, which means that no client reported one."""
+    # NaN: no client reported one.
     return None if math.isnan(record.train_loss) else record.train_loss
 
 
@@ -410,7 +409,6 @@ def _num_capped(record: RoundRecord) -> int:
 
 
 def _describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the labels and texts that describe the end of a run."""
     run = summary.record
     is_parked = run.is_deployed and run.status is RunStatus.RUNNING
     ended = f"{replace_unprintable(run.name)} {'parked' if is_parked else run.status.value}"

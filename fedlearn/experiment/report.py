@@ -128,7 +128,6 @@ def _format(value: Any) -> Any:  # of any type that a template prints
 
 
 def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the name, value and note of each headline number."""
     best, asked = summary.best, summary.num_tasks
     measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
     yield (

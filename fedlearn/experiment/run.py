@@ -144,4 +144,5 @@ def begin(record: RunRecord, database: Database, *, seed: int) -> StoredRun:
         return database.create(record)
     from fedlearn.core.randomness import Seed  # noqa: PLC0415 (it takes torch)
 
+    # From the time as well: two runs of one seed get different names.
     return database.create_named(record, seed=Seed(seed).derive(record.created_utc))

@@ -314,7 +314,6 @@ def _is_argument(devices: DevicesSection) -> bool:
 def _split_buffered(
     algorithm: Strategy | Buffered, settings: Mapping[str, object]
 ) -> tuple[Strategy, dict[str, object]]:
-    """Separate a buffered algorithm into its strategy and its asynchronous settings."""
     if not isinstance(algorithm, Buffered):
         return algorithm, dict(settings)
     if given := sorted({"asynchronous", "staleness"} & settings.keys()):
@@ -712,7 +711,6 @@ def report_outcome(
 
 
 def _status_after(error: BaseException) -> tuple[RunStatus, str]:
-    """Return the status of a run after an error, and the text to record."""
     match error:
         case KeyboardInterrupt() | SystemExit():
             return RunStatus.INTERRUPTED, ""
@@ -725,7 +723,6 @@ def _status_after(error: BaseException) -> tuple[RunStatus, str]:
 
 
 def _summary(stored: StoredRun) -> Summary:
-    """Summarize a run, including its privacy spending."""
     return replace(summarize(stored.record, stored.rounds()), privacy=load_spending(stored))
 
 

@@ -12,6 +12,7 @@ def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
     """Return the ledger that a run charges."""
     population = section.population
     if section.other_data_because is not None:
+        # Other data: a ledger of this run alone.
         population = f"{population} of {stored.name}"
     return StoredLedger(stored.database, population=population, run=stored.name)
 
