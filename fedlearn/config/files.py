@@ -42,6 +42,7 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
     file = None if path is None else Path(path)
     raw, toml = ({}, "") if file is None else read(file)
     base = Path.cwd() if file is None else file.absolute().parent
+    # Before the overrides, whose paths are relative to another directory.
     raw = _with_absolute_paths(raw, base)
     complaints: list[Complaint] = []
     accepted: list[Override] = []
@@ -117,7 +118,6 @@ def _parse_override(text: str) -> Override:
 
 
 def _apply(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``raw`` with the value of ``override`` set."""
     # Paths in an override are relative to the working directory, not to the file.
     alone = _with_absolute_paths(with_value({}, override.path, override.value), Path.cwd())
     return with_value(raw, override.path, value_at(alone, override.path))

@@ -112,7 +112,6 @@ class PrivacySection(Section):
             yield Problem(("epsilon", "noise_multiplier"), text)
 
     def _check_bands(self) -> Iterator[Problem]:
-        """Refuse settings that do not allow correlated noise."""
         if self.bands is None:
             return
         if self.mode != "central":

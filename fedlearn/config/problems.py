@@ -207,7 +207,6 @@ def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _describe_allowed(schema: Mapping[str, Any]) -> str:
-    """Describe in words the values that a JSON schema allows."""
     options = _alternatives(schema)
     if len(options) > 1:
         return " or ".join(
@@ -226,7 +225,6 @@ def _describe_allowed(schema: Mapping[str, Any]) -> str:
 
 
 def _suggest_key(place: KeyInfo, value: Any, raw: Any, root: type[Section]) -> str:
-    """Suggest a replacement for the unknown key of ``place``."""
     if (now := advise(place.path)) is not None:
         return now
     known, trees = tuple(walk_keys(root)), (raw, root().model_dump())

@@ -52,7 +52,6 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _complete_kinds(cls, raw: Any) -> Any:  # Any: not validated yet
-        """Add the default kind to tables that do not name theirs."""
         if not isinstance(raw, dict):
             return raw
         kinds = {

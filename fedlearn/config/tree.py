@@ -440,7 +440,6 @@ class Config(Section):
                 yield Problem((f"client.{name}", "algorithm.name"), text)
 
     def _check_missing_data(self) -> Iterator[Problem]:
-        """Refuse settings that need examples if the coordinator has none."""
         if not isinstance(self.data, NoDataSection):
             return
         if self.model.kind != "python":
@@ -460,7 +459,6 @@ class Config(Section):
             yield Problem(("evaluation.clients", "data.source"), text)
 
     def _check_secure_aggregation(self) -> Iterator[Problem]:
-        """Refuse settings that secure aggregation does not allow."""
         mode = "secure_aggregation.mode"
         if self.centralized:
             text = f"is {quote(self.secure_aggregation.mode)}, but centralized pools the examples"
@@ -493,7 +491,6 @@ class Config(Section):
             yield Problem(keys, f'{text}leave it out, or set engine.transport to "engine"')
 
     def _check_privacy(self) -> Iterator[Problem]:
-        """Refuse settings that differential privacy does not allow."""
         mode = "privacy.mode"
         if self.centralized:
             text = f"is {quote(self.privacy.mode)}, but centralized pools the examples of all users"
