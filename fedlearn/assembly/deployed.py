@@ -151,7 +151,6 @@ def _require_evaluable(components: Deployment) -> None:
 
 
 def _add_deployment_privacy(components: Deployment) -> Deployment:
-    """Add differential privacy for all clients that may enrol."""
     section = components.config.privacy
     num_users = section.num_users
     if num_users is None:

@@ -123,7 +123,6 @@ def _build_behavior(simulation: Simulation, cluster: Cluster) -> ClientBehavior:
 def _build_sessions(
     simulation: Simulation, model: ResidentModel, behavior: ClientBehavior
 ) -> tuple[MemoryChannel, Collector]:
-    """Build the channel to real client sessions, and the collector of their updates."""
     population, strategy, plan = simulation.population, simulation.algorithm, simulation.secure
     simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
     locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])

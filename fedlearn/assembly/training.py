@@ -87,7 +87,6 @@ def _require_one_input(model: ModelSection, test: Examples) -> None:
 
 
 def _num_outputs(loss: LossSection, test: Examples) -> int:
-    """Return the number of outputs of the network per example."""
     values = test.labels.shape[1:].numel()
     if loss.kind in ("bce_with_logits", "mse") or test.num_classes is None:
         return values
@@ -101,7 +100,6 @@ def _num_outputs(loss: LossSection, test: Examples) -> int:
 
 
 def _require_fitting(loss: LossSection, test: Examples) -> None:
-    """Refuse a loss that is not defined for these labels."""
     if loss.kind == "cross_entropy" and test.num_classes is None:
         raise ConfigError(
             f'loss.kind: "cross_entropy" needs classes, but the labels are {test.labels.dtype}; '

@@ -50,7 +50,6 @@ def validate_components(components: ComponentsT) -> ComponentsT:
 
 
 def _add_update_bounds(components: ComponentsT) -> ComponentsT:
-    """Add the bounds on updates that the configuration sets, if any."""
     bounds = build_component(UpdateBounds, components.config.updates)
     if bounds == GENEROUS:
         return components
@@ -85,7 +84,6 @@ def _add_extra_settings(components: ComponentsT, extra: Mapping[str, Scalar]) ->
 
 
 def _add_distillation(components: ComponentsT) -> ComponentsT:
-    """End each round with distillation, if the configuration asks for it."""
     num_steps = components.config.coordinator.training.distil_steps
     if not num_steps:
         return components
