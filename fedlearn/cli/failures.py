@@ -113,10 +113,7 @@ def report_error(error: BaseException, *, as_json: bool, debug: bool, rank: int)
 
 
 def _close_output() -> None:
-    """Redirect standard output to the null device.
-
-    The interpreter flushes its buffer at exit, which would raise BrokenPipeError again.
-    """
+    # The interpreter flushes its buffer at exit, which would raise BrokenPipeError again.
     with suppress(OSError), Path(os.devnull).open("w") as nowhere:  # in tests it has no descriptor
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 

@@ -120,7 +120,6 @@ def _describe_participation(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _describe_missed(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield the late and failed clients of the latest rounds that had any."""
     names = _load_names(run)
     found = [(each, missed) for each in run.history if (missed := _find_missed(each))]
     for record, missed in found[-_MISSED_ROUNDS:]:
