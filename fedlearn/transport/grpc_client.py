@@ -435,6 +435,7 @@ async def enrol(
             reply = await connection.enrol(request)
     except ConnectionRefused as error:
         raise EnrolmentRefused(str(error)) from error
+    # A certificate for another key would be useless, and would replace a good one.
     if credentials and not identity.is_subject_of(reply.certificate_pem):
         raise ProtocolError(f"the certificate from {address} is not for this client's key")
     return reply.certificate_pem, reply.client_id

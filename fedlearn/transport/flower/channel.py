@@ -115,6 +115,7 @@ class FlowerChannel(GridChannel):
             whole = None
             if request.constants is not None:
                 whole = content(constants=request.constants.payload)
+            # A node that has replied to a request with these constants has stored them.
             has_constants = self._holders.get(client) == digest
             questions[client] = Question(
                 node_id=self._node_ids.get(client, 0),

@@ -288,6 +288,7 @@ class FlowerExchange:
                 reply = self._channel.reply(client, sent)
                 if reply is not None:
                     return Arrival(client, reply, elapsed_s)
+                # It was sent again, with the constants, and is awaited as before.
                 self._waiting[client] = sent
             remaining_s = before_s - clock.now_s()
             if remaining_s <= 0:

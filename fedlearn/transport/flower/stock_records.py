@@ -188,6 +188,7 @@ def parse_train_request(content: RecordDict, *, settings_of: SettingsOf, seed: i
     seed = _require_whole(config.pop(_SEED, seed), _SEED)
     round_num = _pop_round(config)
     return TrainRequest(
+        # Flower counts rounds from 1.
         round_num=round_num - 1,
         attempt=0,
         tensors=tensors,
