@@ -136,6 +136,7 @@ def coordinate(
         places, components, insecure=insecure, serve_on=serve_on, start=start, progress=progress
     )
     raise_max_open_files()  # the gRPC server uses half of them for connections
+    # One thread, as in a simulation: the order of a floating-point sum depends on their number.
     with stop_signals(coordinator.interruption), limit_to_one_thread():
         try:
             coordinator.serve()
@@ -306,8 +307,10 @@ class Coordinator:
             uploads_dir=upload_store_path(self.places.folder, run_id),
             authority=self._authority,
             eligible=self.components.requirements.admits,
+            # Answered from memory: the gateway asks for every session and verdict.
             is_leader=lease.is_held,
             clock=SystemClock(),
+            # With SQLite no other machine can take over, so clients need no beats.
             beat_s=_beat_s(section.lease_ttl_s) if database.is_shared else 0.0,
             needs_newest=explain_newest_protocol(self.components),
             public_addresses=section.public_addresses,

@@ -32,6 +32,7 @@ class Interruption(SystemClock):
         """Set the error that ends the run in this process; only the first one counts."""
         with self._lock:
             self._reason = self._reason or reason
+        # After the reason: a sleeper that this wakes must find it.
         self._given.set()
 
     def is_given(self) -> bool:

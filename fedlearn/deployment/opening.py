@@ -182,6 +182,7 @@ class DurableOpening:
                     max(fewest, self.num_needed - self.num_set_aside()) if is_patient else fewest
                 )
                 present = self.available(round_num)
+                # Busy clients count once, whether or not they are connected.
                 num_there = len(without(present, busy)) + len(busy)
                 if num_there >= num_needed:
                     return present

@@ -127,6 +127,7 @@ def resume_round(
                 based_on=opened.round_num,
                 attempt=opened.attempt,
                 place=place,
+                # Relative to the resumed round's opening, so negative.
                 asked_s=opened.opened_unix_s - now_unix_s,
             )
     return ResumedRound(
