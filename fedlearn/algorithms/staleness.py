@@ -1,7 +1,7 @@
 r"""Weights of stale updates, which were trained from an older model than the newest.
 
-The staleness :math:`s` of an update is the number of rounds that changed the model after its client
-received it: the index of the round that takes the update, minus that of the round it is based on.
+The staleness :math:`s` of an update is the index of the round that takes the update, minus that of
+the round it is based on. Rounds that were skipped in between count.
 """
 
 from dataclasses import dataclass
