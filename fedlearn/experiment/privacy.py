@@ -186,6 +186,7 @@ def start_accounting(
         epsilon_of=partial(epsilon_of_release, target_delta=delta),
         clock=clock,
     )
+    # `fedlearn extend` raises the number in the record, not in the configuration.
     due = max(components.config.num_rounds, stored.record.num_rounds) - num_finished
     notes = [f"{noise}; metrics of clients and training losses have no noise: do not publish them"]
     if components.config.coordinator.training.is_on:

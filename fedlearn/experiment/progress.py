@@ -112,6 +112,7 @@ class _Lines:
             self._stream.write(f"{line}\n{then}")
             self._stream.flush()
         except BrokenPipeError as error:
+            # A reader such as `head` has ended, which is no failure of the run.
             raise OutputClosed from error
 
 

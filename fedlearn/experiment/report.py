@@ -75,6 +75,7 @@ def render_page(
         loader=PackageLoader("fedlearn", "experiment"),
         autoescape=True,
         finalize=_format,
+        # A misspelled name in the template raises, instead of printing nothing.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

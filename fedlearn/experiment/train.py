@@ -274,6 +274,7 @@ def _build_measure(components: Components) -> Callable[[TrainingState], Mapping[
 @contextmanager
 def _lock_folder(folder: Path, environ: Mapping[str, str], *, is_kept: bool) -> Iterator[None]:
     """Hold the folder's lock in rank 0; on success, remove the folder unless it is kept."""
+    # The other ranks of torchrun train in the same folder, and would lock each other out.
     if environ.get("RANK", "0") != "0":
         yield
         return
