@@ -162,6 +162,7 @@ def _fields(
         info.default = defaults[name]
         fields[name] = (info.annotation, info)
     for make in makes:
+        # With extras: `Annotated` holds each parameter's range and description.
         hints = get_type_hints(make, include_extras=True)
         for name, parameter in inspect.signature(make).parameters.items():
             if name in given or name in base.model_fields:

@@ -112,6 +112,7 @@ def _parse_override(text: str) -> Override:
     for sign in re.finditer("=", text):  # a quoted key may contain "="
         with suppress(ValueError):
             found = list(keys_in(tomllib.loads(f"{text[: sign.start()]}= 0")))
+            # Parents come first, so the last path is the whole key.
             if found:
                 return Override(found[-1], _toml_or_text(text[sign.end() :].strip()), text)
     raise ValueError("not of the form section.key=value, as client.epochs=3")
