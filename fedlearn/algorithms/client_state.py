@@ -25,9 +25,9 @@ _IDS = ".ids"
 _OTHER_SHAPE = "~"
 
 
-def stack_states(kept: ClientStates, client_ids: Sequence[int]) -> dict[str, Tensor]:
+def stack_states(states: ClientStates, client_ids: Sequence[int]) -> dict[str, Tensor]:
     """Stack the state of K clients by name: rows [K, n], zero for a client without that name."""
-    found, each_keeps = dict[str, Tensor](), [kept.get(each, {}) for each in client_ids]
+    found, each_keeps = dict[str, Tensor](), [states.get(each, {}) for each in client_ids]
     for name, like in {name: value for own in each_keeps for name, value in own.items()}.items():
         zero = torch.zeros_like(like)
         found[name] = torch.stack([own.get(name, zero) for own in each_keeps])
@@ -52,11 +52,11 @@ def split_states(
     }
 
 
-def replace_states(kept: ClientStates, changes: ClientStates) -> ClientStates:
-    """Return ``kept`` with some clients' state replaced; an empty state removes the client."""
+def replace_states(states: ClientStates, changes: ClientStates) -> ClientStates:
+    """Return ``states`` with some clients' state replaced; an empty state removes the client."""
     if not changes:
-        return kept
-    together = {**kept, **changes}
+        return states
+    together = {**states, **changes}
     for client_id in [each for each, own in changes.items() if not own]:
         del together[client_id]
     return together
@@ -67,7 +67,7 @@ def make_initial_state(spec: MemorySpec, params: Params) -> Tensor:
     return params.vector.new_zeros(size_of(spec.over, params.layout))
 
 
-def to_tensors(kept: ClientStates) -> dict[str, Tensor]:
+def to_tensors(states: ClientStates) -> dict[str, Tensor]:
     """Convert client state to checkpoint tensors.
 
     There is one tensor per name and shape, and next to it the client ids of its rows.
@@ -78,8 +78,8 @@ def to_tensors(kept: ClientStates) -> dict[str, Tensor]:
         {'velocity.ids': [2, 7], 'velocity': [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]}
     """
     by_name = dict[str, dict[tuple[torch.Size, torch.dtype], dict[int, Tensor]]]()
-    for client_id in sorted(kept):
-        for name, value in kept[client_id].items():
+    for client_id in sorted(states):
+        for name, value in states[client_id].items():
             shapes = by_name.setdefault(name, {})
             shapes.setdefault((value.shape, value.dtype), {})[client_id] = value
     found = {}
@@ -95,10 +95,10 @@ def to_tensors(kept: ClientStates) -> dict[str, Tensor]:
 
 def from_tensors(tensors: Mapping[str, Tensor]) -> ClientStates:
     """Restore client state from the tensors of :func:`to_tensors`."""
-    kept = dict[int, dict[str, Tensor]]()
+    states = dict[int, dict[str, Tensor]]()
     for key in [each for each in tensors if not each.endswith(_IDS)]:
         name = key.partition(_OTHER_SHAPE)[0]
         rows = zip(tensors[key + _IDS].tolist(), tensors[key].unbind(0), strict=True)
         for client_id, value in rows:
-            kept.setdefault(client_id, {})[name] = value
-    return kept
+            states.setdefault(client_id, {})[name] = value
+    return states

@@ -31,7 +31,7 @@ class RoundRequest:
         strategy: The federated algorithm.
         broadcast: Vectors that the strategy broadcasts together with the model.
         seed: Public seed of client-side randomness.
-        kept: Client state, for a collector that simulates the clients.
+        client_states: Client state, for a collector that simulates the clients.
         durations: Clients' durations in the last rounds, if the deadline adapts to them.
         counted: See :class:`~fedlearn.core.messages.TrainRequest`.
     """
@@ -42,7 +42,7 @@ class RoundRequest:
     strategy: Strategy
     broadcast: Lanes
     seed: int
-    kept: ClientStates = field(default_factory=dict)
+    client_states: ClientStates = field(default_factory=dict)
     durations: Durations = ()
     counted: Mapping[ClientId, int] | None = None
 
@@ -112,7 +112,8 @@ class CollectedRound:
         duration_s: Seconds from the broadcast to the close of the round.
         train_metrics: Training metrics of the clients other than the loss, by the clients' own
             names: means over the reports, weighted by examples. A secure sum has no lane for them.
-        kept: Client state after the round; empty over a channel, where clients store it themselves.
+        client_states: Client state after the round; empty over a channel, where clients store it
+            themselves.
         staleness: Number of updates in the aggregate by staleness, for an asynchronous or
             semi-synchronous round.
         pending: Pending tasks at the close of such a round.
@@ -127,7 +128,7 @@ class CollectedRound:
     participations: Participations
     duration_s: float
     train_metrics: Mapping[str, float] = field(default_factory=dict)
-    kept: ClientStates = field(default_factory=dict)
+    client_states: ClientStates = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
     pending: PendingTasks = ()
     durations: Durations = ()

@@ -495,11 +495,11 @@ def add_scaled(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:
 
 
 def make_memory(
-    local: LocalUpdate, x: Tensors, *, kept: Mapping[str, Tensor]
+    local: LocalUpdate, x: Tensors, *, client_state: Mapping[str, Tensor]
 ) -> dict[str, list[Tensor]]:
     """Allocate the memory for ``x`` [K, ...] and fill it; see :func:`load_client_state`."""
     memory = {name: _zeros(spec, x) for name, spec in local.memory.items()}
-    load_client_state(local, memory, kept=kept)
+    load_client_state(local, memory, client_state=client_state)
     return memory
 
 
@@ -514,16 +514,18 @@ def _zeros(spec: MemorySpec, x: Tensors) -> list[Tensor]:
     return [x[0].new_zeros(len(x[0]), size, dtype=dtype) for size in sizes]
 
 
-def load_client_state(local: LocalUpdate, memory: Memory, *, kept: Mapping[str, Tensor]) -> None:
+def load_client_state(
+    local: LocalUpdate, memory: Memory, *, client_state: Mapping[str, Tensor]
+) -> None:
     """Reset memory for a new round, in place: zeros, or what the first k clients kept, [k, n]."""
     for name, tensors in memory.items():
         for value in tensors:
             value.zero_()
-        if name in kept and local.memory[name].is_kept:
+        if name in client_state and local.memory[name].is_kept:
             sizes = [value[0].numel() for value in tensors]
             # With flat parameters, memory over TENSORS has one number, not one per tensor: the
             # first tensor's number stands for all.
-            parts = kept[name][:, : sum(sizes)].split(sizes, dim=1)
+            parts = client_state[name][:, : sum(sizes)].split(sizes, dim=1)
             for value, part in zip(tensors, parts, strict=True):
                 value[: len(part)].copy_(part.view(len(part), *value.shape[1:]))
 
@@ -540,7 +542,7 @@ class LocalReport(NamedTuple):
     """The further lanes and the state to keep of K clients, by name: [K, n] each."""
 
     lanes: Mapping[str, Tensor]
-    kept: Mapping[str, Tensor]
+    client_state: Mapping[str, Tensor]
 
 
 def report_of(
@@ -555,13 +557,13 @@ def report_of(
     """Call :meth:`LocalUpdate.report` after the last step, and join its tensors to rows."""
     reported = local.report(x, memory, broadcast=broadcast, num_steps=num_steps)
     lanes = {name: flatten_rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
-    kept = {
+    client_state = {
         # With flat parameters, memory over TENSORS has one number: repeat it for each tensor.
         name: flatten_rows(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
         for name, spec in local.memory.items()
         if spec.is_kept
     }
-    return LocalReport(lanes, kept)
+    return LocalReport(lanes, client_state)
 
 
 def along_trainable(layout: Layout, params_P: Tensor, broadcast: Mapping[str, Tensor]) -> Memory:

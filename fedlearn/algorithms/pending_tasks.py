@@ -17,7 +17,7 @@ class PendingTask(NamedTuple):
         based_on: The round whose model it trains.
         attempt: Number of the draw in that round that chose the client, starting at 0.
         place: Position of the client in that draw, starting at 0.
-        asked_s: When the task was sent, in seconds since the current round opened; negative if it
+        sent_s: When the task was sent, in seconds since the current round opened; negative if it
             was sent in an earlier round.
         duration_s: Seconds from then to the reply, which a simulation knows in advance; NaN if it
             is not known yet.
@@ -28,7 +28,7 @@ class PendingTask(NamedTuple):
     based_on: int
     attempt: int
     place: int
-    asked_s: float
+    sent_s: float
     duration_s: float = math.nan
     fails: bool = False
 

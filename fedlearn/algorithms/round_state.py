@@ -186,7 +186,7 @@ class RoundState(ABC):
     def pass_time(self, seconds: float) -> None:
         """Shift the opening of the round by ``seconds``: pending tasks are older by that much."""
         self._pending = {
-            client_id: each._replace(asked_s=each.asked_s - seconds)
+            client_id: each._replace(sent_s=each.sent_s - seconds)
             for client_id, each in self._pending.items()
         }
 
@@ -198,9 +198,9 @@ class RoundState(ABC):
         stale = [each for each in self._pending.values() if self.age(each) > most]
         for each in stale:
             del self._pending[each.client_id]
-            # asked_s is negative for a task of an earlier round: minus it is how long the client
+            # sent_s is negative for a task of an earlier round: minus it is how long the client
             # has taken.
-            took_s = -each.asked_s if math.isnan(each.duration_s) else each.duration_s
+            took_s = -each.sent_s if math.isnan(each.duration_s) else each.duration_s
             reason = self._staleness.why_stale(self.age(each))
             self.settle(each._replace(duration_s=took_s), Status.STALE, reason=reason)
         return stale
@@ -311,7 +311,7 @@ class RoundState(ABC):
         aggregate: Aggregate | None,
         *,
         closed_s: float,
-        kept: ClientStates | None = None,
+        client_states: ClientStates | None = None,
         counted: Mapping[ClientId, int] | None = None,
         participations: Participations | None = None,
     ) -> CollectedRound:
@@ -320,7 +320,7 @@ class RoundState(ABC):
         Args:
             aggregate: Aggregate of the updates that count; ``None`` if there are too few.
             closed_s: When the round closed.
-            kept: See :class:`CollectedRound`.
+            client_states: See :class:`CollectedRound`.
             counted: See :class:`CollectedRound`.
             participations: Participations to record; ``None``: :attr:`rows`.
         """
@@ -330,7 +330,7 @@ class RoundState(ABC):
             participations=participations or Participations.of(self.rows),
             duration_s=closed_s,
             train_metrics=self.metrics.close(),
-            kept=kept or {},
+            client_states=client_states or {},
             staleness={} if self._staleness is None else dict(sorted(ages.items())),
             pending=self.pending_after(closed_s),
             durations=self.durations(),
@@ -413,7 +413,7 @@ class CohortRoundState(RoundState):
             return []
         self._is_asked = True
         if self._late is not None:
-            so_far_s = [-each.asked_s for each in self._pending.values()]
+            so_far_s = [-each.sent_s for each in self._pending.values()]
             self._deadline_s = self._late.deadline_s(
                 self.of.durations, so_far_s, longest_s=self.policy.deadline_s
             )
@@ -477,8 +477,8 @@ class CohortRoundState(RoundState):
         # After too few reports the next attempt takes these updates again, as if they had not
         # landed.
         flying = [*self._pending.values(), *(self.counted if self.is_undone else ())]
-        flying.sort(key=lambda each: (each.asked_s, _lasts_s(each)))
-        return tuple(each._replace(asked_s=each.asked_s - closed_s) for each in flying)
+        flying.sort(key=lambda each: (each.sent_s, _lasts_s(each)))
+        return tuple(each._replace(sent_s=each.sent_s - closed_s) for each in flying)
 
     def durations(self) -> tuple[tuple[float, ...], ...]:
         """Return the durations of the last rounds, including this one if enough reported."""
@@ -572,7 +572,7 @@ class BufferRoundState(RoundState):
         """Move queued clients in flight, as many as are allowed, and return their tasks to send."""
         tasks = list[PendingTask]()
         while self._drawn and self._num_askable:
-            each = self._drawn.popleft()._replace(asked_s=now_s)
+            each = self._drawn.popleft()._replace(sent_s=now_s)
             # After a resume, replies may arrive in another order, so a drawn client may be busy.
             if each.client_id not in self._pending and each.client_id not in self._answered:
                 self._pending[each.client_id] = each
@@ -637,7 +637,7 @@ class BufferRoundState(RoundState):
 
     def wakes_s(self) -> float:
         """Return when the oldest pending task times out."""
-        first_s = min((each.asked_s for each in self._pending.values()), default=math.inf)
+        first_s = min((each.sent_s for each in self._pending.values()), default=math.inf)
         return max(first_s + self.patience_s, self._grace_s)
 
     def expire(self, now_s: float) -> list[PendingTask]:
@@ -647,7 +647,7 @@ class BufferRoundState(RoundState):
         """
         if not self.wakes_s() <= now_s:
             return []
-        first = min(self._pending.values(), key=lambda each: each.asked_s)
+        first = min(self._pending.values(), key=lambda each: each.sent_s)
         self.settle(self.land(first.client_id), Status.LATE)
         return [first]
 
@@ -662,7 +662,7 @@ class BufferRoundState(RoundState):
     def pending_after(self, closed_s: float) -> PendingTasks:
         """Return the pending tasks, in the order in which they were sent."""
         return tuple(
-            each._replace(asked_s=each.asked_s - closed_s) for each in self._pending.values()
+            each._replace(sent_s=each.sent_s - closed_s) for each in self._pending.values()
         )
 
 

@@ -45,7 +45,7 @@ from fedlearn.simulation.evaluation import (
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import (
     SessionCollector,
-    SessionsKept,
+    SessionStates,
     SimulatedSessions,
     trainers_on,
 )
@@ -150,7 +150,7 @@ def _build_sessions(
     is_told = plan is not None and plan.noise_multiplier is None
     return channel, SessionCollector(
         inner=collector,
-        sessions=SessionsKept(channel),
+        sessions=SessionStates(channel),
         bounded=sessions.bounded if is_told else None,
     )
 

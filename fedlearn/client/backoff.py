@@ -47,10 +47,10 @@ class Reconnection:
         if wrong := describe_out_of_range(self):
             raise ConfigError(f"reconnection.{wrong}")
 
-    def clamp_absence_s(self, asked_s: float) -> float:
-        """Clamp the absence that a coordinator asks for, ``asked_s``, which may even be NaN."""
+    def clamp_absence_s(self, requested_s: float) -> float:
+        """Clamp the absence that a coordinator asks for, ``requested_s``, which may even be NaN."""
         # The order of the arguments matters: max(_LEAST_S, nan) is _LEAST_S.
-        return min(max(_LEAST_S, asked_s), self.max_absence_s)
+        return min(max(_LEAST_S, requested_s), self.max_absence_s)
 
 
 @dataclass

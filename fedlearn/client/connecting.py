@@ -83,7 +83,7 @@ class Connector:
         self._on_event, self._on_receipt = on_event, on_receipt
         self._clock = SystemClock()
         self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
-        self._asked_s: float | None = None  # absence that the coordinator has asked for
+        self._absence_s: float | None = None  # absence that the coordinator has asked for
         self._end_reason, self._is_offline = "", False
         self._woken = asyncio.Event()
         self._attempt: asyncio.Timeout | None = None  # the attempt that has no answer yet
@@ -150,12 +150,12 @@ class Connector:
 
     async def _pause(self) -> None:
         """Wait as long as the coordinator has asked, or else back off; :meth:`wake` ends it."""
-        asked_s, self._asked_s = self._asked_s, None
-        if asked_s is None:
+        absence_s, self._absence_s = self._absence_s, None
+        if absence_s is None:
             pause_s = self.backoff.next_s()
         else:
-            pause_s = self._connection.reconnection.clamp_absence_s(asked_s)
-        _log.debug("pause", pause_s=pause_s, asked_s=asked_s)
+            pause_s = self._connection.reconnection.clamp_absence_s(absence_s)
+        _log.debug("pause", pause_s=pause_s, asked_s=absence_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._woken.wait()
@@ -240,7 +240,7 @@ class Connector:
     def _report_offline(self, address: str, error: ConnectionError, *, hint: str = "") -> None:
         """Report that there is no connection, but only once: devices are often offline."""
         if isinstance(error, ComeBackLater):  # keep the shortest absence of several addresses
-            self._asked_s = min(error.after_s, self._asked_s or error.after_s)
+            self._absence_s = min(error.after_s, self._absence_s or error.after_s)
         log = _log.debug if self._is_offline else _log.info
         log("offline", address=address, error=str(error))
         if not self._is_offline:
@@ -250,7 +250,7 @@ class Connector:
     async def _converse(self, live: LiveSession, address: str) -> None:
         self._is_offline, self._end_reason = False, ""
         # The attempt has its answer: from now on, `wake` must not end it.
-        self._attempt = self._asked_s = None
+        self._attempt = self._absence_s = None
         run_id = live.session.welcome.run_id
         # Before its first use: it becomes a file name, and the coordinator chose it.
         require_run_id(run_id)
@@ -307,7 +307,7 @@ class Connector:
                     key = TaskKey.of(message.cancel.key)
                     self._post(TaskWithdrawn(key, message.cancel.reason))
                 case "come_back":
-                    self._asked_s = message.come_back.after_s
+                    self._absence_s = message.come_back.after_s
                     self.backoff.reset()  # an orderly end, not a failure
                     self._end_reason = message.come_back.reason
                     return

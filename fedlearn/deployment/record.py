@@ -128,7 +128,7 @@ def resume_round(
                 attempt=opened.attempt,
                 place=place,
                 # Relative to the resumed round's opening, so negative.
-                asked_s=opened.opened_unix_s - now_unix_s,
+                sent_s=opened.opened_unix_s - now_unix_s,
             )
     return ResumedRound(
         round_num=last.round_num,

@@ -350,8 +350,8 @@ class _RoundAttempt:
         task, self._last_reply_s = self.round_state.land(arrival.client_id), self.now_s
         if (congestion := self.collector.congestion) is not None:
             self.round_state.limit(congestion.update_limit(num_in_flight=num_in_flight))
-        # asked_s is relative to this round's opening, and negative for an earlier round.
-        duration_s = arrival.duration_s(self.opened_s + task.asked_s)
+        # sent_s is relative to this round's opening, and negative for an earlier round.
+        duration_s = arrival.duration_s(self.opened_s + task.sent_s)
         oldest = None
         round_mode = self.collector.round_mode
         if round_mode is not None and self.round_state.allows_early_work:

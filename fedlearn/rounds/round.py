@@ -249,7 +249,7 @@ def _build_request(
         strategy=plan.apply_settings(strategy, state.round_num),
         broadcast=call_broadcast(strategy, state.strategy_state, state.params),
         seed=plan.seed.value,
-        kept=state.client_states,
+        client_states=state.client_states,
         durations=state.durations,
         counted=state.counted if keeps_something(strategy.local) else None,
     )
@@ -277,7 +277,7 @@ def _take_step(
     if aggregate is None:  # no update counted, so the client state before the round stays valid
         return RoundResult(state, collected, {})
     # Only now that updates count: see the early return above.
-    state = replace(state, client_states=collected.kept)
+    state = replace(state, client_states=collected.client_states)
     if request.counted is not None:
         state = replace(
             state, counted={**state.counted, **_find_counted_rounds(collected, state.round_num)}

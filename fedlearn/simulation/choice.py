@@ -132,7 +132,7 @@ class TrainingJob:
             round_num=0,
             seed=self.seed,
         )
-        return Work.of(task, self.population.load(client_ids), client_ids, kept={})
+        return Work.of(task, self.population.load(client_ids), client_ids, client_state={})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,7 +193,7 @@ class Engine:
         # all-reduce merges them.
         report, metrics = np.zeros((3, count)), dict[int, Mapping[str, float]]()
         errors, reasons = dict[int, BaseException](), dict[int, str]()
-        kept = dict[int, Mapping[str, Tensor]]()
+        client_states = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
         work = list(zip(updates, requests, strict=True))
@@ -224,8 +224,10 @@ class Engine:
             verdicts[list(refused)] = REFUSED
             sound = verdicts == REPORTED
             report[:, block] = trained.losses_K, trained.num_examples_K, verdicts
-            if trained.kept or request.kept:
-                kept |= split_states(client_ids[block][sound].tolist(), trained.kept, mine=sound)
+            if trained.client_state or request.client_states:
+                client_states |= split_states(
+                    client_ids[block][sound].tolist(), trained.client_state, mine=sound
+                )
             places = zip(block.tolist(), trained.metrics_K, strict=False)
             metrics |= {place: each for place, each in places if report[2, place] == REPORTED}
         report[2, list(errors)] = RAISED
@@ -247,7 +249,7 @@ class Engine:
             metrics = {place: reported for each in everyone for place, reported in each.items()}
         # 4. Share the client state of those that count.
         everything = share_client_states(
-            kept,
+            client_states,
             client_ids[verdicts == REPORTED].tolist(),
             local=request.strategy.local,
             params=request.params,
@@ -344,7 +346,7 @@ class Engine:
             task,
             self._rows(client_ids, request, local, apart),
             client_ids,
-            kept=stack_states(request.kept, client_ids.tolist()),
+            client_state=stack_states(request.client_states, client_ids.tolist()),
             apart=apart,
         )
         # All clients of a round share these tensors. A step that changes one in place would change
@@ -353,10 +355,10 @@ class Engine:
             (request.params.vector, *request.broadcast.values()), who=f"{type(local).__name__}.step"
         ):
             trained = self.executor.train(work)
-        if trained.kept.keys() - local.memory.keys() and self.cluster.world_size > 1:
+        if trained.client_state.keys() - local.memory.keys() and self.cluster.world_size > 1:
             raise EngineError(
-                f"the trainer keeps {sorted(trained.kept)} from round to round, but workers do "
-                "not share such state; set engine.num_workers to 1"
+                f"the trainer keeps {sorted(trained.client_state)} from round to round, but "
+                "workers do not share such state; set engine.num_workers to 1"
             )
         return trained
 
@@ -501,7 +503,7 @@ def _require_declared(
 
 
 def share_client_states(
-    kept: ClientStates,
+    client_states: ClientStates,
     client_ids: Sequence[int],
     *,
     local: LocalUpdate,
@@ -510,17 +512,19 @@ def share_client_states(
 ) -> ClientStates:
     """Share the client state of trained clients among all workers.
 
-    ``kept`` has the clients that this worker trained. ``client_ids`` are all clients whose state
-    is shared, the same in every process.
+    ``client_states`` has the clients that this worker trained. ``client_ids`` are all clients whose
+    state is shared, the same in every process.
     """
     specs = {name: spec for name, spec in local.memory.items() if spec.is_kept}
     if cluster.world_size == 1 or not specs or not client_ids:
-        return kept
+        return client_states
     rows = {}
     for name, spec in specs.items():
         # Each client trained on one worker and is zero on the others, so the sum is its state.
         zero = make_initial_state(spec, params)
-        rows[name] = torch.stack([kept[c][name] if c in kept else zero for c in client_ids])
+        rows[name] = torch.stack(
+            [client_states[c][name] if c in client_states else zero for c in client_ids]
+        )
     cluster.all_reduce(list(rows.values()))
     return split_states(client_ids, rows, mine=np.ones(len(client_ids), np.bool_))
 

@@ -209,7 +209,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
 
 
 @dataclass(frozen=True)
-class SessionsKept:
+class SessionStates:
     """Transfers client state between in-memory sessions and the run's state.
 
     As with the engine, the trainers' client state is part of the run's state.
@@ -220,11 +220,11 @@ class SessionsKept:
 
     channel: MemoryChannel
 
-    def restore(self, kept: ClientStates) -> None:
+    def restore(self, client_states: ClientStates) -> None:
         """Restore the client state of sessions that have not started in this process."""
         # A session that has run in this process is ahead of the run's state: do not overwrite it.
-        for client_id in kept.keys() - self.channel.states.keys():
-            state = SessionState(trainer=kept[client_id], session=None)
+        for client_id in client_states.keys() - self.channel.states.keys():
+            state = SessionState(trainer=client_states[client_id], session=None)
             self.channel.states[ClientId(client_id)] = state.to_bytes()
 
     def add_to(self, collected: CollectedRound, *, before: ClientStates) -> CollectedRound:
@@ -239,7 +239,7 @@ class SessionsKept:
         changes: ClientStates = {
             each: SessionState.of(state).trainer for each, state in states.items()
         }
-        return replace(collected, kept=replace_states(before, changes))
+        return replace(collected, client_states=replace_states(before, changes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +254,7 @@ class SessionCollector:
     """
 
     inner: Collector
-    sessions: SessionsKept
+    sessions: SessionStates
     bounded: dict[ClientId, AboveBounds] | None = None
 
     def available(self) -> Sequence[ClientId]:
@@ -270,7 +270,7 @@ class SessionCollector:
         draw: Draw,
     ) -> CollectedRound:
         """Run the round with the inner collector, and add the sessions' client state."""
-        before = requests[round_num].kept
+        before = requests[round_num].client_states
         self.sessions.restore(before)
         if self.bounded is not None:
             self.bounded.clear()

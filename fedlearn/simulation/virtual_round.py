@@ -50,7 +50,7 @@ class Wave:
         verdicts: Outcome of each client, such as :data:`REPORTED`: shape [n].
         reasons: Failure reasons, by the client's place in the wave.
         metrics: Other training metrics of reporting clients, by place in the wave.
-        kept: New client state of reporting clients.
+        client_states: New client state of reporting clients.
     """
 
     losses: NDArray[np.float64]
@@ -58,7 +58,7 @@ class Wave:
     verdicts: NDArray[np.int64]
     reasons: Mapping[int, str]
     metrics: Mapping[int, Mapping[str, float]]
-    kept: ClientStates
+    client_states: ClientStates
 
     def add_metrics(self, means: WeightedMeans) -> None:
         """Add the clients' training metrics to the means, in order of arrival."""
@@ -120,7 +120,7 @@ class VirtualRound:
 
     def __post_init__(self) -> None:
         self.request = self.requests[self.round_state.round_num]
-        self.kept = self.request.kept
+        self.client_states = self.request.client_states
         self.reduction = self.clients.reduction(self.request)
         self._turns = count()
 
@@ -177,7 +177,7 @@ class VirtualRound:
         for each in tasks:
             lasts_s = min(each.duration_s, patience_s)
             if math.isfinite(lasts_s):
-                heappush(arrivals, (each.asked_s + lasts_s, next(turns), each))
+                heappush(arrivals, (each.sent_s + lasts_s, next(turns), each))
 
     def _take_next(self) -> bool:
         """Process the next arrival; return whether there was one in time."""
@@ -212,7 +212,7 @@ class VirtualRound:
             self.reduction,
             factors=self.round_state.factors(wave),
         )
-        self.kept = replace_states(self.kept, trained.kept)
+        self.client_states = replace_states(self.client_states, trained.client_states)
         trained.add_metrics(self.round_state.metrics)
         columns = (trained.verdicts, trained.losses, trained.num_examples)
         outcomes = zip(wave, *(column.tolist() for column in columns), strict=True)
@@ -239,7 +239,9 @@ class VirtualRound:
         return self.round_state.close(
             aggregate,
             closed_s=self.now_s,
-            kept=self.request.kept if self.round_state.is_undone else self.kept,
+            client_states=self.request.client_states
+            if self.round_state.is_undone
+            else self.client_states,
             participations=participations,
         )
 

@@ -611,25 +611,25 @@ class Training:
         }
         self._is_own, self._seed = is_own(local), Seed(0)  # each client has one
         self._draws = Draws(self._local, ())
-        self.memory = make_memory(local, model.trainable_stack, kept={})
+        self.memory = make_memory(local, model.trainable_stack, client_state={})
         self.num_steps = 0
         self._does_step: bool | None = None  # unknown
 
     @contextmanager
-    def client(self, kept: Mapping[str, Tensor], *, seed: Seed) -> Iterator[None]:
+    def client(self, client_state: Mapping[str, Tensor], *, seed: Seed) -> Iterator[None]:
         """Prepare one client's training, whose steps the block takes.
 
         The client starts from the global model, and its result is in the model's vector.
 
         Args:
-            kept: The client's state from its last round: by name one row, shape [1, n].
+            client_state: The client's state from its last round: by name one row, shape [1, n].
             seed: Seed of the local update's draws, from
                 :func:`~fedlearn.algorithms.draws.client_seed`.
 
         Raises:
             ValueError: The global model has a different layout than the module.
         """
-        load_client_state(self._local, self.memory, kept=kept)
+        load_client_state(self._local, self.memory, client_state=client_state)
         self.num_steps = 0
         self._seed, self._draws = seed, Draws(self._local, [seed])
         with ExitStack() as kept_as_they_were:

@@ -542,9 +542,9 @@ def _state(report: LocalReport, before: Mapping[str, Tensor]) -> Mapping[str, Te
 
     A state that diverged would spoil every later round, so the previous state is kept instead.
     """
-    if not all(is_sound(rows) for rows in report.kept.values()):
+    if not all(is_sound(rows) for rows in report.client_state.values()):
         return before
-    return {name: rows[0] for name, rows in report.kept.items()}
+    return {name: rows[0] for name, rows in report.client_state.items()}
 
 
 def _require_same_model(tensors: Mapping[str, Tensor], mine: Mapping[str, tuple[int, ...]]) -> None:

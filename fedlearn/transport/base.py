@@ -48,9 +48,9 @@ class Arrival:
     refuse: Callable[[str], None] = _ignore_refusal
     logged_s: float | None = None
 
-    def duration_s(self, asked_s: float) -> float:
-        """Return how long the client took, in seconds, if it was asked at ``asked_s``."""
-        return self.elapsed_s - asked_s if self.logged_s is None else self.logged_s
+    def duration_s(self, sent_s: float) -> float:
+        """Return how long the client took, in seconds, if it was asked at ``sent_s``."""
+        return self.elapsed_s - sent_s if self.logged_s is None else self.logged_s
 
 
 class Exchange(Protocol):

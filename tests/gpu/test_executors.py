@@ -92,9 +92,9 @@ def trained(job: TrainingJob, kind: ExecutorKind) -> TrainedBlock:
 
 def apart(one: TrainedBlock, other: TrainedBlock) -> float:
     """Return the largest difference of deltas, client states and metrics."""
-    assert one.kept.keys() == other.kept.keys()
+    assert one.client_state.keys() == other.client_state.keys()
     pairs = [(one.deltas_KP, other.deltas_KP)]
-    pairs += [(value, other.kept[name]) for name, value in one.kept.items()]
+    pairs += [(value, other.client_state[name]) for name, value in one.client_state.items()]
     differences = [float((a.cpu() - b.cpu()).abs().max()) for a, b in pairs]
     return max(*differences, float(np.abs(one.losses_K - other.losses_K).max()))
 

@@ -31,7 +31,7 @@ from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.coordinator import load_identity_keys
 from fedlearn.identity.identity import Identity
-from fedlearn.simulation.sessions import SessionCollector, SessionsKept
+from fedlearn.simulation.sessions import SessionCollector, SessionStates
 from fedlearn.store.patience import Patience
 from fedlearn.testing.local_gateway import LocalGateway
 from fedlearn.training.trainer import (
@@ -252,6 +252,6 @@ def _sessions(
 ) -> tuple[Channel, Collector]:
     """Return the channel, and the collector that uses it."""
     keeping = KeepingChannel(channel, states)
-    kept = SessionsKept(cast("MemoryChannel", keeping))  # which only reads the states
+    kept = SessionStates(cast("MemoryChannel", keeping))  # which only reads the states
     inner = build_collector(simulation, ClientLink(channel=channel, identities=identities))
     return keeping, SessionCollector(inner=inner, sessions=kept, bounded=None)

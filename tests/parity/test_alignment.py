@@ -93,7 +93,7 @@ def in_the_engine(num_before: int, places: Places) -> Tensor:
         features=features, labels=labels, partition=partition, num_classes=NUM_CLASSES
     )
     task = LocalTask(params=weights(), local=LOCAL, broadcast={}, round_num=ROUND, seed=SEED)
-    work = Work.of(task, population.load(np.arange(2)), np.arange(2), kept={})
+    work = Work.of(task, population.load(np.arange(2)), np.arange(2), client_state={})
     return SequentialExecutor(places.model()).train(work).deltas_KP[1].clone()
 
 

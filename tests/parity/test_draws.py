@@ -101,7 +101,7 @@ UPDATES: dict[str, LocalUpdate] = {
 
 def sent(trained: TrainedBlock, place: int) -> dict[str, Tensor]:
     """Return one client's update and new state from a trained block."""
-    rows = {**trained.lanes, **trained.kept, "delta": trained.deltas_KP}
+    rows = {**trained.lanes, **trained.client_state, "delta": trained.deltas_KP}
     return {name: value[place].clone() for name, value in rows.items()}
 
 

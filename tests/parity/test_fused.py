@@ -150,7 +150,7 @@ def work_for(
         seed=Seed(seed),
         rows_K=np.split(chosen, offsets[1:-1]),
         broadcast={"control": kept.flip(1).mean(0)} if is_controlled else {},
-        kept={name: kept for name, spec in local.memory.items() if spec.is_kept},
+        client_state={name: kept for name, spec in local.memory.items() if spec.is_kept},
     )
 
 
@@ -181,7 +181,7 @@ def difference(one: TrainedBlock, other: TrainedBlock) -> float:
         (one.deltas_KP - other.deltas_KP).abs().max().item(),
         float(np.abs(one.losses_K - other.losses_K).max()),
     ]
-    for own, others in ((one.kept, other.kept), (one.lanes, other.lanes)):
+    for own, others in ((one.client_state, other.client_state), (one.lanes, other.lanes)):
         assert own.keys() == others.keys()
         found += [(own[name] - others[name]).abs().max().item() for name in own]
     return max(found)
@@ -277,7 +277,9 @@ def test_the_comparison_would_notice_another_control(what: str) -> None:
     work = work_for("mlp", CONTROLLED, num_examples=[9, 5], dtype=torch.float32)
     wrong = {what: {"control": getattr(work, what)["control"] * 1.01}}
     other = replace(
-        work, broadcast=wrong.get("broadcast", work.broadcast), kept=wrong.get("kept", work.kept)
+        work,
+        broadcast=wrong.get("broadcast", work.broadcast),
+        client_state=wrong.get("kept", work.client_state),
     )
     trained = fused_executor("mlp", work).train(other)
     assert difference(trained, by_reference("mlp", work)) > 1e-5
@@ -324,20 +326,20 @@ def test_what_plain_sgd_reports_and_keeps_is_that_of_the_reference() -> None:
     """An update with an affine step may have other methods as well."""
     local = Counting(epochs=2, batch_size=4, learning_rate=0.1)
     work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
-    work = replace(work, kept={"total": torch.tensor([[10.0], [20.0]])})
+    work = replace(work, client_state={"total": torch.tensor([[10.0], [20.0]])})
     trained, expected = fused_executor("mlp", work).train(work), by_reference("mlp", work)
     assert difference(trained, expected) <= 1e-6
-    assert trained.kept["total"].tolist() == [[16.0], [24.0]]
+    assert trained.client_state["total"].tolist() == [[16.0], [24.0]]
     assert trained.lanes["steps"].tolist() == expected.lanes["steps"].tolist() == [[6.0], [4.0]]
 
 
 def test_the_global_model_and_kept_velocities_are_not_written_to() -> None:
     """They belong to the caller."""
     work = work_for("mlp", RULES["everything"], num_examples=[9, 5], dtype=torch.float32)
-    before = work.params.vector.clone(), work.kept["velocity"].clone()
+    before = work.params.vector.clone(), work.client_state["velocity"].clone()
     fused_executor("mlp", work).train(work)
     assert torch.equal(work.params.vector, before[0])
-    assert torch.equal(work.kept["velocity"], before[1])
+    assert torch.equal(work.client_state["velocity"], before[1])
 
 
 def test_weights_may_decay_to_nothing_in_one_step() -> None:

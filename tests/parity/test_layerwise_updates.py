@@ -226,9 +226,9 @@ def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:
     for round_num in range(2):
         trained: TrainedBlock = executor.train(work)
         found |= {f"{round_num} {name}": rows for name, rows in trained.lanes.items()}
-        found |= {f"{round_num} {name}": rows for name, rows in trained.kept.items()}
+        found |= {f"{round_num} {name}": rows for name, rows in trained.client_state.items()}
         found[f"{round_num} delta"] = trained.deltas_KP.clone()
-        work = replace(work, kept=trained.kept, round_num=1)
+        work = replace(work, client_state=trained.client_state, round_num=1)
     return found
 
 

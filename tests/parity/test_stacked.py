@@ -87,7 +87,7 @@ def work_of(
         round_num=2,
         seed=Seed(5),
         broadcast={},
-        kept={},
+        client_state={},
     )
 
 
@@ -122,8 +122,11 @@ def distance(expected: TrainedBlock, found: TrainedBlock) -> float:
     assert found.deltas_KP.shape == expected.deltas_KP.shape
     errors = [float((found.deltas_KP - expected.deltas_KP).abs().max())]
     errors.append(float(np.abs(found.losses_K - expected.losses_K).max()))
-    assert found.kept.keys() == expected.kept.keys()
-    errors += [float((found.kept[n] - expected.kept[n]).abs().max()) for n in expected.kept]
+    assert found.client_state.keys() == expected.client_state.keys()
+    errors += [
+        float((found.client_state[n] - expected.client_state[n]).abs().max())
+        for n in expected.client_state
+    ]
     return max(errors)
 
 
@@ -245,9 +248,9 @@ def test_kept_velocities_go_in_and_come_out() -> None:
     params = to_params(mlp)
     local = replace(PLAIN, momentum=0.9, keep_momentum=True)
     velocity_KQ = torch.randn(len(RAGGED), params.layout.num_trainable) * 0.01
-    work = replace(work_of(params, local=local), kept={"velocity": velocity_KQ})
+    work = replace(work_of(params, local=local), client_state={"velocity": velocity_KQ})
     assert error_of(mlp, work) < 1e-6
-    forgotten = replace(work, kept={"velocity": torch.zeros_like(velocity_KQ)})
+    forgotten = replace(work, client_state={"velocity": torch.zeros_like(velocity_KQ)})
     expected = reference(mlp, work, CrossEntropy())
     assert distance(expected, executor(mlp, CrossEntropy()).train(forgotten)) > 1e-4
 

@@ -40,7 +40,7 @@ from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.sessions import (
     SessionCollector,
-    SessionsKept,
+    SessionStates,
     SimulatedSessions,
     trainers_on,
 )
@@ -98,7 +98,7 @@ def in_memory(
         work=strategy.local.work,
     ).channel()
     plain = PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
-    return SessionCollector(inner=plain, sessions=SessionsKept(channel))
+    return SessionCollector(inner=plain, sessions=SessionStates(channel))
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def rounds(*overrides: str) -> tuple[RoundPlan, RoundRequest]:
         strategy=plan.round.strategy,
         broadcast={},
         seed=plan.round.seed.value,
-        kept=state.client_states,
+        client_states=state.client_states,
     )
     return plan.round, request
 

@@ -70,7 +70,7 @@ class Work(LocalTask):
         labels: The examples' labels, [N, ...].
         rows_K: Row numbers of all examples of each client.
         schedule: The clients' batches.
-        kept: Client state by name, one row per client: shape [K, n]; missing names are zero.
+        client_state: State by name, one row per client: shape [K, n]; missing names are zero.
         apart: Start models if the clients were asked in different rounds, for executors that
             support it; ``None``: all start from ``params``.
     """
@@ -80,7 +80,7 @@ class Work(LocalTask):
     labels: Tensor
     rows_K: Sequence[NDArray[np.int64]]
     schedule: Schedule
-    kept: Mapping[str, Tensor]
+    client_state: Mapping[str, Tensor]
     apart: StartModels | None = None
 
     @classmethod
@@ -90,7 +90,7 @@ class Work(LocalTask):
         rows: ClientRows,
         client_ids: NDArray[np.int64],
         *,
-        kept: Mapping[str, Tensor],
+        client_state: Mapping[str, Tensor],
         apart: StartModels | None = None,
     ) -> Self:
         """Build the work of a block; the examples are moved to the model's device."""
@@ -116,7 +116,7 @@ class Work(LocalTask):
                 dtype=vector.dtype,
                 device=vector.device,
             ),
-            kept=kept,
+            client_state=client_state,
             apart=apart,
         )
 
@@ -156,7 +156,7 @@ class TrainedBlock:
         lanes: Further lanes of the updates, by name one row per client: shape [K, n].
         losses_K: Mean training loss over each client's steps, float64.
         num_examples_K: Number of examples that each client has trained on: its weight.
-        kept: Client state after training, by name one row per client: shape [K, n].
+        client_state: Client state after training, by name one row per client: shape [K, n].
         metrics_K: Further training metrics of each client, by the clients' own names; empty if
             only the loss was measured.
     """
@@ -165,7 +165,7 @@ class TrainedBlock:
     lanes: Mapping[str, Tensor]
     losses_K: NDArray[np.float64]
     num_examples_K: NDArray[np.int64]
-    kept: Mapping[str, Tensor]
+    client_state: Mapping[str, Tensor]
     metrics_K: Sequence[Mapping[str, float]] = ()
 
 

@@ -60,11 +60,13 @@ class SequentialExecutor:
             round_num=work.round_num,
         )
         for client, num_steps in enumerate(steps_K.tolist()):
-            kept = {name: rows[client : client + 1] for name, rows in work.kept.items()}
+            client_state = {
+                name: rows[client : client + 1] for name, rows in work.client_state.items()
+            }
             seed = client_seed(
                 work.seed, round_num=work.round_num, client_id=int(work.client_ids[client])
             )
-            with training.client(kept, seed=seed):
+            with training.client(client_state, seed=seed):
                 losses += [
                     training.step([batch], num_examples=len(batch.labels))
                     for batch in islice(batches, num_steps)
@@ -76,7 +78,7 @@ class SequentialExecutor:
             lanes=_stack([report.lanes for report in reports]),
             losses_K=_average_losses(losses, work.schedule.counts_TK),
             num_examples_K=work.num_examples(),
-            kept=_stack([report.kept for report in reports]),
+            client_state=_stack([report.client_state for report in reports]),
         )
 
 

@@ -194,7 +194,7 @@ class StackedExecutor:
         stack, views = self._prefix(height), self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
             value.copy_(views[name])
-        load_client_state(work.local, stack.memory, kept=work.kept)
+        load_client_state(work.local, stack.memory, client_state=work.client_state)
         broadcast = along_trainable(self._layout, work.params.vector, work.broadcast)
         draws = work.draws()
         draws.fill(stack.memory, BEGIN)
@@ -259,7 +259,7 @@ class StackedExecutor:
             lanes=report.lanes,
             losses_K=(sums_K / counts_TK.sum(0)).numpy(),
             num_examples_K=work.num_examples(),
-            kept=report.kept,
+            client_state=report.client_state,
         )
 
     # --- memory -------------------------------------------------------------------------
@@ -278,7 +278,7 @@ class StackedExecutor:
                 height, self._layout.size, dtype=self._layout.dtype, device=self._device
             )
         if grows or local.memory != self._specs:
-            memory = make_memory(local, list(self._stack.trainable.values()), kept={})
+            memory = make_memory(local, list(self._stack.trainable.values()), client_state={})
             self._stack, self._specs = replace(self._stack, memory=memory), local.memory
             # They are views of the memory that was just replaced.
             self._prefixes.clear()

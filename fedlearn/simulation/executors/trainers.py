@@ -54,11 +54,11 @@ class TrainerExecutor:
             settings=settings,
             extra=extra,
             seed=work.seed,
-            state={name: rows[0] for name, rows in work.kept.items()},
+            state={name: rows[0] for name, rows in work.client_state.items()},
             broadcast=request.broadcast,
         )
         try:
-            reply, kept = train_and_reply(trainer, request, context=context)
+            reply, client_state = train_and_reply(trainer, request, context=context)
         # NaN deltas make the engine refuse the update with the reason that a coordinator would
         # give.
         except Diverged:
@@ -71,7 +71,7 @@ class TrainerExecutor:
                 },
                 losses_K=np.asarray([math.nan]),
                 num_examples_K=work.num_examples(),
-                kept={},
+                client_state={},
             )
         specs = (DELTA, *work.local.lanes)
         if (problem := describe_misfit(reply.lanes, specs, work.params.layout)) is not None:
@@ -84,7 +84,7 @@ class TrainerExecutor:
             lanes={name: vector[None] for name, vector in lanes.items()},
             losses_K=np.asarray([float(reply.metrics.get("loss", math.nan))]),
             num_examples_K=np.asarray([reply.num_examples]),
-            kept={name: value[None] for name, value in kept.items()},
+            client_state={name: value[None] for name, value in client_state.items()},
             metrics_K=[reply.metrics],
         )
 

@@ -217,7 +217,9 @@ def _round(
 def _following(work: Work, trained: TrainedBlock) -> Work:
     """Return the work of the next round, from the mean model and with the clients' state."""
     moved = work.params.with_vector(work.params.vector + trained.deltas_KP.mean(0))
-    return replace(work, params=moved, round_num=work.round_num + 1, kept=trained.kept)
+    return replace(
+        work, params=moved, round_num=work.round_num + 1, client_state=trained.client_state
+    )
 
 
 def _tensors(trained: TrainedBlock, params: Params) -> dict[str, Tensor]:
@@ -233,7 +235,9 @@ def _largest(values: Tensor) -> float:
 def _reports(trained: TrainedBlock) -> dict[str, Tensor]:
     """Return lanes and client state, [K, n] each, under their names in messages."""
     lanes = {f"the lane {name!r}": rows for name, rows in trained.lanes.items()}
-    return lanes | {f"the client state {name!r}": rows for name, rows in trained.kept.items()}
+    return lanes | {
+        f"the client state {name!r}": rows for name, rows in trained.client_state.items()
+    }
 
 
 def _sample_of(work: Work, rows: NDArray[np.int64]) -> Work:
@@ -260,5 +264,5 @@ def _sample_of(work: Work, rows: NDArray[np.int64]) -> Work:
         schedule=batches,
         round_num=0,
         seed=Seed(0),
-        kept={},
+        client_state={},
     )

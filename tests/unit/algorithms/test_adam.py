@@ -51,7 +51,9 @@ def at(step: int) -> Moment:
 def kept_by(local: LocalAdam, x: list[Tensor], memory: Memory) -> Mapping[str, Tensor]:
     """Return the client state after a report: one row per client."""
     num_steps = torch.ones(NUM_CLIENTS)
-    return report_of(local, x, memory, broadcast={}, num_steps=num_steps, layout=LAYOUT).kept
+    return report_of(
+        local, x, memory, broadcast={}, num_steps=num_steps, layout=LAYOUT
+    ).client_state
 
 
 def torch_optimizer(local: LocalAdam, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -79,7 +81,7 @@ def test_every_row_takes_the_steps_of_torch(
     ours = stack(0)
     theirs = [[nn.Parameter(p[k].clone()) for p in ours] for k in range(NUM_CLIENTS)]
     optimizers = [torch_optimizer(local, each) for each in theirs]
-    memory = make_memory(local, ours, kept={})
+    memory = make_memory(local, ours, client_state={})
     for step in range(8):
         grads = stack(100 + step)
         local.step(ours, grads, memory, broadcast={}, moment=at(step))
@@ -96,7 +98,7 @@ def test_the_first_steps_in_single_precision_are_as_exact_as_those_of_torch() ->
     ours = [torch.zeros(1, 50)]
     exact, single = nn.Parameter(torch.zeros(50).double()), nn.Parameter(torch.zeros(50))
     optimizers = [torch_optimizer(ADAM, [each]) for each in (exact, single)]
-    memory = make_memory(ADAM, ours, kept={})
+    memory = make_memory(ADAM, ours, client_state={})
     for step in range(3):
         grad = torch.randn(50, generator=torch.Generator().manual_seed(step))
         exact.grad, single.grad = grad.double(), grad.clone()
@@ -114,7 +116,7 @@ def test_gradients_are_only_read() -> None:
     for decoupled in (False, True):
         local, x, grads = replace(ADAM, weight_decay=0.1, decoupled=decoupled), stack(0), stack(1)
         before = [g.clone() for g in grads]
-        local.step(x, grads, make_memory(local, x, kept={}), broadcast={}, moment=at(0))
+        local.step(x, grads, make_memory(local, x, client_state={}), broadcast={}, moment=at(0))
         assert all(torch.equal(*pair) for pair in zip(grads, before, strict=True))
 
 
@@ -127,7 +129,7 @@ def test_a_schedule_scales_the_step_and_the_decoupled_decay() -> None:
         (local, scheduled, at(0)._replace(rate=0.25)),
         (slower, expected, at(0)),
     ):
-        rule.step(x, stack(1), make_memory(rule, x, kept={}), broadcast={}, moment=moment)
+        rule.step(x, stack(1), make_memory(rule, x, client_state={}), broadcast={}, moment=moment)
     assert all(torch.equal(*pair) for pair in zip(scheduled, expected, strict=True))
 
 
@@ -138,7 +140,7 @@ def test_kept_moments_go_on_where_the_client_was() -> None:
     optimizer = torch_optimizer(local, theirs)
     kept: Mapping[str, Tensor] = {}
     for round_num in range(2):
-        memory = make_memory(local, x, kept=kept)
+        memory = make_memory(local, x, client_state=kept)
         for step in range(2):
             grads = stack(10 * round_num + step)
             local.step(x, grads, memory, broadcast={}, moment=Moment(round_num, step))
@@ -164,7 +166,7 @@ def test_clients_with_other_histories_have_their_own_corrections() -> None:
         "second_moment": torch.zeros(NUM_CLIENTS, 19, dtype=torch.float64),
         "num_steps": torch.tensor([[0.0], [10.0], [0.0]], dtype=torch.float64).expand(3, 3),
     }
-    memory = make_memory(local, x, kept=kept)
+    memory = make_memory(local, x, client_state=kept)
     local.step(x, grads, memory, broadcast={}, moment=at(0))
     moved = [(p - q).abs() for p, q in zip(x, stack(0), strict=True)]
     first, later = moved[0][0], moved[0][1]
@@ -181,7 +183,7 @@ def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
     for round_num in range(2):
         found = []
         for x, grads in ((apart, stack(round_num)), (together, [flatten_rows(stack(round_num))])):
-            memory = make_memory(local, x, kept=kept)
+            memory = make_memory(local, x, client_state=kept)
             local.step(x, grads, memory, broadcast={}, moment=Moment(round_num, 0))
             found.append(kept_by(local, x, memory))
         kept = found[0]
@@ -192,7 +194,7 @@ def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
 
 def test_nothing_is_kept_unless_it_is_asked_for() -> None:
     """By default, every round starts from zero."""
-    assert kept_by(ADAM, stack(0), make_memory(ADAM, stack(0), kept={})) == {}
+    assert kept_by(ADAM, stack(0), make_memory(ADAM, stack(0), client_state={})) == {}
 
 
 @pytest.mark.parametrize(

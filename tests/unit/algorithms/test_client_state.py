@@ -46,8 +46,10 @@ def test_a_client_by_itself_gets_what_it_kept_and_no_zeros() -> None:
 def test_what_is_kept_is_used_only_if_the_rule_keeps_it() -> None:
     """Memory that the update does not keep starts at zero, even if a kept value is passed."""
     x, rows = [torch.zeros(1, 3)], stack_states(kept(), [2])
-    assert make_memory(KEEPING, x, kept=rows)["velocity"][0].tolist() == [[3.0, 4.0, 5.0]]
-    assert make_memory(FORGETTING, x, kept=rows)["velocity"][0].tolist() == [[0.0, 0.0, 0.0]]
+    assert make_memory(KEEPING, x, client_state=rows)["velocity"][0].tolist() == [[3.0, 4.0, 5.0]]
+    assert make_memory(FORGETTING, x, client_state=rows)["velocity"][0].tolist() == [
+        [0.0, 0.0, 0.0]
+    ]
 
 
 def test_a_client_that_diverged_keeps_what_it_had() -> None:

@@ -49,10 +49,13 @@ class Ran:
 
 
 def run(
-    strategy: Strategy, cohorts: Sequence[Sequence[int]], *, kept: ClientStates | None = None
+    strategy: Strategy,
+    cohorts: Sequence[Sequence[int]],
+    *,
+    client_states: ClientStates | None = None,
 ) -> Ran:
     """Run rounds with these cohorts; each client has one quadratic as its loss."""
-    params, now = Params.of(quadratics.Point()), dict(kept or {})
+    params, now = Params.of(quadratics.Point()), dict(client_states or {})
     for round_num, cohort in enumerate(cohorts):
         request = RoundRequest(
             round_num=round_num,
@@ -61,12 +64,12 @@ def run(
             strategy=strategy,
             broadcast={},
             seed=0,
-            kept=now,
+            client_states=now,
         )
         collected = collect_from(quadratics.engine(), [ClientId(k) for k in cohort], request)
         assert collected.aggregate is not None
         params = strategy.step(params, collected.aggregate, {}).params
-        now = dict(collected.kept)
+        now = dict(collected.client_states)
     start = Params.of(quadratics.Point()).vector
     rows = [now[k]["own_model"] if k in now else start for k in range(NUM_CLIENTS)]
     return Ran(params.vector, torch.stack(rows))
@@ -165,19 +168,19 @@ class TakenAfter(ElasticForce):
 @pytest.mark.parametrize("cohorts", [EVERYONE * 5, [[0, 1], [3], [2, 1, 0]]], ids=["all", "some"])
 def test_without_gradients_the_models_keep_their_sum(cohorts: Sequence[Sequence[int]]) -> None:
     """Both sides move by the same force. Control: a force from after the step breaks this."""
-    found = run(easgd(), cohorts, kept=begun(APART))
+    found = run(easgd(), cohorts, client_states=begun(APART))
     total = found.own.sum(0) + found.model
     torch.testing.assert_close(total, APART.sum(0), rtol=0.0, atol=1e-12)
     assert float((found.own - APART).abs().max()) > 0.1
     late = replace(easgd(), local=TakenAfter(inner=SGD, elasticity=RHO))
-    wrong = run(late, cohorts, kept=begun(APART))
+    wrong = run(late, cohorts, client_states=begun(APART))
     assert float((wrong.own.sum(0) + wrong.model - APART.sum(0)).abs().max()) > 1e-3
 
 
 @pytest.mark.usefixtures("nothing_to_learn")
 def test_the_gap_shrinks_by_what_the_bound_is_of() -> None:
     """Each round multiplies it by 1 - eta rho (1 + P), so eta rho (1 + P) must be below 2."""
-    before, found = APART.mean(0), run(easgd(), EVERYONE * 3, kept=begun(APART))
+    before, found = APART.mean(0), run(easgd(), EVERYONE * 3, client_states=begun(APART))
     factor = 1.0 - ETA * RHO * (1 + NUM_CLIENTS)
     expected = factor**3 * before
     torch.testing.assert_close(found.own.mean(0) - found.model, expected, rtol=0.0, atol=1e-12)
@@ -248,7 +251,7 @@ def test_more_reports_than_the_bound_is_for_end_the_run() -> None:
 def test_the_first_step_alone_has_the_force() -> None:
     """A client with several steps exchanges once per round; checked by hand, with momentum."""
     strategy = easgd(replace(SGD, epochs=3, momentum=0.9))
-    found = run(strategy, EVERYONE, kept=begun(APART))
+    found = run(strategy, EVERYONE, client_states=begun(APART))
     w, v = APART.clone(), torch.zeros_like(APART)
     for step in range(3):
         v = 0.9 * v + A * (w - B)
@@ -264,7 +267,7 @@ def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -
     own = {"own_model": torch.tensor([[1.0, 2.0]]), "has_own_model": torch.ones(1, 1)}
     x = [torch.zeros(1, 1), torch.zeros(1, 1)]
     broadcast = {"model": [torch.zeros(1, 1), torch.zeros(1, 1)]}
-    memory = make_memory(local, x, kept=own)
+    memory = make_memory(local, x, client_state=own)
     local.begin(x, memory, broadcast=broadcast)
     assert [value.item() for value in x] == [1.0, 2.0]
     reached = {name: values if len(values) == 1 else values[:1] for name, values in memory.items()}

@@ -51,7 +51,7 @@ def test_the_steps_are_those_of_torch_sgd(momentum: float, weight_decay: float) 
     """The same gradients give the same parameters: no dampening, and coupled weight decay."""
     local = replace(PLAIN, momentum=momentum, weight_decay=weight_decay)
     ours = stacked(start())
-    memory = make_memory(local, ours, kept={})
+    memory = make_memory(local, ours, client_state={})
     theirs = [nn.Parameter(p) for p in start()]
     optimizer = torch.optim.SGD(theirs, lr=0.1, momentum=momentum, weight_decay=weight_decay)
     for step, grads in enumerate(gradients(6)):
@@ -88,11 +88,11 @@ def test_a_stack_of_clients_takes_the_steps_of_its_rows() -> None:
     clients = [[p + k for p in start()] for k in range(num_clients)]
     grads = [[g + k for g in gradients(1)[0]] for k in range(num_clients)]
     together = stacked(*clients)
-    memory = make_memory(local, together, kept={})
+    memory = make_memory(local, together, client_state={})
     local.step(together, stacked(*grads), memory, broadcast=broadcast, moment=at(0))
     for k in range(num_clients):
         alone = stacked(clients[k])
-        own = make_memory(local, alone, kept={})
+        own = make_memory(local, alone, client_state={})
         local.step(alone, stacked(grads[k]), own, broadcast=broadcast, moment=at(0))
         assert all(torch.equal(a[0], b[k]) for a, b in zip(alone, together, strict=True))
 

@@ -202,7 +202,7 @@ def test_a_step_is_the_inner_one_by_the_gradients_with_noise(
     assert isinstance(rule, NoisedGradients)
     grads, moment = gradients(5, scale=10.0), Moment(round_num=0, step=0)
     found, expected = ([torch.ones(2, *shape) for shape in SHAPES] for _ in range(2))
-    kept, same = (make_memory(inner, found, kept={}) for _ in range(2))
+    kept, same = (make_memory(inner, found, client_state={}) for _ in range(2))
     sums = rule.clip(grads, all_real(grads))
     gradient = rule.add_noise([each.clone() for each in sums], sizes, like=expected)
     inner.step(expected, gradient, same, broadcast={}, moment=moment)

@@ -61,7 +61,7 @@ def test_a_scheduled_step_is_that_of_another_rate(inner: LocalSgd) -> None:
     optimizer = torch.optim.SGD(
         [theirs], lr=0.5, momentum=inner.momentum, weight_decay=inner.weight_decay
     )
-    memory = make_memory(schedule, ours, kept={})
+    memory = make_memory(schedule, ours, client_state={})
     for round_num in range(4):  # one step per round, with the same memory
         grad = torch.tensor([1.0, -2.0, 0.5]) * (round_num + 1)
         optimizer.param_groups[0]["lr"] = 0.5 * 0.5**round_num

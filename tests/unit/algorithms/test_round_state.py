@@ -102,7 +102,7 @@ def test_as_one_lands_another_is_asked() -> None:
     take(buffer, 0)
     assert buffer.is_full
     assert draw.asked_for == [(6, 0)]
-    left = [(each.client_id, each.asked_s) for each in buffer.pending_after(2.0)]
+    left = [(each.client_id, each.sent_s) for each in buffer.pending_after(2.0)]
     assert left == [(1, -2.0), (3, -2.0), (5, -0.5)]
 
 

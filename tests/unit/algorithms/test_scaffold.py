@@ -104,7 +104,7 @@ def run(
     strategy: Strategy, *, num_rounds: int, collector: Engine
 ) -> tuple[Params, Any, ClientStates]:
     """Run rounds with all clients; return the model, the strategy's state and the client state."""
-    params, kept = Params.of(Point()), dict[int, Any]()
+    params, client_states = Params.of(Point()), dict[int, Any]()
     state = strategy.init(params)
     for round_num in range(num_rounds):
         request = RoundRequest(
@@ -114,13 +114,13 @@ def run(
             strategy=strategy,
             broadcast=strategy.broadcast(state),
             seed=0,
-            kept=kept,
+            client_states=client_states,
         )
         collected = collect_from(collector, [ClientId(k) for k in range(NUM_CLIENTS)], request)
         assert collected.aggregate is not None
         params, state, _ = _stepped(strategy, params, collected.aggregate, state)
-        kept = dict(collected.kept)
-    return params, state, kept
+        client_states = dict(collected.client_states)
+    return params, state, client_states
 
 
 def _stepped(strategy: Strategy, params: Params, aggregate: Aggregate, state: Any) -> Any:
@@ -149,9 +149,9 @@ def test_the_servers_control_is_the_mean_of_the_clients() -> None:
     """This holds if all clients take part in every round."""
     for num_rounds in (1, 3):
         _, state, own = run(scaffold(), num_rounds=num_rounds, collector=engine())
-        kept = stack_states(own, range(NUM_CLIENTS))["control"]
-        assert float(kept.abs().sum(1).min()) > 0.0
-        torch.testing.assert_close(state["control"], kept.mean(0), rtol=1e-12, atol=1e-12)
+        client_states = stack_states(own, range(NUM_CLIENTS))["control"]
+        assert float(client_states.abs().sum(1).min()) > 0.0
+        torch.testing.assert_close(state["control"], client_states.mean(0), rtol=1e-12, atol=1e-12)
 
 
 def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
@@ -163,7 +163,7 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     own = torch.tensor([[-0.7, 0.1]], dtype=torch.float64)
     broadcast = along_trainable(layout, start, {"control": control})
     x = [start.clone()[None]]
-    memory = make_memory(local, x, kept={"control": own})
+    memory = make_memory(local, x, client_state={"control": own})
     gradients = []
     for step in range(5):
         gradients.append(A[0] * (x[0] - B[0]))
@@ -171,7 +171,7 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     num_steps = torch.tensor([5.0], dtype=torch.float64)
     reported = report_of(local, x, memory, broadcast=broadcast, num_steps=num_steps, layout=layout)
     expected = torch.stack(gradients).mean(0)
-    torch.testing.assert_close(reported.kept["control"], expected)
+    torch.testing.assert_close(reported.client_state["control"], expected)
     torch.testing.assert_close(reported.lanes["control"], expected - own)
 
 
@@ -184,7 +184,10 @@ def test_the_short_cut_is_the_step(pull: float | None) -> None:
         torch.tensor([each]).double()
         for each in ([1.0, -3.0], [0.3, 0.2], [0.5, 2.0], [0.1, 0.4], [-0.2, 0.6])
     )
-    broadcast, memory = {MODEL: [model], "control": [server]}, make_memory(local, [x], kept={})
+    broadcast, memory = (
+        {MODEL: [model], "control": [server]},
+        make_memory(local, [x], client_state={}),
+    )
     memory["control"][0].copy_(client)
     short, moment = find_affine_step(local), Moment(2, 0)
     assert short is not None
@@ -194,7 +197,7 @@ def test_the_short_cut_is_the_step(pull: float | None) -> None:
     expected = taken.keep * x + taken.scale * grad + taken.pull * model + taken.shift * drift
     local.step([x], [grad], memory, broadcast=broadcast, moment=moment)
     torch.testing.assert_close(x, expected)
-    counted = make_memory(local, [x], kept={})
+    counted = make_memory(local, [x], client_state={})
     drift_of(local).count_steps(counted, num_steps=torch.ones(1).double())
     assert counted["num_gradients"] == memory["num_gradients"]
 
@@ -207,7 +210,7 @@ def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
     broadcast = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})
     own = torch.tensor([[-0.7, 0.1], [0.2, 0.3]]).double()
     x = [torch.tensor([[3.0, -4.0], [0.01, 0.0]]).double()]
-    memory = make_memory(local, x, kept={"control": own})
+    memory = make_memory(local, x, client_state={"control": own})
     memory["num_gradients"][0].fill_(5.0)
     num_steps = torch.tensor([5.0, 5.0]).double()
     reported = report_of(local, x, memory, broadcast=broadcast, num_steps=num_steps, layout=layout)
@@ -217,7 +220,7 @@ def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
         assert float(change[1].norm()) < bound
         assert float(reported.lanes["control"].norm(dim=1).max()) < bound
     torch.testing.assert_close(reported.lanes["control"], change, rtol=2e-6, atol=0.0)
-    torch.testing.assert_close(reported.kept["control"] - own, reported.lanes["control"])
+    torch.testing.assert_close(reported.client_state["control"] - own, reported.lanes["control"])
 
 
 def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
@@ -226,8 +229,8 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
     start, control = torch.zeros(2).double(), torch.tensor([0.3, 0.2]).double()
     broadcast = along_trainable(layout, start, {"control": control})
     for num_reached, expected in ((0, 0.0), (2, 0.5), (4, 1.0)):
-        x, kept = [start.clone()[None]], {"control": torch.tensor([[-0.7, 0.1]]).double()}
-        memory = make_memory(local, x, kept=kept)
+        x, client_states = [start.clone()[None]], {"control": torch.tensor([[-0.7, 0.1]]).double()}
+        memory = make_memory(local, x, client_state=client_states)
         for step in range(num_reached):
             local.step(
                 x, [torch.ones(1, 2).double()], memory, broadcast=broadcast, moment=Moment(0, step)
@@ -258,7 +261,9 @@ def test_a_rate_that_changes_is_refused_from_outside_too() -> None:
     x = [torch.zeros(1, 2).double()]
     own, broadcast = Halved(inner=local), {"control": [torch.zeros(1, 2).double()]}
     with pytest.raises(ValueError, match=r"multiplies the learning rate by 0\.5"):
-        own.step(x, x, make_memory(own, x, kept={}), broadcast=broadcast, moment=Moment(0, 0))
+        own.step(
+            x, x, make_memory(own, x, client_state={}), broadcast=broadcast, moment=Moment(0, 0)
+        )
 
 
 def test_few_clients_of_many_move_the_servers_control_by_their_share() -> None:

@@ -136,7 +136,7 @@ def ours(local: LocalUpdate) -> tuple[Tensor, Tensor]:
     with training.client({"control": own[None]} if has_control else {}, seed=Seed(0)):
         for x, y in batches():
             training.step([Part(x, y, 0)], num_examples=4)
-        kept = training.report().kept
+        kept = training.report().client_state
     return model.vector_P.clone(), kept["control"][0] if has_control else torch.zeros(0)
 
 

@@ -32,13 +32,13 @@ def test_waits_differ_between_clients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked_s", "granted_s"),
+    ("requested_s", "granted_s"),
     [(1.5, 1.5), (0.0, 0.5), (-1.0, 0.5), (1e9, 90.0), (math.inf, 90.0), (math.nan, 0.5)],
 )
 def test_no_coordinator_sends_a_client_away_for_ever_or_has_it_come_all_the_time(
-    asked_s: float, granted_s: float
+    requested_s: float, granted_s: float
 ) -> None:
-    assert Reconnection(max_absence_s=90.0).clamp_absence_s(asked_s) == granted_s
+    assert Reconnection(max_absence_s=90.0).clamp_absence_s(requested_s) == granted_s
 
 
 def test_bounds_that_are_none_are_refused() -> None:

@@ -64,7 +64,7 @@ def resumed(
 
 def in_flight(found: ResumedRound) -> list[tuple[int, int, int, float]]:
     assert {each.based_on for each in found.pending} <= {7}
-    return [(each.client_id, each.attempt, each.place, each.asked_s) for each in found.pending]
+    return [(each.client_id, each.attempt, each.place, each.sent_s) for each in found.pending]
 
 
 def test_a_semi_synchronous_round_continues_with_its_last_attempt() -> None:
@@ -99,7 +99,7 @@ def test_a_synchronous_round_begins_with_the_first_attempt_of_its_group(
 def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
     """Other tasks that were in flight when the round began are kept."""
     before = tuple(
-        PendingTask(client_id=ClientId(number), based_on=6, attempt=0, place=number, asked_s=-200.0)
+        PendingTask(client_id=ClientId(number), based_on=6, attempt=0, place=number, sent_s=-200.0)
         for number in (1, 4, 5)
     )
     found = resumed((4, 2), (5,)).rejoin(before)
@@ -108,6 +108,6 @@ def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
 
 def test_a_client_that_is_too_stale_is_still_recorded_when_its_first_attempt_is_resumed() -> None:
     """The round may ask it again; only a later attempt shows that its earlier task is over."""
-    stale = PendingTask(client_id=ClientId(4), based_on=1, attempt=0, place=0, asked_s=-900.0)
+    stale = PendingTask(client_id=ClientId(4), based_on=1, attempt=0, place=0, sent_s=-900.0)
     assert resumed((4, 2)).rejoin((stale,)) == (stale,)
     assert [each.based_on for each in resumed((2,), (4,)).rejoin((stale,))] == [7]

@@ -244,4 +244,4 @@ def test_a_collector_over_a_channel_keeps_nothing_for_a_checkpoint() -> None:
     """Clients store their own state."""
     channel = MemoryChannel({}, lambda c, _: np.zeros(len(c)), VirtualClock())
     assert PlainCollector(channel=channel, policy=POLICY, slab_bytes=0).available() == ()
-    assert collect([0.0]).kept == {}
+    assert collect([0.0]).client_states == {}

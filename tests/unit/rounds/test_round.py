@@ -161,13 +161,13 @@ class Playing:
         draw: Draw,
     ) -> CollectedRound:
         request = requests[round_num]
-        before = request.kept[0]["rounds"] if request.kept else torch.zeros(1)
+        before = request.client_states[0]["rounds"] if request.client_states else torch.zeros(1)
         lanes = {"delta": torch.ones(2)}
         return CollectedRound(
             aggregate=Aggregate(lanes, num_clients=4) if self.has_enough else None,
             participations=Participations.of([]),
             duration_s=1.0,
-            kept={0: {"rounds": before + 1.0}},
+            client_states={0: {"rounds": before + 1.0}},
         )
 
 

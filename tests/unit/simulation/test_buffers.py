@@ -71,7 +71,7 @@ class ToTheirOwn:
             lanes={},
             losses_K=np.asarray(ids) / 10.0,
             num_examples_K=work.num_examples(),
-            kept={},
+            client_state={},
         )
 
     @property

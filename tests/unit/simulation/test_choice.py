@@ -612,4 +612,4 @@ def test_a_trial_block_is_made_of_real_clients_largest_first() -> None:
     work = job(chain, local=keeping).work(np.arange(3))
     assert len(work.client_ids) == 3
     assert (np.diff(work.schedule.counts_TK.sum(0)) <= 0).all()
-    assert work.kept == {}
+    assert work.client_state == {}

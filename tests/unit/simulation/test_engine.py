@@ -66,7 +66,7 @@ class Recording:
     value: float = math.nan
     keeps: bool = False
     blocks: list[list[int]] = field(default_factory=list)
-    kept: list[dict[int, float]] = field(default_factory=list)
+    client_states: list[dict[int, float]] = field(default_factory=list)
 
     def train(self, work: Work) -> TrainedBlock:
         ids = work.client_ids.tolist()
@@ -74,13 +74,15 @@ class Recording:
         values = [self.value if c in self.diverging else float(c) for c in ids]
         deltas_KP = torch.tensor(values)[:, None].expand(-1, 2).contiguous()
         if self.keeps:
-            self.kept.append(dict(zip(ids, work.kept["velocity"][:, 0].tolist(), strict=True)))
+            self.client_states.append(
+                dict(zip(ids, work.client_state["velocity"][:, 0].tolist(), strict=True))
+            )
         return TrainedBlock(
             deltas_KP=deltas_KP,
             lanes={},
             losses_K=np.asarray(ids) / 10.0,
             num_examples_K=work.num_examples(),
-            kept={"velocity": deltas_KP.clone()} if self.keeps else {},
+            client_state={"velocity": deltas_KP.clone()} if self.keeps else {},
         )
 
 
@@ -103,7 +105,7 @@ def collect(
     block_size: int = 4,
     num_wanted: int = 6,
     deadline_s: float = 100.0,
-    kept: ClientStates | None = None,
+    client_states: ClientStates | None = None,
     bounds: UpdateBounds = GENEROUS,
 ) -> CollectedRound:
     policy = StragglerPolicy(
@@ -129,7 +131,7 @@ def collect(
         strategy=Bounded(FedAvg(KEEPING if executor.keeps else LOCAL), bounds),
         broadcast={},
         seed=0,
-        kept=kept or {},
+        client_states=client_states or {},
     )
     return collect_from(engine, [ClientId(c) for c in cohort], request)
 
@@ -278,14 +280,14 @@ def test_what_clients_keep_passes_through_a_round_as_a_value() -> None:
     """Trained clients have a new state; diverged clients and those not asked keep the old one."""
     before = {c: {"velocity": torch.full((2,), -1.0)} for c in (0, 1, 15)}
     recording = Recording(diverging=frozenset({1}), keeps=True)
-    after = collect(recording, [0, 1, 2], kept=before).kept
+    after = collect(recording, [0, 1, 2], client_states=before).client_states
     assert {c: own["velocity"].tolist() for c, own in after.items()} == {
         0: [0.0, 0.0],
         1: [-1.0, -1.0],
         15: [-1.0, -1.0],
         2: [2.0, 2.0],
     }
-    assert recording.kept == [{0: -1.0, 1: -1.0, 2: 0.0}]
+    assert recording.client_states == [{0: -1.0, 1: -1.0, 2: 0.0}]
     assert all(own["velocity"].tolist() == [-1.0, -1.0] for own in before.values())
 
 

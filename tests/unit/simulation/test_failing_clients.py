@@ -237,7 +237,7 @@ def test_a_block_trains_again_without_those_that_fail(
             raise RuntimeError(f"of {some.tolist()}")
         values = torch.from_numpy(some).double()[:, None]
         return TrainedBlock(
-            deltas_KP=values, lanes={}, losses_K=some / 1.0, num_examples_K=some, kept={}
+            deltas_KP=values, lanes={}, losses_K=some / 1.0, num_examples_K=some, client_state={}
         )
 
     errors = dict[int, BaseException]()

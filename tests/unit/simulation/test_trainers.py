@@ -100,7 +100,7 @@ BOTH = pytest.mark.parametrize("collector", [engine, sessions])
 
 
 def collect(
-    collector: Collector, round_num: int = 0, kept: ClientStates | None = None
+    collector: Collector, round_num: int = 0, client_states: ClientStates | None = None
 ) -> CollectedRound:
     params = Params.of(nn.Linear(1, 1))
     request = RoundRequest(
@@ -110,7 +110,7 @@ def collect(
         strategy=STRATEGY,
         broadcast={},
         seed=3,
-        kept=kept or {},
+        client_states=client_states or {},
     )
     return collect_from(collector, [ClientId(k) for k in range(3)], request)
 
@@ -142,11 +142,11 @@ def test_a_trainers_state_is_its_clients(collector: Any) -> None:
     def make(features: Tensor, labels: Tensor) -> Noting:
         return Noting(features, labels, contexts, changes)
 
-    clients, kept = collector(make), dict[int, Any]()
+    clients, client_states = collector(make), dict[int, Any]()
     for round_num in range(4):
         if round_num == 2:
             changes[1] = {"state": {"other": torch.ones(2)}}
-        kept = dict(collect(clients, round_num, kept).kept)
+        client_states = dict(collect(clients, round_num, client_states).client_states)
     found = {client: [dict(each.state) for each in told] for client, told in contexts.items()}
     assert [state.get("rounds", torch.zeros(1)).item() for state in found[0]] == [0, 1, 2, 3]
     assert found[1][3].keys() == {"other"}
@@ -163,10 +163,10 @@ def test_a_trainer_that_diverges_is_no_part_of_the_mean(collector: Any) -> None:
     def make(features: Tensor, labels: Tensor) -> Noting:
         return Noting(features, labels, contexts, changes)
 
-    clients, kept = collector(make), dict[int, Any]()
+    clients, client_states = collector(make), dict[int, Any]()
     for round_num in range(2):
-        collected = collect(clients, round_num, kept)
-        kept |= collected.kept
+        collected = collect(clients, round_num, client_states)
+        client_states |= collected.client_states
         assert collected.aggregate is not None
         assert collected.aggregate.lanes["delta"].tolist() == pytest.approx([3 / 5] * 2)
         assert collected.aggregate.num_clients == 2

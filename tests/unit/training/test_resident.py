@@ -338,8 +338,8 @@ def test_every_local_update_trains_a_module_of_other_dtypes(
             training.step([Part(features, labels, 0)], num_examples=12)
         report = training.report()
     assert not torch.equal(model.vector_P, params.vector)
-    assert (report.kept["num_steps"] == 300).all()
-    assert {value.dtype for value in report.kept.values()} == {params.layout.dtype}
+    assert (report.client_state["num_steps"] == 300).all()
+    assert {value.dtype for value in report.client_state.values()} == {params.layout.dtype}
 
 
 class Skipping(nn.Module):

@@ -129,7 +129,10 @@ class FusedExecutor:
         stack, is_flat = workspace.stack, takes_flat(work.local)
         params = stack.params(num_clients, is_flat=is_flat)
         broadcast = _lay_out_broadcast(work, is_flat=is_flat)
-        memory, draws = make_memory(work.local, params, kept=work.kept), work.draws()
+        memory, draws = (
+            make_memory(work.local, params, client_state=work.client_state),
+            work.draws(),
+        )
         draws.fill(memory, BEGIN)
         work.local.begin(params, memory, broadcast=broadcast)
         stack.refresh(num_clients)
@@ -166,7 +169,7 @@ class FusedExecutor:
             lanes=report.lanes,
             losses_K=losses_K,
             num_examples_K=work.num_examples(),
-            kept=report.kept,
+            client_state=report.client_state,
         )
 
     def _workspace_for(self, work: Work) -> Workspace:
