@@ -104,6 +104,7 @@ class OwnSampler:
     ) -> tuple[ClientId, ...]:
         name = f"sampler: {type(self.sampler).__name__}, round {round_num + 1}"
         try:
+            # `operator.index` takes numpy's integers, and refuses floats and texts.
             cohort = cast("tuple[ClientId, ...]", tuple(map(index, drawn)))
         except TypeError as error:
             raise ConfigError(
@@ -207,6 +208,7 @@ class AfterRound:
             return False
         ends = None
         if self.cluster.rank == 0:
+            # A network for the callbacks alone: they may change it.
             model = self.make_model()
             params.load_into(model)
             answers = [call_callback(each, record, model.eval()) for each in self.callbacks]

@@ -59,6 +59,7 @@ def build_run_plan(
     privacy ledger before its clients are asked.
     """
     if charging is not None:
+        # Other rounds draw clients many times, but release one sum, so they are charged once.
         each_attempt = components.round_mode is None
         draw = ChargedDraw(inner=draw, charges=charging, each_attempt=each_attempt)
     return RunPlan(

@@ -160,6 +160,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     )
     components = add_wrappers(components, experiment.extra)
     by_round = experiment.by_round
+    # The first round's names stand for those of all rounds.
     names = {*experiment.extra, *({} if by_round is None else split_settings(by_round(0))[1])}
     if names and experiment.make_trainer is None:
         raise ConfigError(
