@@ -471,7 +471,7 @@ def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
 
 @contextmanager
 def _operator(config: Path) -> Iterator["Operator"]:
-    """Open the deployment of a configuration file; create no database if nothing was deployed."""
+    """Open the deployment that a configuration file describes."""
     from fedlearn.config import load_serving
     from fedlearn.core.clock import SystemClock
     from fedlearn.deployment.operator import Operator

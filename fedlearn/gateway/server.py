@@ -377,8 +377,8 @@ class Gateway:
                 ("grpc.server_handshake_timeout_ms", _to_ms(self.settings.handshake_timeout_s)),
                 ("grpc.keepalive_time_ms", _to_ms(2 * wire.KEEPALIVE_S)),
                 ("grpc.keepalive_timeout_ms", _to_ms(wire.KEEPALIVE_S)),
-                # Without these three, the server answers its clients' own keepalive pings with
-                # GOAWAY (too_many_pings).
+                # Without these, the server would answer pings of its clients on silent connections
+                # with GOAWAY (too_many_pings), and soon stop its own.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_pings_without_data", 0),
                 ("grpc.http2.min_ping_interval_without_data_ms", _to_ms(wire.KEEPALIVE_S / 2)),
