@@ -470,7 +470,9 @@ def takes_flat(local: LocalUpdate) -> bool:
     draws over ``Over.TENSORS`` rule it out.
     """
     # `vars` of the class itself: see the docstring on why subclasses do not inherit it.
-    is_declared = all(vars(type(piece)).get("takes_flat") is True for piece in iter_updates(local))
+    is_declared = all(
+        vars(type(update)).get("takes_flat") is True for update in iter_updates(local)
+    )
     extents = [lane.over for lane in local.lanes]
     extents += [spec.over for spec in local.memory.values() if spec.draws is not None]
     return is_declared and Over.TENSORS not in extents
@@ -479,7 +481,7 @@ def takes_flat(local: LocalUpdate) -> bool:
 def has_report(local: LocalUpdate) -> bool:
     """Return whether an update overrides ``report``."""
     nothing = (LocalWork.report, LocalUpdateWrapper.report)
-    return any(type(piece).report not in nothing for piece in iter_updates(local))
+    return any(type(update).report not in nothing for update in iter_updates(local))
 
 
 def add_scaled(left: Tensors, right: Tensors, *, factor: float) -> list[Tensor]:

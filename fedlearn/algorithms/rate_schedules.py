@@ -71,7 +71,7 @@ class ScheduledRate(Ranged, LocalUpdateWrapper):
                 f"rate_decay is {self.rate_decay}, but cosine_rounds is another schedule; give one "
                 "of them"
             )
-        if any(isinstance(piece, ControlVariates) for piece in iter_updates(self.inner)):
+        if any(isinstance(update, ControlVariates) for update in iter_updates(self.inner)):
             raise ValueError(
                 "ScheduledRate wraps ControlVariates, which needs a constant learning rate; leave "
                 "the schedule out with SCAFFOLD"

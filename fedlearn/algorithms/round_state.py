@@ -363,7 +363,7 @@ class CohortRoundState(RoundState):
     ) -> None:
         super().__init__(policy, late, pending, of)
         self._late = late
-        self._is_drawn = self._is_asked = self._is_over = False
+        self._is_drawn = self._is_sent = self._is_over = False
         self._cohort = frozenset[ClientId]()
         # Until the cohort is asked; an adaptive deadline is computed then.
         self._deadline_s = policy.deadline_s
@@ -372,13 +372,13 @@ class CohortRoundState(RoundState):
     @property
     def may_ask(self) -> bool:
         """Whether the cohort has not been asked yet."""
-        return not self._is_asked
+        return not self._is_sent
 
     @property
     def is_closed(self) -> bool:
         """Whether enough clients reported, all have settled, or the deadline has passed."""
         has_all = self._num_fresh >= self.policy.num_wanted or not self.waited_for
-        return self._is_asked and (has_all or self._is_over)
+        return self._is_sent and (has_all or self._is_over)
 
     @property
     def is_enough(self) -> bool:
@@ -409,9 +409,9 @@ class CohortRoundState(RoundState):
 
     def ask(self, now_s: float) -> list[PendingTask]:
         """Return the tasks of the whole cohort, and set the deadline: the round opens now."""
-        if not self._is_drawn or self._is_asked:
+        if not self._is_drawn or self._is_sent:
             return []
-        self._is_asked = True
+        self._is_sent = True
         if self._late is not None:
             so_far_s = [-each.sent_s for each in self._pending.values()]
             self._deadline_s = self._late.deadline_s(

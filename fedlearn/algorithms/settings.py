@@ -1,7 +1,7 @@
 """Settings of local updates: how the coordinator sends the training rule to clients.
 
 Settings are a flat mapping: the fields of an update, of the updates that it wraps, and of the
-transforms after it. The entry :data:`PIECES` lists their names, the innermost update first. A
+transforms after it. The entry :data:`COMPONENTS` lists their names, the innermost update first. A
 custom class is listed by its class name, a transform as ``transform:NAME``. A custom trainer reads
 the fields by name, and free-form settings too (:mod:`fedlearn.algorithms.extra_settings`).
 """
@@ -34,7 +34,7 @@ from fedlearn.core.messages import Scalar, Settings
 from fedlearn.errors import ConfigError, SettingsRefused
 
 #: Name of the setting that lists the updates and transforms.
-PIECES = "update"
+COMPONENTS = "update"
 
 _Kind = type[Any]  # Any: updates and transforms have no base class in common
 
@@ -86,26 +86,26 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
         ('sgd proximal', 1, 0.5)
     """
     names, settings = list[str](), dict[str, Scalar]()
-    pieces = [*iter_updates(local), *transforms]
-    first_transform = len(pieces) - len(transforms)
-    for place, piece in enumerate(pieces):
-        if isinstance(piece, ExtraSettings):
-            settings |= piece.settings()
+    components = [*iter_updates(local), *transforms]
+    first_transform = len(components) - len(transforms)
+    for place, component in enumerate(components):
+        if isinstance(component, ExtraSettings):
+            settings |= component.settings()
             continue
-        if not is_dataclass(piece):
+        if not is_dataclass(component):
             raise ConfigError(
-                f"{_place(type(piece))} cannot be sent to clients, which build it from its "
+                f"{_place(type(component))} cannot be sent to clients, which build it from its "
                 "fields; write it as a frozen dataclass whose fields are plain values"
             )
         is_transform = place >= first_transform
-        names.append(_transform_name(type(piece)) if is_transform else _name(type(piece)))
-        for name, field in _fields(type(piece)).items():
-            value = getattr(piece, field.name)
+        names.append(_transform_name(type(component)) if is_transform else _name(type(component)))
+        for name, field in _fields(type(component)).items():
+            value = getattr(component, field.name)
             # NumPy scalars are no plain numbers to the codec.
             if isinstance(value, np.generic):
                 value = value.item()
             # Settings are flat, so components must not share a name.
-            if name in settings or name == PIECES:
+            if name in settings or name == COMPONENTS:
                 raise ConfigError(
                     f"local setting {name!r} belongs to two components ({' '.join(names)}); use "
                     "each kind of component once"
@@ -116,7 +116,7 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
                     "give a number, a string, a boolean or None"
                 )
             settings[name] = value
-    return {PIECES: " ".join(names), **settings}
+    return {COMPONENTS: " ".join(names), **settings}
 
 
 def require_travels(locals_: Iterable[LocalUpdate], transforms: Sequence[Transform]) -> None:
@@ -145,12 +145,12 @@ def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUp
         # The first update wraps none; each of the others wraps the one before it.
         if (update is None) == issubclass(kind, LocalUpdateWrapper):
             raise SettingsRefused(
-                f"local setting {PIECES!r} is {settings[PIECES]!r}; name one update first, then "
-                "its wrappers"
+                f"local setting {COMPONENTS!r} is {settings[COMPONENTS]!r}; name one update first, "
+                "then its wrappers"
             )
         update = _build(kind, values) if update is None else _build(kind, values, inner=update)
     if not isinstance(update, LocalUpdate):
-        raise SettingsRefused(f"local setting {PIECES!r} names no update")
+        raise SettingsRefused(f"local setting {COMPONENTS!r} names no update")
     return update
 
 
@@ -178,7 +178,7 @@ def without_transforms(settings: Settings, *, known: Collection[type[Transform]]
     theirs = {name for kind in kinds for name in _fields(kind)}
     names = [name for name in _names(settings) if not _is_transform(name)]
     rest = {name: value for name, value in settings.items() if name not in theirs}
-    return {**rest, PIECES: " ".join(names)}
+    return {**rest, COMPONENTS: " ".join(names)}
 
 
 def last_noise(settings: Settings) -> float | None:
@@ -230,20 +230,20 @@ def has_own_noise(settings: Settings) -> bool:
 
 def adds_own_noise(local: LocalUpdate, transforms: Sequence[Transform]) -> bool:
     """Return whether clients add their own noise; :func:`has_own_noise` tells it from settings."""
-    pieces = (*iter_updates(local), *transforms)
-    return any(isinstance(piece, NoisedGradients | NoisedUpdates) for piece in pieces)
+    components = (*iter_updates(local), *transforms)
+    return any(isinstance(component, NoisedGradients | NoisedUpdates) for component in components)
 
 
 def is_own(local: LocalUpdate) -> bool:
     """Return whether a custom class is part of an update."""
     standard = {*UPDATES.values(), ExtraSettings}
-    return any(type(piece) not in standard for piece in iter_updates(local))
+    return any(type(component) not in standard for component in iter_updates(local))
 
 
 def own_classes(updates: Iterable[LocalUpdate]) -> list[_Kind]:
     """Return custom classes among updates; raise ConfigError if two have the same name."""
     standard = {*UPDATES.values(), ExtraSettings}
-    kinds = (type(piece) for each in updates for piece in iter_updates(each))
+    kinds = (type(component) for each in updates for component in iter_updates(each))
     return _distinct((kind for kind in kinds if kind not in standard), what="local updates")
 
 
@@ -302,7 +302,7 @@ def require_honored(settings: Settings, honored: Collection[str], *, who: str) -
                 "trainer's `honors`, or have the coordinator leave it out (client.extra)"
             )
     _require_known(settings, honored, who=who)
-    left = {name: value for name, value in rest.items() if name != PIECES}
+    left = {name: value for name, value in rest.items() if name != COMPONENTS}
     for name in _names(settings):
         kind = UPDATES.get(name) or TRANSFORMS.get(name)
         own = _fields(kind) if kind is not None else {}
@@ -370,10 +370,10 @@ def _fields(kind: _Kind) -> dict[str, Field[Any]]:
 
 def _names(settings: Settings) -> list[str]:
     # A custom trainer may need no update, and so no names.
-    named = settings.get(PIECES, "")
+    named = settings.get(COMPONENTS, "")
     if not isinstance(named, str):
         raise SettingsRefused(
-            f"local setting {PIECES!r} is {named!r}; it must name the local update"
+            f"local setting {COMPONENTS!r} is {named!r}; it must name the local update"
         )
     return named.split()
 
@@ -383,15 +383,15 @@ def _read_all(
 ) -> Iterator[tuple[str, _Kind, dict[str, Scalar]]]:
     # As in `_transform_kinds`, standard names win.
     kinds = {**{kind.__name__: kind for kind in known}, **UPDATES, **TRANSFORMS}
-    unread = settings.keys() - {PIECES}
+    unread = settings.keys() - {COMPONENTS}
     for name in _names(settings):
         if name not in kinds:
             raise SettingsRefused(_describe_unknown(name))
         yield name, kinds[name], _read(settings, kinds[name])
         unread -= _fields(kinds[name]).keys()
     if unread:
-        pieces = settings.get(PIECES)
-        raise SettingsRefused(f"local setting {min(unread)!r} is unknown to {pieces!r}")
+        components = settings.get(COMPONENTS)
+        raise SettingsRefused(f"local setting {min(unread)!r} is unknown to {components!r}")
 
 
 def _read(settings: Settings, kind: _Kind) -> dict[str, Scalar]:

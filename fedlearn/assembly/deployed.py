@@ -94,13 +94,13 @@ def _require_nothing_of_clients(algorithm: Strategy, *, apps: str) -> None:
     local, own = algorithm.local, OwnTraining()
     if isinstance(local, ExtraSettings):  # Flower's ClientApps read these in their `config`
         local = local.inner
-    asked = {
+    requirements = {
         "gives each client its own task": isinstance(algorithm, PerClient),
         f"needs the lane {algorithm.lanes[-1].name!r} from its clients": len(algorithm.lanes) > 1,
         "transforms updates on the clients": bool(algorithm.transforms),
         "prescribes how clients train": local != own,
     }
-    problem = next((text for text, is_asked in asked.items() if is_asked), None)
+    problem = next((text for text, is_required in requirements.items() if is_required), None)
     if problem is not None:
         raise ConfigError(
             f"algorithm.name: {type(algorithm).__name__} {problem}, but flower.client_apps is "

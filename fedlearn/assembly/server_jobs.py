@@ -168,13 +168,13 @@ def _build_trains(components: Components, task: Task, host: TrainingHost) -> Tra
     def trains(start: TrainingState, until: int) -> tuple[TrainingState, float]:
         losses = list[float]()
 
-        def tell(progress: Progress) -> None:
+        def report_progress(progress: Progress) -> None:
             losses.append(progress.loss)
             _report(host, STEPS, replace(progress, num_steps=until))
 
         job = build_job(components, task, host, until=until)
         with explain_divergence():
-            trained = train(job, start=start, control=host.control, report=tell)
+            trained = train(job, start=start, control=host.control, report=report_progress)
         return trained, losses[-1] if losses else math.nan
 
     return trains

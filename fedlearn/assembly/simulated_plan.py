@@ -147,11 +147,11 @@ def _build_sessions(
             sends_directory=False,
         )
     collector = build_collector(simulation, ClientLink(channel=channel, identities=identities))
-    is_told = plan is not None and plan.noise_multiplier is None
+    is_exact_sum = plan is not None and plan.noise_multiplier is None
     return channel, SessionCollector(
         inner=collector,
         sessions=SessionStates(channel),
-        bounded=sessions.bounded if is_told else None,
+        bounded=sessions.bounded if is_exact_sum else None,
     )
 
 

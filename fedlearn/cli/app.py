@@ -294,8 +294,8 @@ def runs(
     if has_runs(here):
         with here.database() as database:
             if lost := [] if adopt else database.orphans():
-                told = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
-                typer.echo(told, err=True)
+                notice = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
+                typer.echo(notice, err=True)
             histories = [
                 (each, database.run(each.name).round_summaries(each.num_rounds))
                 for each in database.runs()

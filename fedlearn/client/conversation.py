@@ -174,7 +174,7 @@ class Deliver:
     """
 
     held: HeldReply
-    is_asked_again: bool = False
+    is_requested_again: bool = False
 
 
 @dataclass(frozen=True)
@@ -294,7 +294,7 @@ def _consider_task(here: Conversation, task: OpenTask) -> Transition:
         return here, ()  # the session is about to end; the task is offered again in the next one
     # Answered already: the coordinator has lost the reply, or not got it yet.
     if here.held is not None and here.held.key == task.key:
-        return here, (Deliver(here.held, is_asked_again=True),)
+        return here, (Deliver(here.held, is_requested_again=True),)
     if here.task is None:
         return _begin(here, task)
     if here.task.key == task.key and not here.is_cancelled:

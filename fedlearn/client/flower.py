@@ -156,14 +156,14 @@ def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:
             "client_app(local=...), for example a LocalSgd, or run fedlearn's ServerApp"
         )
     named = {name.replace("-", "_"): value for name, value in config.items()}
-    asked = {_USUAL_NAMES.get(name, name): value for name, value in named.items()}
-    if asked.get("proximal"):
-        local = Proximal(inner=local, proximal=1.0)  # a placeholder, overridden by `asked` below
+    settings = {_USUAL_NAMES.get(name, name): value for name, value in named.items()}
+    if settings.get("proximal"):
+        local = Proximal(inner=local, proximal=1.0)  # a placeholder, overridden by `settings` below
     else:
         # Flower's FedProx sends 0 for "no term", which a trainer without that setting would
         # refuse.
-        asked.pop("proximal", None)
-    return {**settings_of(local), **asked}
+        settings.pop("proximal", None)
+    return {**settings_of(local), **settings}
 
 
 def is_bound(history_file: HistoryFile | None, state: bytes) -> bool:

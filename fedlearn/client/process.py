@@ -91,13 +91,13 @@ class TrainingProcess:
         process: The training process.
         link: The socket to it; closing this end makes the process exit.
         mark: The value of the mark in the environment of all of them.
-        was_asked_to_stop: Whether its exit is expected.
+        is_stopping: Whether its exit is expected.
     """
 
     process: "subprocess.Popen[bytes]"
     link: socket.socket
     mark: str
-    was_asked_to_stop: bool = False
+    is_stopping: bool = False
     _: KW_ONLY
     _family: Family
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -177,12 +177,12 @@ class TrainingProcess:
         finally:
             code = self.end()
             self.link.close()
-        is_meant = is_final or self.was_asked_to_stop
+        is_meant = is_final or self.is_stopping
         return ProcessExit(code=code, crash=None if is_meant else f"exit code {code}{words}")
 
     def ask_to_stop(self) -> None:
         """Ask the process to stop at the next batch, or at once if it is still starting."""
-        self.was_asked_to_stop = True
+        self.is_stopping = True
         self.send(Stop())
 
     def suspend(self) -> None:

@@ -216,8 +216,8 @@ class Runtime:
                 self._home.close_task()
             case conversation.Hold(answered):
                 await self._hold(answered)
-            case conversation.Deliver(held, is_asked_again):
-                self._deliver(held, is_asked_again=is_asked_again)
+            case conversation.Deliver(held, is_requested_again):
+                self._deliver(held, is_requested_again=is_requested_again)
             case conversation.Drop(held, reason):
                 _log.info("reply_dropped", round_num=held.key.round_num, reason=reason)
                 self._home.drop(held)
@@ -291,14 +291,14 @@ class Runtime:
         await self._handle(conversation.ReplyStored(held))
         self._expand_masks(task, answered.state)
 
-    def _deliver(self, held: HeldReply, *, is_asked_again: bool) -> None:
+    def _deliver(self, held: HeldReply, *, is_requested_again: bool) -> None:
         """Send a reply in this session, unless it was sent already and must have arrived."""
         live = self._connector.live
         if live is None:
             return
         # A lost upload ends with an error, so it needs no repetition here. An inline reply can get
         # lost without an error; the coordinator recognizes a duplicate.
-        is_due = is_asked_again and held.is_inline
+        is_due = is_requested_again and held.is_inline
         if held.key in live.sent_replies and not is_due:
             return
         live.sent_replies.add(held.key)

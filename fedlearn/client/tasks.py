@@ -69,11 +69,11 @@ class OpenTask:
             key=key, message=message, expires_unix_s=expires_unix_s, is_announced=is_announced
         )
 
-    def may_answer(self, asked: "OpenTask") -> bool:
-        """Check whether the result of this announced task is recent enough to answer ``asked``."""
-        is_alike = (self.key.run_id, self.key.kind) == (asked.key.run_id, asked.key.kind)
+    def may_answer(self, task: "OpenTask") -> bool:
+        """Check whether the result of this announced task is recent enough to answer ``task``."""
+        is_alike = (self.key.run_id, self.key.kind) == (task.key.run_id, task.key.kind)
         last = self.message.last_round_num
-        return is_alike and self.key.round_num <= asked.key.round_num <= last
+        return is_alike and self.key.round_num <= task.key.round_num <= last
 
 
 @dataclass(frozen=True, kw_only=True)

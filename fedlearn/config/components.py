@@ -31,12 +31,14 @@ from pydantic import Field, create_model
 from fedlearn.config.section import OneOf, Problem, Section, SectionT
 from fedlearn.errors import ConfigError
 
-PieceT = TypeVar("PieceT")
+ComponentT = TypeVar("ComponentT")
 #: A class or function that is called with the values of a table.
 Make: TypeAlias = Callable[..., Any]  # Any: each returns another type of component
 
 
-def build_component(make: Callable[..., PieceT], section: Section, **given: object) -> PieceT:
+def build_component(
+    make: Callable[..., ComponentT], section: Section, **given: object
+) -> ComponentT:
     """Build a component from a table, by calling ``make`` with the keys that are its parameters.
 
     Args:

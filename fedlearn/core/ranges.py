@@ -66,7 +66,7 @@ def require_count(value: object, *, name: str) -> None:
         raise ValueError(f"{name} is {value!r}; give a whole number >= 1")
 
 
-def describe_out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any kind
+def describe_out_of_range(component: Any) -> str | None:  # Any: a dataclass of any kind
     """Describe the first field of a dataclass that is out of range; ``None`` if all are in range.
 
     Example:
@@ -78,9 +78,9 @@ def describe_out_of_range(piece: Any) -> str | None:  # Any: a dataclass of any 
         >>> describe_out_of_range(Step(0.5)), describe_out_of_range(Step(0.5, 1.0))
         (None, 'decay is 1.0; give a finite number >= 0 and < 1')
     """
-    names = _limits_of(piece.__class__)
+    names = _limits_of(component.__class__)
     return describe_argument_out_of_range(
-        piece.__class__, {name: getattr(piece, name) for name in names}
+        component.__class__, {name: getattr(component, name) for name in names}
     )
 
 

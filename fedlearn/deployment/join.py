@@ -161,7 +161,7 @@ class _Supervisor:
             self._child = None
         if self._final is not None:
             raise DeploymentError(self._final)
-        if child.was_asked_to_stop and ending.code == STUCK:
+        if child.is_stopping and ending.code == STUCK:
             self.is_stuck = True
         self.options = replace(self.options, exit_code=ending.crash_code)
         if ending.crash is not None and self.folder.has_consent():

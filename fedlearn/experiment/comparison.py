@@ -74,16 +74,16 @@ class Comparison:
         a, b = (replace_unprintable(name) for name in self.names)
         rows: list[tuple[str, ...]] = [("", a, "", b, "")]
         rows += [(measure.name, *measure.cells()) for measure in self.measures]
-        told = f"{table_text(rows, values_right=True, width=width)}\n\n* the better of the two\n\n"
+        text = f"{table_text(rows, values_right=True, width=width)}\n\n* the better of the two\n\n"
         if not self.differences:
-            return f"{told}the configurations are equal\n"
+            return f"{text}the configurations are equal\n"
         keys: list[tuple[str, ...]] = [("", a, b)]
         keys += [
             tuple(map(replace_unprintable, (key, *both))) for key, both in self.differences.items()
         ]
         number = len(self.differences)
-        told += f"the configurations differ in {number} key{'' if number == 1 else 's'}\n"
-        return f"{told}{table_text(keys, values_right=True, width=width)}\n"
+        text += f"the configurations differ in {number} key{'' if number == 1 else 's'}\n"
+        return f"{text}{table_text(keys, values_right=True, width=width)}\n"
 
 
 def compare(

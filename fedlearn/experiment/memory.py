@@ -50,8 +50,8 @@ class MemoryForecast:
             for at, each in enumerate(self.stages)
             if each.offloaded
         ]
-        told = f"the model's parameters: {format_size(self.storage)}; a process of {self.mesh}:"
-        return "\n".join([told, "", table_text(rows, values_right=True), *hosts])
+        text = f"the model's parameters: {format_size(self.storage)}; a process of {self.mesh}:"
+        return "\n".join([text, "", table_text(rows, values_right=True), *hosts])
 
 
 def forecast_memory(config: Config, site: Site) -> MemoryForecast:

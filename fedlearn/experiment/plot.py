@@ -187,8 +187,8 @@ def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
             total.update(one.staleness)
         start, last_num = each[0].round_num + 1, each[-1].round_num + 1
         which = f"round {start if start == last_num else f'{start} to {last_num}'}"
-        told = f"{which}: {staleness_text(dict(sorted(total.items())))}"
-        add_column_tooltip(axes, start - 0.5, len(each), told)
+        tooltip = f"{which}: {staleness_text(dict(sorted(total.items())))}"
+        add_column_tooltip(axes, start - 0.5, len(each), tooltip)
     title = "Staleness" if width == 1 else f"Staleness, mean of {width} rounds"
     label_axes(axes, title, "round", "updates a round", [])
     _status_legend(axes)

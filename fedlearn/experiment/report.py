@@ -129,7 +129,7 @@ def _format(value: Any) -> Any:  # of any type that a template prints
 
 
 def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
-    best, asked = summary.best, summary.num_tasks
+    best, num_tasks = summary.best, summary.num_tasks
     measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
     yield (
         f"best {best.metric if best else leading}",
@@ -147,8 +147,8 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
         cohorts, delta = f"{spent.epsilon_with_cohorts:.3g}", f"{spent.target_delta:g}"
         note = f"{cohorts} for who saw the cohorts; δ {delta}; {spent.hidden}"
         yield "ε of the models", f"{spent.epsilon:.3g}", note
-    yield "clients seen", f"{summary.num_clients:,}", f"asked {asked:,} times"
-    share = f"{100 * summary.num_in_time / asked:.0f} % reported in time" if asked else ""
+    yield "clients seen", f"{summary.num_clients:,}", f"asked {num_tasks:,} times"
+    share = f"{100 * summary.num_in_time / num_tasks:.0f} % reported in time" if num_tasks else ""
     yield "reports", f"{summary.counts.reported:,}", share
     if summary.num_clipped:
         yield "scaled down", f"{summary.num_clipped:,}", "updates, to their largest norm"
@@ -200,8 +200,8 @@ class _Map:
 
     @classmethod
     def of(cls, rounds: Sequence[RoundRecord]) -> "_Map":
-        asked = Counter(each.client_id for record in rounds for each in record.participations)
-        order = sorted(asked, key=lambda client: (-asked[client], client))[:_MOST_CLIENTS]
+        num_tasks = Counter(each.client_id for record in rounds for each in record.participations)
+        order = sorted(num_tasks, key=lambda client: (-num_tasks[client], client))[:_MOST_CLIENTS]
         row = {client: index for index, client in enumerate(order)}
         width = max(1, -(-len(rounds) // _MOST_COLUMNS))
         cells = np.zeros((len(order), -(-len(rounds) // width)), dtype=np.uint8)
@@ -213,7 +213,7 @@ class _Map:
                     code = _SELECTED if unused and reported else _CODES[each.status]
                     place = row[each.client_id], index // width
                     cells[place] = max(cells[place], code)
-        return cls(order, cells, width, len(asked), len(rounds))
+        return cls(order, cells, width, len(num_tasks), len(rounds))
 
     @property
     def keys(self) -> Sequence[tuple[str, str]]:

@@ -213,10 +213,10 @@ class GatewayChannel:
     def _open_question(
         self, key: TaskKey, requests: Mapping[ClientId, Request], exchange: "GatewayExchange"
     ) -> LiveQuestion:
-        asked = CohortRequests.of(requests)
-        _require_fit(asked.personal)
+        cohort = CohortRequests.of(requests)
+        _require_fit(cohort.personal)
         # Before the log, whose existence means that clients were asked.
-        offers = self._encode_requests(asked.shared, asked.places)
+        offers = self._encode_requests(cohort.shared, cohort.places)
         now_s, now_unix_s = self.clock.now_s(), self.clock.unix_s()
         durable = key.kind == TrainRequest.kind
         log = ReplyLog(
@@ -226,9 +226,9 @@ class GatewayChannel:
         )
         remaining_s = self._remaining_s(log, exchange.deadline_s, now_unix_s=now_unix_s)
         return LiveQuestion(
-            state=QuestionState.of(key, asked.places, now_s=now_s),
+            state=QuestionState.of(key, cohort.places, now_s=now_s),
             offers=offers,
-            personal=asked.personal,
+            personal=cohort.personal,
             log=log,
             arrivals=exchange.arrivals,
             # Only the wall clock survives a restart. It may have been set back meanwhile, hence

@@ -325,8 +325,10 @@ class Exchanges:
         """Return the offer with this digest if it was sent or announced to this client."""
         live = self._questions.get(client_id)
         _, prefetch = self._prefetches.get(client_id, (None, None))
-        asked = None if live is None else live.find_offer(client_id)
-        offers = [each for offer in (asked, prefetch) if offer is not None for each in offer.files]
+        current = None if live is None else live.find_offer(client_id)
+        offers = [
+            each for offer in (current, prefetch) if offer is not None for each in offer.files
+        ]
         return next((each for each in offers if each.digest == digest), None)
 
     def is_pending_task(self, client_id: ClientId, offer: Offer) -> bool:
@@ -334,8 +336,10 @@ class Exchanges:
         live = self._questions.get(client_id)
         if live is None:
             return False
-        asked = live.find_offer(client_id)
-        return offer.digest in {each.digest for each in (asked, asked.older) if each is not None}
+        current = live.find_offer(client_id)
+        return offer.digest in {
+            each.digest for each in (current, current.older) if each is not None
+        }
 
     def admit(self, client: EnrolledClient, envelope: wire_pb2.Envelope) -> Judgment:
         """Judge a reply by its envelope alone, before its bytes come; a refusal is counted."""
@@ -440,7 +444,7 @@ class Exchanges:
             return {"exchange": None, "clients": {}}
         # Several questions may be open at once; report the one asked last.
         live, now_s = next(reversed(self._live.values())), self.clock.now_s()
-        asked = {
+        participants = {
             client_id: each.state.participants[client_id]
             for client_id, each in self._questions.items()
         }
@@ -450,12 +454,12 @@ class Exchanges:
                 "phase": str(each.phase),
                 "since_s": round(now_s - each.since_s, 1),
             }
-            for client_id, each in asked.items()
+            for client_id, each in participants.items()
         }
         exchange = live.state.key._asdict() | {
             "elapsed_s": round(now_s - live.started_s, 1),
             "remaining_s": round(live.deadline_s - now_s, 1) if isfinite(live.deadline_s) else None,
-            "phases": Counter(str(each.phase) for each in asked.values()),
+            "phases": Counter(str(each.phase) for each in participants.values()),
         }
         return {"exchange": exchange, "clients": clients}
 

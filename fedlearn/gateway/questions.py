@@ -108,10 +108,10 @@ class QuestionState:
     @classmethod
     def of(cls, key: TaskKey, offers: Mapping[ClientId, int], *, now_s: float) -> "QuestionState":
         """Create a question that no client has answered."""
-        asked = {
+        participants = {
             each: Participant(offer, ClientPhase.ASKED, now_s) for each, offer in offers.items()
         }
-        return cls(key=key, participants=asked)
+        return cls(key=key, participants=participants)
 
     def move(self, client_id: ClientId, phase: ClientPhase, *, now_s: float) -> None:
         """Set a client's phase; nothing changes once its reply has been received."""

@@ -52,7 +52,7 @@ def main() -> None:
         device = join()
         task = _import_maker(job.task)(**job.arguments)
         engine = RankTrainer(task, device=device)
-        follow(engine, folder, job=job, saves_last=True, control=UNATTENDED, report=tell)
+        follow(engine, folder, job=job, saves_last=True, control=UNATTENDED, report=report_progress)
     except FedlearnError as error:
         _write_whole(folder.failure, f"{type(error).__name__}\n{error}")
         sys.exit(1)
@@ -154,7 +154,7 @@ def end(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def tell(progress: Progress) -> None:
+def report_progress(progress: Progress) -> None:
     """Send a progress report, a line of JSON, to the process that started the job."""
     sys.stdout.flush()  # of custom code, which may have printed only the beginning of a line
     # A single write, so that the output of another rank cannot split the line.

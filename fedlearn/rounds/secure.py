@@ -382,18 +382,18 @@ class SecureCollector:
         )
         # R3, against an active server only: survivors down, signatures over them up.
         survivors, after = masking.close()
-        asked: Sequence[ClientId] = after.survivors
+        members: Sequence[ClientId] = after.survivors
         final: Final = survivors
         if isinstance(after, Confirming):
             kind = messages.SurvivorSignature
-            session.broadcast(Stage.CONFIRM, asked, survivors, kind, after.receive)
-            asked = after.confirmed
+            session.broadcast(Stage.CONFIRM, members, survivors, kind, after.receive)
+            members = after.confirmed
             final, unmasking = after.close()
         else:
             unmasking = after
         # Store the sum before the first share is requested: see `MaskedSumStore`.
-        masked_sum.save(MaskedSum.of(unmasking, asked=asked, final=final).to_bytes())
-        return session.open(asked, final, unmasking, num_threads=self.num_threads)
+        masked_sum.save(MaskedSum.of(unmasking, asked=members, final=final).to_bytes())
+        return session.open(members, final, unmasking, num_threads=self.num_threads)
 
 
 @dataclass
@@ -428,7 +428,7 @@ class SessionRun:
     def broadcast(
         self,
         stage: Stage,
-        asked: Sequence[ClientId],
+        client_ids: Sequence[ClientId],
         message: messages.Message,
         kind: type[MessageT],
         receive: Callable[[ClientId, MessageT], None],
@@ -436,7 +436,7 @@ class SessionRun:
         is_enough: Callable[[], bool] = _never,
     ) -> None:
         """Run one stage in which all clients are sent the same message."""
-        requests = dict.fromkeys(asked, self.request(message))
+        requests = dict.fromkeys(client_ids, self.request(message))
         self.exchange(stage, requests, kind, receive, is_enough=is_enough)
 
     def request(self, message: messages.Message) -> SecureStageRequest:
@@ -547,7 +547,7 @@ class SessionRun:
 
     def open(
         self,
-        asked: Sequence[ClientId],
+        members: Sequence[ClientId],
         final: Final,
         unmasking: Unmasking,
         *,
@@ -556,7 +556,7 @@ class SessionRun:
         """Run the last stage: ask survivors for their shares and unmask the sum."""
         self.broadcast(
             Stage.UNMASK,
-            asked,
+            members,
             final,
             messages.ShareRelease,
             unmasking.receive,

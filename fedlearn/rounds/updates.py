@@ -32,8 +32,8 @@ class Fold:
         self.num_added = self._num_clipped = 0
         # A strategy without bounds adds noise for privacy. The number of clipped updates would be
         # released without noise, so it is not counted then.
-        is_told, transforms = request.strategy.bounds is not None, request.strategy.transforms
-        self._clip_norm = last_clip(transforms) if is_told else None
+        has_bounds, transforms = request.strategy.bounds is not None, request.strategy.transforms
+        self._clip_norm = last_clip(transforms) if has_bounds else None
         self._num_trained = params.layout.num_trainable
         self._current_S = params.current_statistics().cpu()  # replies are on the CPU
         self._aggregation, self._device = aggregation, params.vector.device

@@ -254,7 +254,7 @@ class ClientSession:
             raise ProtocolError("the request is not the one that the terms name")
 
         # 1. Which keys to trust.
-        asked = decode_message(request)
+        request_message = decode_message(request)
         before = kept.pins if self.pin_file is None else self.pin_file.read()
         lineages = dict(request.directory) if isinstance(request, SecureStageRequest) else {}
         lineages.pop(self.client_id, None)  # this client knows its own key
@@ -264,12 +264,12 @@ class ClientSession:
         directory = {**pins.keys, **given} if pins.clients else given
         secure = replace(self.secure, directory=directory, draw=self._build_draw(pins))
         # 2. Answer, with what this client remembers of earlier sums.
-        state = kept.find_session(asked)
+        state = kept.find_session(request_message)
         history = None if self.history_file is None else self.history_file.read()
         if history is not None:
             state = replace(state, releases=history.releases)
         answered, session = secure.handle(
-            asked, state, contribute=contribute, find_masks=self.find_masks
+            request_message, state, contribute=contribute, find_masks=self.find_masks
         )
         reply = SecureReply(round_num=request.round_num, message=messages.encode(answered))
         # 3. What outlives the run goes to files, before the answer leaves.

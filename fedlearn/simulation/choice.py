@@ -300,9 +300,9 @@ def _find_objection(job: TrainingJob, kind: ExecutorKind, trial: Trial) -> str |
 
 def _use_trainers(job: TrainingJob) -> Choice:
     seen = set[str]()
-    for piece in iter_updates(job.local):
-        new = [lane.name for lane in piece.lanes if lane.name not in seen]
-        if new and type(piece) in UPDATES.values():
+    for update in iter_updates(job.local):
+        new = [lane.name for lane in update.lanes if lane.name not in seen]
+        if new and type(update) in UPDATES.values():
             raise EngineError(
                 f"the algorithm needs {new} from each client, which only fedlearn's own trainer "
                 "computes; leave the trainer out"

@@ -572,8 +572,8 @@ def _cut_blocks(
             yield group[start : start + block_size]
 
 
-def _is_one(pieces: Sequence[object]) -> bool:
-    return len(set(map(id, pieces))) == 1
+def _is_one(values: Sequence[object]) -> bool:
+    return len(set(map(id, values))) == 1
 
 
 def deal(steps: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:

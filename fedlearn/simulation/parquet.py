@@ -167,8 +167,8 @@ def num_classes_in(path: Path, *, columns: TableColumns) -> int | None:
     if table.label_dtype != torch.int64:
         return None
     groups = table.row_groups([columns.label])
-    pieces = [pc.max(rows.column(0)).as_py() for _, rows in groups]
-    largest: list[int] = [label for label in pieces if label is not None]
+    maxima = [pc.max(rows.column(0)).as_py() for _, rows in groups]
+    largest: list[int] = [label for label in maxima if label is not None]
     table.require_rows(len(largest))
     return classes_up_to(max(largest))
 

@@ -173,14 +173,15 @@ class FakeCoordinator(LocalGateway):
         return [] if channel is None else [names[each] for each in channel.available()]
 
     def train(
-        self, model: Model, asked: Settings | Strategy, *, deadline_s: float = 60.0
+        self, model: Model, training: Settings | Strategy, *, deadline_s: float = 60.0
     ) -> dict[str, TrainReply | Failure]:
         """Ask all connected clients to train, and collect the replies that arrive in time.
 
         Args:
             model: The global model.
-            asked: How to train: settings, such as ``settings_of(LocalSgd(epochs=1, batch_size=10,
-                learning_rate=0.1))``, or a strategy, which sends its settings for a first round.
+            training: How to train: settings, such as ``settings_of(LocalSgd(epochs=1,
+                batch_size=10, learning_rate=0.1))``, or a strategy, which sends its settings for a
+                first round.
             deadline_s: Seconds to wait for replies.
 
         Returns:
@@ -190,7 +191,10 @@ class FakeCoordinator(LocalGateway):
         Raises:
             DeploymentError: No client is connected.
         """
-        request, names = build_round(model, asked, round_num=next(self._rounds)), self._list_names()
+        request, names = (
+            build_round(model, training, round_num=next(self._rounds)),
+            self._list_names(),
+        )
         channel, cohort = self._require_cohort()
         arrivals = ask_once(channel, request.messages(cohort), deadline_s=deadline_s)
         return {
@@ -200,7 +204,7 @@ class FakeCoordinator(LocalGateway):
     def train_securely(
         self,
         model: Model,
-        asked: Settings | Strategy,
+        training: Settings | Strategy,
         *,
         plan: SecurePlan | None = None,
         deadline_s: float = 60.0,
@@ -211,7 +215,7 @@ class FakeCoordinator(LocalGateway):
 
         Args:
             model: As for :meth:`train`.
-            asked: As for :meth:`train`.
+            training: As for :meth:`train`.
             plan: Parameters of the session; ``None`` uses the defaults of a coordinator that is
                 configured with ``mode = "complete"``.
             deadline_s: Seconds for each stage.
@@ -222,7 +226,7 @@ class FakeCoordinator(LocalGateway):
             DeploymentError: No client is connected.
             RoundError: ``plan`` and the strategy weight clients differently.
         """
-        request = build_round(model, asked, round_num=next(self._rounds))
+        request = build_round(model, training, round_num=next(self._rounds))
         mean = require_summable(request.strategy)
         (channel, cohort), names = self._require_cohort(), self._list_names()
         if plan is None:

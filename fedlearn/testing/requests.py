@@ -37,16 +37,16 @@ class SettingsRequest(RoundRequest):
         return replace(super().message(), settings=self.settings)
 
 
-def build_round(model: Model, asked: Settings | Strategy, *, round_num: int) -> RoundRequest:
-    """Build a round that asks clients to train with ``asked``: settings or a strategy."""
+def build_round(model: Model, training: Settings | Strategy, *, round_num: int) -> RoundRequest:
+    """Build a round that asks clients to train with ``training``: settings or a strategy."""
     params = to_params(model)
-    if not isinstance(asked, Mapping):
-        broadcast = asked.broadcast(asked.init(params))
+    if not isinstance(training, Mapping):
+        broadcast = training.broadcast(training.init(params))
         return RoundRequest(
             round_num=round_num,
             attempt=0,
             params=params,
-            strategy=asked,
+            strategy=training,
             broadcast=broadcast,
             seed=0,
         )
@@ -54,10 +54,10 @@ def build_round(model: Model, asked: Settings | Strategy, *, round_num: int) -> 
         round_num=round_num,
         attempt=0,
         params=params,
-        strategy=FedAvg(_parse_local(asked)),
+        strategy=FedAvg(_parse_local(training)),
         broadcast={},
         seed=0,
-        settings=asked,
+        settings=training,
     )
 
 

@@ -124,8 +124,8 @@ def _gather_batches(
     is_taken_NB = torch.from_numpy(np.arange(width) < (units_N * unit)[:, None]).to(rows_NB.device)
     rows = F.pad(rows_NB, (0, width - rows_NB.shape[1]))[is_taken_NB]
     ends = np.stack([sizes_N, units_N * unit - sizes_N], axis=1).flatten().tolist()
-    pieces: Sequence[Tensor] = tensor.index_select(0, rows).split(ends)
-    return pieces[::2]  # every second piece is padding
+    parts: Sequence[Tensor] = tensor.index_select(0, rows).split(ends)
+    return parts[::2]  # every second piece is padding
 
 
 def _row_bytes(tensor: Tensor) -> int:

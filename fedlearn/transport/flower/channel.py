@@ -100,12 +100,12 @@ class FlowerChannel(GridChannel):
     def _build_questions(
         self, requests: Mapping[ClientId, Request], *, expires_s: float
     ) -> dict[ClientId, Question]:
-        asked, questions = CohortRequests.of(requests), dict[ClientId, Question]()
-        alike = [self._encode(request) for request in asked.shared]
-        for client, place in asked.places.items():
+        cohort, questions = CohortRequests.of(requests), dict[ClientId, Question]()
+        alike = [self._encode(request) for request in cohort.shared]
+        for client, place in cohort.places.items():
             # The personal part goes into the header; all clients share the payload.
-            request, personal = alike[place], asked.personal.get(client, b"")
-            evaluates = isinstance(asked.shared[place], EvaluateRequest)
+            request, personal = alike[place], cohort.personal.get(client, b"")
+            evaluates = isinstance(cohort.shared[place], EvaluateRequest)
             digest = b"" if request.constants is None else request.constants.digest
             content = partial(
                 build_content,

@@ -269,7 +269,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "a task that is offered again is not begun again": ((*WORKING, TaskOffered(task())), STARTED),
     "a task that is answered is answered again, not worked on again": (
         (*FINISHED, TaskOffered(task())),
-        [*SENT, Deliver(held(), is_asked_again=True)],
+        [*SENT, Deliver(held(), is_requested_again=True)],
     ),
     "a task that is offered again while its last batch runs is answered once": (
         (
