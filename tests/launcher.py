@@ -120,7 +120,7 @@ def run(request: dict[str, Any]) -> None:
         os.execv(sys.executable, again)  # noqa: S606 (ourselves)
     replace(name_of(start_module), forking)
     for function, change in request["changes"]:
-        replace(function, named(change))
+        replace(function, import_by_name(change))
     if request["crash"] is not None:
         crash_at(**request["crash"])
     sys.argv = [request["script"] or "fedlearn", *request["arguments"]]
@@ -252,7 +252,7 @@ def crash_at(
         replace(armed_by, arming)
 
 
-def named(name: str) -> Any:
+def import_by_name(name: str) -> Any:
     """Import and return the object with a name."""
     module, _, path = name.partition(":")
     return reduce(getattr, path.split("."), importlib.import_module(module))
@@ -262,10 +262,10 @@ def replace(name: str, change: Callable[[Any], Any]) -> None:
     """Replace a function by ``change`` of it, wherever a module has imported it."""
     module, _, path = name.partition(":")
     holder, _, attribute = path.rpartition(".")
-    before = named(name)
+    before = import_by_name(name)
     after = change(before)
     if holder:
-        setattr(named(f"{module}:{holder}"), attribute, after)
+        setattr(import_by_name(f"{module}:{holder}"), attribute, after)
         return
     ours = [each for key, each in sys.modules.items() if key.partition(".")[0] == "fedlearn"]
     for each in ours:

@@ -196,7 +196,7 @@ def outcome(losses: Sequence[float], state: TrainingState) -> Outcome:
 # ---- a training in other processes --------------------------------------------------------------
 
 
-def named_task(*, mesh: Mapping[str, int], spread: Mapping[str, Any]) -> Task:  # Any: what JSON has
+def name_task(*, mesh: Mapping[str, int], spread: Mapping[str, Any]) -> Task:  # Any: what JSON has
     """Return a training that other processes can build, from JSON values."""
     return task_of(Mesh(**mesh), **spread)
 

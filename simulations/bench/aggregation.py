@@ -151,7 +151,7 @@ def model(size: int, *, tensors: int) -> Params:
     return Params.of(nn.ParameterList(parts))
 
 
-def encoded(params: Params, num_examples: int) -> bytes:
+def encode_update(params: Params, num_examples: int) -> bytes:
     """Encode an update of random numbers as a client does."""
     lanes = {DELTA.name: torch.randn(params.layout.size)}
     return encode(TrainReply(round_num=0, lanes=lanes, num_examples=num_examples, metrics={}))
@@ -215,7 +215,7 @@ def rows(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Row]:
     """Measure our collector, numpy, Flower and reading memory, in turn."""
     params = model(arguments.size, tensors=arguments.tensors)
     slab_bytes, num_bytes = arguments.slab_mb << 20, 4 * params.layout.size * arguments.updates
-    updates = [encoded(params, i + 1) for i in range(NUM_DISTINCT)]
+    updates = [encode_update(params, i + 1) for i in range(NUM_DISTINCT)]
     collector = collector_of(Replay(updates, arguments.updates), slab_bytes=slab_bytes)
     before_mb = resident_mb()
     collect(collector, params)

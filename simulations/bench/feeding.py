@@ -72,7 +72,7 @@ def scan(path: Path) -> int:
     return sum(batch.num_rows for batch in table.to_batches(columns=["x", "y"]))
 
 
-def scanned_per_s(path: Path) -> float:
+def scan_per_s(path: Path) -> float:
     """Run some bare scans and return examples per second."""
     num_read = 0
 
@@ -134,7 +134,7 @@ def stream(path: Path, arguments: argparse.Namespace) -> Iterator[Row]:
     names = {f"{num_workers} workers": num_workers for num_workers in arguments.workers}
     found = in_turn(
         {
-            "bare scan": partial(scanned_per_s, path),
+            "bare scan": partial(scan_per_s, path),
             **{name: partial(read_per_s, files, num_workers=num) for name, num in names.items()},
             "processor time of the scan over ours": partial(processor_ratio, path, files),
         },

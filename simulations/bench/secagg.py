@@ -62,7 +62,7 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def spent(action: Callable[[], object]) -> float:
+def measure_cpu_s(action: Callable[[], object]) -> float:
     """Return the processor time that ``action`` takes, in seconds."""
     before_s = cpu_s()
     action()
@@ -139,7 +139,7 @@ def rows(arguments: argparse.Namespace, stack: ExitStack) -> Iterator[Row]:
 
     actions = {
         "bound": fold.bound_s,
-        "fold": lambda: spent(lambda: fold.run(1)),
+        "fold": lambda: measure_cpu_s(lambda: fold.run(1)),
         "fold by the clock": lambda: timed(lambda: fold.run(arguments.threads)),
         "client": client,
     }

@@ -152,7 +152,7 @@ def naive(values: Tensor, messages: Messages) -> Tensor:
     """Send everything to every rank; each adds up in rank order, so all get the same bits."""
     others = [rank for rank in range(messages.world_size) if rank != messages.rank]
     leaving = [messages.send(values, to=rank) for rank in others]
-    total = _gathered(values, messages)
+    total = _gather(values, messages)
     _wait(leaving)
     return total
 
@@ -160,7 +160,7 @@ def naive(values: Tensor, messages: Messages) -> Tensor:
 def manager(values: Tensor, messages: Messages) -> Tensor:
     """Send everything to rank 0, which adds up in rank order and sends the sum to every rank."""
     if messages.rank == 0:
-        total = _gathered(values, messages)
+        total = _gather(values, messages)
         _wait([messages.send(total, to=rank) for rank in range(1, messages.world_size)])
         return total
     messages.send(values, to=0).wait()
@@ -207,7 +207,7 @@ def part_sizes(num_numbers: int, *, world_size: int) -> list[int]:
     return [size + (part < larger) for part in range(world_size)]
 
 
-def _gathered(values: Tensor, messages: Messages) -> Tensor:
+def _gather(values: Tensor, messages: Messages) -> Tensor:
     """Receive the values of all other ranks, and return the sum with this one's in rank order."""
     total, coming = torch.zeros_like(values), torch.empty_like(values)
     for rank in range(messages.world_size):
@@ -277,16 +277,16 @@ def ring_cost(n: int, p: int) -> Cost:
     """
     sizes = part_sizes(n, world_size=p)
 
-    def sent(rank: int) -> tuple[int, int]:
+    def count_sent(rank: int) -> tuple[int, int]:
         """Return the numbers and messages that a rank sends."""
         kept = sizes[(rank + 1) % p], sizes[(rank + 2) % p]
         messages = 2 * sum(map(bool, sizes)) - sum(map(bool, kept))
         return 2 * n - sum(kept), messages
 
     return Cost(
-        sent_P=tuple(sent(rank)[0] for rank in range(p)),
-        received_P=tuple(sent(rank - 1)[0] for rank in range(p)),
-        num_sent_P=tuple(sent(rank)[1] for rank in range(p)),
+        sent_P=tuple(count_sent(rank)[0] for rank in range(p)),
+        received_P=tuple(count_sent(rank - 1)[0] for rank in range(p)),
+        num_sent_P=tuple(count_sent(rank)[1] for rank in range(p)),
         in_sequence=2 * (p - 1) * sizes[0],
     )
 

@@ -170,7 +170,7 @@ def measure(settings: Settings, *, world_size: int) -> list[Measured]:
         timeout_s=_SPARE_S + _SPARE_FACTOR * expected_s,
     )
     return [
-        _measured(*case, settings, of_ranks)
+        _measure(*case, settings, of_ranks)
         for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True)
     ]
 
@@ -179,7 +179,7 @@ def _seconds(cost: Cost, mbit_per_s: float) -> float:
     return cost.in_sequence * NUMBER_BYTES / (mbit_per_s * _BYTES_PER_S)
 
 
-def _measured(
+def _measure(
     method: Method, num_numbers: int, settings: Settings, of_ranks: Sequence[_OfRank]
 ) -> Measured:
     carried_P = [each.carried for each in of_ranks if each.carried is not None]
@@ -221,17 +221,17 @@ def _of_rank(
     if method.is_own:
         for _ in range(settings.repeats):
             paced = PacedMessages(bytes_per_s=bytes_per_s, clock=clock)
-            paced_seconds.append(_timed(method, values, paced))
+            paced_seconds.append(_time_action(method, values, paced))
     return _OfRank(
         sent=messages.sent * values.element_size(),
         num_sent=messages.num_sent,
         carried=None if before is None or after is None else after - before,
-        seconds=tuple(_timed(method, values, Messages()) for _ in range(settings.repeats)),
+        seconds=tuple(_time_action(method, values, Messages()) for _ in range(settings.repeats)),
         paced_seconds=tuple(paced_seconds),
     )
 
 
-def _timed(method: Method, values: Tensor, messages: Messages) -> float:
+def _time_action(method: Method, values: Tensor, messages: Messages) -> float:
     """Return the seconds that this rank took, after waiting for all ranks."""
     dist.barrier()
     clock = SystemClock()

@@ -30,7 +30,7 @@ def sent_bytes(*, without: AbstractSet[int]) -> int | None:
     Returns:
         ``None`` if the kernel does not count them, or counts none.
     """
-    counts = [_sent(descriptor) for number, descriptor in _sockets() if number not in without]
+    counts = [_count_sent(descriptor) for number, descriptor in _sockets() if number not in without]
     return sum(counts) or None
 
 
@@ -46,7 +46,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
             yield int(target.removeprefix("socket:[").removesuffix("]")), int(each.name)
 
 
-def _sent(descriptor: int) -> int:
+def _count_sent(descriptor: int) -> int:
     """Return the bytes that a socket has sent; 0 if it is not a TCP connection."""
     with socket.socket(fileno=os.dup(descriptor)) as each:
         internet = each.family in (socket.AF_INET, socket.AF_INET6)

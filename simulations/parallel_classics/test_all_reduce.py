@@ -295,13 +295,13 @@ def measured(method: Method, world_size: int, *, carried: bool = True) -> Measur
     )
 
 
-def made_up(*, carried: bool = True) -> list[Measured]:
+def make_up(*, carried: bool = True) -> list[Measured]:
     cases = product((2, 4), METHODS)
     return [measured(each, size, carried=carried) for size, each in cases]
 
 
 def test_a_table_has_what_was_measured_beside_its_formula() -> None:
-    lines = render(made_up()).splitlines()
+    lines = render(make_up()).splitlines()
     rows = [line.split() for line in lines if line[:1] in "24" and line[1:2] == " "]
     assert rows[0] == ["2", "naive", *["0.008"] * 2, *["0.004"] * 2, "1", "2.0", "20.0", "0.3"]
     assert rows[5] == ["4", "manager", *["0.024"] * 2, *["0.012"] * 2, "3", "2.0", "20.0", "1.9"]
@@ -310,7 +310,7 @@ def test_a_table_has_what_was_measured_beside_its_formula() -> None:
 
 
 def test_where_the_kernel_does_not_tell_the_table_has_a_dash() -> None:
-    text = render(made_up(carried=False))
+    text = render(make_up(carried=False))
     row = next(line.split() for line in text.splitlines() if line.startswith("2  library"))
     assert row == ["2", "library", "-", "0.008", "-", "0.004", "-", "2.0", "-", "0.3"]
     assert "its bytes cannot be counted here" in text
@@ -320,7 +320,7 @@ def test_where_the_kernel_does_not_tell_the_table_has_a_dash() -> None:
 @pytest.mark.parametrize("carried", [True, False])
 def test_a_picture_is_drawn(tmp_path: Path, *, carried: bool) -> None:
     path = tmp_path / "costs.png"
-    picture(made_up(carried=carried), path)
+    picture(make_up(carried=carried), path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 

@@ -19,7 +19,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules}))
 """
 
 
-def loaded(root: Path) -> set[str]:
+def list_loaded(root: Path) -> set[str]:
     """Return the top-level packages that the reference loads in a fresh interpreter."""
     found = subprocess.run(
         [sys.executable, "-c", LOADED],
@@ -44,6 +44,6 @@ def test_the_reference_does_not_load_fedlearn(borrows: bool, tmp_path: Path) -> 
     if borrows:
         client = tmp_path / "tests/oracle/reference/client.py"
         client.write_text(f"import fedlearn.errors\n{client.read_text()}")
-    packages = loaded(tmp_path)
+    packages = list_loaded(tmp_path)
     assert "torch" in packages
     assert ("fedlearn" in packages) == borrows

@@ -18,7 +18,7 @@ SOURCE = Path(fedlearn.__file__)
 HEAVY = ("flwr", "grpc", "sqlalchemy", "alembic", "sklearn", "pyarrow", "matplotlib")
 
 
-def declared() -> dict[str, str]:
+def list_declared_names() -> dict[str, str]:
     """Return the names that type checkers see, and their modules, from the source."""
     names: dict[str, str] = {}
     for node in ast.walk(ast.parse(SOURCE.read_text())):
@@ -30,7 +30,7 @@ def declared() -> dict[str, str]:
     return names
 
 
-def loaded_after(statement: str) -> set[str]:
+def list_loaded_after(statement: str) -> set[str]:
     """Return the top-level modules in a fresh interpreter after ``statement``."""
     script = f"{statement}\nimport sys\nprint(*{{name.partition('.')[0] for name in sys.modules}})"
     found = subprocess.run(
@@ -51,7 +51,7 @@ def test_the_lists_of_names_agree() -> None:
         for module, names in vars(fedlearn)["_HOME"].items()
         for name in names.split()
     }
-    assert declared() == home
+    assert list_declared_names() == home
     assert sorted(home) == sorted(fedlearn.__all__)
     assert dir(fedlearn) == sorted(fedlearn.__all__)
 
@@ -60,7 +60,7 @@ def test_the_lists_of_names_agree() -> None:
 def test_every_public_name_resolves_and_is_documented(name: str) -> None:
     """To the object of its module, with its own docstring."""
     found = getattr(fedlearn, name)
-    assert found is getattr(importlib.import_module(declared()[name]), name)
+    assert found is getattr(importlib.import_module(list_declared_names()[name]), name)
     assert found.__doc__
     assert not found.__doc__.startswith(f"{name}("), "a dataclass' generated one is not enough"
 
@@ -102,7 +102,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_the_package_alone_loads_nothing_heavy() -> None:
     """``fedlearn --help`` does not wait for torch."""
-    assert not loaded_after("import fedlearn") & {"torch", "numpy", *HEAVY}
+    assert not list_loaded_after("import fedlearn") & {"torch", "numpy", *HEAVY}
 
 
 SUPERVISING = """
@@ -116,7 +116,7 @@ assert int(peak.split()[1]) < 60_000, peak
 @pytest.mark.slow
 def test_an_application_with_an_agent_stays_small() -> None:
     """Only the training process loads torch; the application takes less than 60 MB in total."""
-    loaded = loaded_after(SUPERVISING)
+    loaded = list_loaded_after(SUPERVISING)
     assert not loaded & {"torch", "numpy", "cryptography", "structlog", *HEAVY}
 
 
@@ -134,13 +134,13 @@ assert as_chain(model, Layout.of(model)).shapes((1, 8, 8))[-1] == (3,)
 @pytest.mark.slow
 def test_the_engine_needs_torch_and_little_else() -> None:
     """Torch and numpy suffice, without torch's compiler, which takes seconds to load."""
-    assert not loaded_after(FUSED) & {"sympy", *HEAVY}
+    assert not list_loaded_after(FUSED) & {"sympy", *HEAVY}
 
 
 @pytest.mark.slow
 def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
     """It would add half a second to each command."""
-    assert "matplotlib" not in loaded_after(
+    assert "matplotlib" not in list_loaded_after(
         "import fedlearn.cli.environment, fedlearn.cli.overview"
     )
 
@@ -148,5 +148,5 @@ def test_a_command_that_draws_nothing_does_not_wait_for_matplotlib() -> None:
 @pytest.mark.slow
 def test_a_heavy_import_would_be_noticed() -> None:
     """The control: the store does load SQLAlchemy, and plots load matplotlib."""
-    loaded = loaded_after("import fedlearn.store.runs, fedlearn.experiment.plot")
+    loaded = list_loaded_after("import fedlearn.store.runs, fedlearn.experiment.plot")
     assert {"sqlalchemy", "matplotlib"} <= loaded

@@ -730,7 +730,7 @@ def test_consent_that_cannot_be_read_is_none_and_may_be_given_again(tmp_path: Pa
 
 
 @contextmanager
-def killed_while_it_keeps_the_interpreter(
+def kill_while_it_keeps_the_interpreter(
     application: Application, coordinator: FakeCoordinator
 ) -> Iterator[int]:
     """Kill an application whose trainer is inside native code; yields the trainer's process."""
@@ -769,7 +769,7 @@ def test_native_code_that_keeps_the_interpreter_does_not_outlive_its_application
     application: Application, coordinator: FakeCoordinator
 ) -> None:
     """Even though no other thread of its process can run."""
-    with killed_while_it_keeps_the_interpreter(application, coordinator) as pid:
+    with kill_while_it_keeps_the_interpreter(application, coordinator) as pid:
         eventually(lambda: not is_alive(pid))
 
 
@@ -778,7 +778,7 @@ def test_consent_is_withdrawn_although_an_orphan_keeps_the_folder(
     application: Application, coordinator: FakeCoordinator
 ) -> None:
     """The next agent of the application ends the orphan at once."""
-    with killed_while_it_keeps_the_interpreter(application, coordinator) as pid:
+    with kill_while_it_keeps_the_interpreter(application, coordinator) as pid:
         agent = application.agent(coordinator.invite("again"))
         assert agent.revoke_consent(wait=WAIT_S)
         assert not is_alive(pid)

@@ -39,7 +39,7 @@ ADAM = fl.FedAdam(
 )
 
 
-def banded(
+def run_banded(
     algorithm: fl.Strategy = STILL,
     *,
     privacy: Mapping[str, object] | None = None,
@@ -70,7 +70,7 @@ def test_the_noise_of_a_model_is_that_of_the_last_prefix_sum(engine: dict[str, o
 
     Controls: scales of 2/3 and 3/2, and independent noise, are told apart.
     """
-    noise = moved(banded(num_rounds=6, engine=engine), make_model)
+    noise = moved(run_banded(num_rounds=6, engine=engine), make_model)
     matrix, scale = find_optimal(bands=4, num_rounds=6), 1.5 * 0.6 / 15
     column = (torch.linalg.inv(torch.from_numpy(explicit(matrix.diagonals, 6)))).sum(dim=0)
     sigma = float(column.norm()) * matrix.norm * scale
@@ -83,7 +83,7 @@ def test_the_noise_of_a_model_is_that_of_the_last_prefix_sum(engine: dict[str, o
 @pytest.mark.slow
 def test_one_band_has_the_noise_of_the_mode_without_bands() -> None:
     """The scale is √6 z C / m after 6 rounds."""
-    noise = moved(banded(num_rounds=6, privacy={"bands": 1}), make_model)
+    noise = moved(run_banded(num_rounds=6, privacy={"bands": 1}), make_model)
     assert has_scale(noise, math.sqrt(6.0) * 1.5 * 0.6 / 15)
 
 
@@ -102,7 +102,7 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strateg
         {"transport": "memory"},
     ]
     first, *others = (
-        banded(algorithm, engine=engine, privacy={"reproducible": True}, num_rounds=5)
+        run_banded(algorithm, engine=engine, privacy={"reproducible": True}, num_rounds=5)
         for engine in engines
     )
     for other in others:
@@ -115,11 +115,11 @@ def test_sessions_workers_and_the_engine_agree_bit_for_bit(algorithm: fl.Strateg
 def test_a_run_that_shall_be_repeated_is_resumed_to_the_same_bits() -> None:
     """The noise and releases of the last rounds are part of its state."""
     settings: dict[str, Any] = {"privacy": {"reproducible": True}, "num_rounds": 7}
-    whole = banded(ADAM, **settings)
+    whole = run_banded(ADAM, **settings)
     broken: dict[str, Any] = {"name": "broken", "store": {"checkpoint_every_s": 0.0}}
     with pytest.raises(KeyboardInterrupt):
-        banded(ADAM, told=Told(break_after=4), **broken, **settings)
-    resumed = banded(ADAM, resume="broken", **settings)
+        run_banded(ADAM, told=Told(break_after=4), **broken, **settings)
+    resumed = run_banded(ADAM, resume="broken", **settings)
     assert asked(resumed) == asked(whole)
     for name, tensor in whole.weights(best=False).items():
         assert torch.equal(tensor, resumed.weights(best=False)[name])
@@ -135,7 +135,7 @@ def test_with_next_to_no_noise_it_is_the_run_in_the_clear() -> None:
         num_rounds=6,
     )
     private = [
-        banded(LEARNS, privacy={"clip_norm": 50.0, "noise_multiplier": z}, num_rounds=6)
+        run_banded(LEARNS, privacy={"clip_norm": 50.0, "noise_multiplier": z}, num_rounds=6)
         for z in (1e-6, 1e-2)
     ]
     assert asked(private[0]) == asked(clear)
@@ -149,11 +149,11 @@ def test_turns_that_were_lost_are_over(every_s: float, num_committed: int) -> No
     """Users of a lost turn are asked again only after all other groups had theirs."""
     settings: dict[str, Any] = {"num_rounds": 7, "store": {"checkpoint_every_s": every_s}}
     with pytest.raises(KeyboardInterrupt):
-        banded(told=Told(break_after=3), name="broken", **settings)
+        run_banded(told=Told(break_after=3), name="broken", **settings)
     assert len(history("broken")) == num_committed
     told = Told()
-    found = asked(banded(told=told, resume="broken", **settings))
-    groups = asked(banded(num_rounds=GROUPS, privacy={"reproducible": True}))
+    found = asked(run_banded(told=told, resume="broken", **settings))
+    groups = asked(run_banded(num_rounds=GROUPS, privacy={"reproducible": True}))
     turns = [*range(num_committed), *range(3, 3 + 7 - num_committed)]
     assert found == [groups[turn % GROUPS] for turn in turns]
     assert told.summary is not None
@@ -167,7 +167,7 @@ def test_two_runs_on_the_same_users_are_rounded_up_apart() -> None:
     """With 4 groups, 5 rounds contain two turns of one group, so each run costs two turns."""
     told = [Told(), Told()]
     for each in told:
-        banded(num_rounds=5, told=each)
+        run_banded(num_rounds=5, told=each)
     for turns, each in zip((2, 4), told, strict=True):
         assert each.summary is not None
         found = each.summary.privacy
@@ -182,11 +182,11 @@ def test_a_budget_is_used_up_to_the_end_of_a_turn() -> None:
     budget = gaussian_epsilon(math.sqrt(2.0) / 1.5, 1e-3) + 1e-6
     told = Told()
     with pytest.raises(BudgetExhausted, match="8 rounds are charged"):
-        banded(num_rounds=12, privacy={"epsilon": budget}, name="a", told=told)
+        run_banded(num_rounds=12, privacy={"epsilon": budget}, name="a", told=told)
     assert len(history("a")) == 8
     assert any("enough for 8 of the 12 rounds" in note for note in told.notes)
     with pytest.raises(BudgetExhausted):
-        banded(num_rounds=1, privacy={"epsilon": budget})
+        run_banded(num_rounds=1, privacy={"epsilon": budget})
 
 
 OWN = """

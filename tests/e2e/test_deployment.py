@@ -29,13 +29,13 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def stored_rounds(site: Site) -> tuple[RunStatus, list[int]]:
+def load_stored_rounds(site: Site) -> tuple[RunStatus, list[int]]:
     with site.database() as database:
         run = database.run("federation")
         return run.record.status, [record.round_num for record in run.rounds()]
 
 
-def parked_after(site: Site, num_rounds: int) -> None:
+def park_after(site: Site, num_rounds: int) -> None:
     """Run a coordinator with clients, and stop it after some rounds."""
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
@@ -47,20 +47,20 @@ def parked_after(site: Site, num_rounds: int) -> None:
 
 def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
     """Clients reconnect by themselves, and every round is recorded once."""
-    parked_after(site, 2)
+    park_after(site, 2)
     second = site.serving()
     site.until_round(second, 4)
     second.kill()
     third = site.coordinator()
     assert third.wait() == 0, third.tail()
-    assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    assert load_stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
     until(lambda: site.log("client-*").count("the run is done") == NUM_CLIENTS)
 
 
 def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
     """Clients see it as another run. Every round is recorded once, and the spool is empty."""
     spool = site.folder / "coordinator" / "spool"
-    parked_after(site, 3)
+    park_after(site, 3)
     with site.database() as database:
         last = database.run("federation").checkpoints()[-1].path
         dropped = find_deployment(database, "federation").run_id
@@ -71,7 +71,7 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
     assert "--from-previous" in second.err()
     third = site.coordinator("--from-previous")
     assert third.wait() == 0, third.tail()
-    assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    assert load_stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
     with site.database() as database:
         assert find_deployment(database, "federation").run_id != dropped
     assert list(spool.iterdir()) == []
@@ -79,13 +79,13 @@ def test_a_run_goes_back_from_a_damaged_checkpoint(site: Site) -> None:
 
 def test_a_run_goes_on_from_a_backup(site: Site, tmp_path: Path) -> None:
     """Clients see it as another run, and reconnect with the keys that they have."""
-    parked_after(site, 2)
+    park_after(site, 2)
     kept = [site.folder / name for name in ("runs", "coordinator")]
     for folder in kept:
         shutil.copytree(folder, tmp_path / "backup" / folder.name)
     with site.database() as database:
         dropped = find_deployment(database, "federation").run_id
-    num_finished = len(stored_rounds(site)[1])
+    num_finished = len(load_stored_rounds(site)[1])
     second = site.serving()
     site.until_round(second, num_finished + 1)
     second.kill()
@@ -94,7 +94,7 @@ def test_a_run_goes_on_from_a_backup(site: Site, tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "backup" / folder.name, folder)
     third = site.coordinator("--restored")
     assert third.wait() == 0, third.tail()
-    assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    assert load_stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
     with site.database() as database:
         assert find_deployment(database, "federation").run_id != dropped
 
@@ -115,7 +115,7 @@ def test_an_operator_pauses_resumes_looks_and_aborts(site: Site) -> None:
     site.until_round(coordinator, 1)
     site.type("abort")
     assert coordinator.wait() == RUN_FAILED
-    status, rounds = stored_rounds(site)
+    status, rounds = load_stored_rounds(site)
     assert status is RunStatus.FAILED
     listed = site.type("rounds", "--json", "--last", "5000").splitlines()
     assert len(listed) == len(rounds) >= 1
@@ -151,7 +151,7 @@ def test_who_keeps_failing_is_known_to_the_next_coordinator(site: Site) -> None:
     site.until_round(first, 3)
     first.kill()
     second = site.serving()
-    number = len(stored_rounds(site)[1])
+    number = len(load_stored_rounds(site)[1])
     site.until_round(second, number + 2)
     why = json.loads(site.type("why", "--json"))
     (failing,) = why["failing"]
@@ -176,4 +176,4 @@ def test_a_second_coordinator_takes_over(site: Site) -> None:
     assert asked(http, "/readyz") == UNAVAILABLE
     first.kill()
     assert second.wait() == 0, second.tail()
-    assert stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    assert load_stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))

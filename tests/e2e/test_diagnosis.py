@@ -56,7 +56,7 @@ class WrongClock:
         return SystemClock().unix_s() + self.by_s
 
 
-def found(
+def run_diagnosis(
     invitation: Path,
     tmp_path: Path,
     *,
@@ -88,7 +88,7 @@ def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None
     """All checks pass, and the token is not redeemed."""
     file = tmp_path / "trainer.py"
     file.write_text(SOURCE.format(num_examples=17))
-    findings = found(invitation, tmp_path, trainer=f"{file}:Trainer")
+    findings = run_diagnosis(invitation, tmp_path, trainer=f"{file}:Trainer")
     assert list(findings) == ["invitation", "disk", "connection", "TLS", "clock", "data"]
     assert all(finding.is_fine for finding in findings.values()), findings
     assert "17 examples" in findings["data"].message
@@ -98,12 +98,12 @@ def test_what_is_as_it_must_be_is_fine(invitation: Path, tmp_path: Path) -> None
 def test_an_enrolled_client_tries_a_session(invitation: Path, tmp_path: Path) -> None:
     """A session is skipped while another process uses the folder."""
     home = enrolled(invitation, tmp_path)
-    findings = found(invitation, tmp_path)
+    findings = run_diagnosis(invitation, tmp_path)
     assert findings["session"].message.startswith("welcome to run")
     assert findings["invitation"].message == "laptop is enrolled"
     assert {finding.outcome for finding in findings.values()} == {CheckOutcome.OK}
     with home.lock():
-        findings = found(invitation, tmp_path)
+        findings = run_diagnosis(invitation, tmp_path)
     assert "in use" in findings["disk"].message
     assert "session" not in findings, "it would have ended that of the process that runs"
 
@@ -113,7 +113,7 @@ def test_a_look_changes_nothing(
 ) -> None:
     """Neither on disk, nor in the list of clients that may be asked."""
     invitation = coordinator.invite("laptop")
-    findings = found(invitation, tmp_path)
+    findings = run_diagnosis(invitation, tmp_path)
     assert findings["disk"].is_fine
     assert not (tmp_path / "home").exists()
     home = enrolled(invitation, tmp_path)
@@ -131,7 +131,7 @@ def test_a_look_changes_nothing(
                 yield session
 
     monkeypatch.setattr(live_session, "GatewayConnection", Watched)
-    assert found(invitation, tmp_path)["session"].is_fine
+    assert run_diagnosis(invitation, tmp_path)["session"].is_fine
     assert seen == [[]]
     assert stat.S_IMODE(home.folder.stat().st_mode) == 0o755
     assert sorted(home.folder.iterdir()) == there
@@ -151,16 +151,16 @@ def test_a_look_is_no_strangers(
     invitation = coordinator.invite("laptop")
     with capture_logs() as logs:
         for _ in range(2):
-            assert found(invitation, tmp_path)["TLS"].is_fine
+            assert run_diagnosis(invitation, tmp_path)["TLS"].is_fine
         until(lambda: num_strangers(coordinator) == 0)  # counted after the client has its answer
         enrolled(invitation, tmp_path)
-        assert found(invitation, tmp_path)["session"].is_fine
+        assert run_diagnosis(invitation, tmp_path)["session"].is_fine
         until(lambda: num_strangers(coordinator) == 0)
         coordinator.revoke("laptop")  # returns once the gateway has checked its connections
         assert [each for each in logs if each["event"] == "strangers"] == []
     other = changed(coordinator.invite("desktop"), certificate_pem="", tls_key_pem="")
     with capture_logs() as logs:
-        assert not found(other, tmp_path / "other")["connection"].is_fine
+        assert not run_diagnosis(other, tmp_path / "other")["connection"].is_fine
         until(lambda: num_strangers(coordinator) == 1)
         until(lambda: any(each["event"] == "strangers" for each in logs))
 
@@ -172,7 +172,7 @@ def test_an_invitation_that_is_not_open_is_found(
     used = coordinator.invite("laptop")
     enrolled(used, tmp_path)
     for each in (used, changed(coordinator.invite("desktop"), token="")):
-        finding = found(each, tmp_path / "other")["invitation"]
+        finding = run_diagnosis(each, tmp_path / "other")["invitation"]
         assert not finding.is_fine
         assert "unknown or was used" in finding.message
 
@@ -201,7 +201,7 @@ def through_a_proxy(
         monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{listening.getsockname()[1]}")
         with ThreadPoolExecutor(1) as proxy:
             request = proxy.submit(serve)
-            findings = found(away, tmp_path)
+            findings = run_diagnosis(away, tmp_path)
             return request.result(), findings
 
 
@@ -230,7 +230,7 @@ def test_a_proxy_is_passed_as_in_joining(
 def test_a_folder_that_cannot_be_used_is_found(invitation: Path, tmp_path: Path) -> None:
     """Here a file is in its place."""
     (tmp_path / "home").write_text("in the way")
-    finding = found(invitation, tmp_path)["disk"]
+    finding = run_diagnosis(invitation, tmp_path)["disk"]
     assert not finding.is_fine
     assert "is a file" in finding.message
 
@@ -250,8 +250,8 @@ def test_keys_that_are_to_be_replaced_are_not_tried(
     invitation = coordinator.invite("laptop")
     enrolled(invitation, tmp_path)
     coordinator.revoke("laptop")
-    assert "session" in found(invitation, tmp_path)
-    findings = found(coordinator.invite("laptop"), tmp_path)
+    assert "session" in run_diagnosis(invitation, tmp_path)
+    findings = run_diagnosis(coordinator.invite("laptop"), tmp_path)
     assert "will enrol again" in findings["invitation"].message
     assert "session" not in findings
 
@@ -264,7 +264,7 @@ def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path)
     clock = SystemClock()
     until_s = clock.now_s() + 60.0
     while (
-        finding := found(invitation, tmp_path)["session"]
+        finding := run_diagnosis(invitation, tmp_path)["session"]
     ).is_fine:  # the gateway polls each second
         assert clock.now_s() < until_s, "the gateway still lets it in"
     assert "revoked" in finding.message
@@ -273,7 +273,7 @@ def test_a_revoked_client_hears_it(coordinator: FakeCoordinator, tmp_path: Path)
 def test_an_address_where_nobody_listens_is_found(invitation: Path, tmp_path: Path) -> None:
     """Or that is not an address."""
     for address in ("127.0.0.1:1", "nonsense"):
-        finding = found(changed(invitation, addresses=[address]), tmp_path)["connection"]
+        finding = run_diagnosis(changed(invitation, addresses=[address]), tmp_path)["connection"]
         assert not finding.is_fine
         assert address in finding.message
 
@@ -282,7 +282,7 @@ def test_another_coordinators_certificate_is_found(invitation: Path, tmp_path: P
     """The client trusts the authority of its invitation and no other."""
     with FakeCoordinator() as another:
         address = another.address
-        finding = found(changed(invitation, addresses=[address]), tmp_path)["TLS"]
+        finding = run_diagnosis(changed(invitation, addresses=[address]), tmp_path)["TLS"]
         assert not finding.is_fine
         assert "not the coordinator of this invitation" in finding.message
 
@@ -309,7 +309,7 @@ def test_a_clock_that_is_off_is_a_warning_and_no_obstacle(
 ) -> None:
     """Measured against the coordinator's clock, which its welcome contains."""
     enrolled(invitation, tmp_path)
-    finding = found(invitation, tmp_path, clock=WrongClock(by_s))["clock offset"]
+    finding = run_diagnosis(invitation, tmp_path, clock=WrongClock(by_s))["clock offset"]
     assert (finding.outcome, finding.is_fine) == (outcome, True)
     assert words in finding.message
 
@@ -324,16 +324,16 @@ def test_a_certificate_that_ends_soon_is_a_warning(
     assert enrolment is not None
     left_s = expires_unix_s(enrolment.certificate_pem) - SystemClock().unix_s()
     clock = WrongClock(left_s - 10 * 86_400.0)
-    finding = found(invitation, tmp_path, clock=clock)["invitation"]
+    finding = run_diagnosis(invitation, tmp_path, clock=clock)["invitation"]
     assert finding.outcome is CheckOutcome.WARNING
     assert "fedlearn invite laptop" in finding.message
-    finding = found(coordinator.invite("laptop"), tmp_path)["invitation"]
+    finding = run_diagnosis(coordinator.invite("laptop"), tmp_path)["invitation"]
     assert "laptop is enrolled here" in finding.message
 
 
 def test_a_clock_that_is_years_off_is_found(invitation: Path, tmp_path: Path) -> None:
     """By the invitation's dates, even if other checks fail."""
-    finding = found(invitation, tmp_path, clock=VirtualClock(4e9))["invitation"]
+    finding = run_diagnosis(invitation, tmp_path, clock=VirtualClock(4e9))["invitation"]
     assert not finding.is_fine
     assert "this clock says" in finding.message
 
@@ -341,7 +341,7 @@ def test_a_clock_that_is_years_off_is_found(invitation: Path, tmp_path: Path) ->
 def test_a_file_that_is_no_invitation_ends_the_search(tmp_path: Path) -> None:
     """Without an invitation nothing else can be checked."""
     (tmp_path / "file").write_text("{}")
-    findings = found(tmp_path / "file", tmp_path)
+    findings = run_diagnosis(tmp_path / "file", tmp_path)
     assert [finding.is_fine for finding in findings.values()] == [False]
 
 
@@ -354,7 +354,7 @@ def test_data_that_is_not_there_is_found(
     """An empty data set, or no trainer."""
     file = tmp_path / "trainer.py"
     file.write_text("" if num_examples is None else SOURCE.format(num_examples=num_examples))
-    finding = found(invitation, tmp_path, trainer=f"{file}:Trainer")["data"]
+    finding = run_diagnosis(invitation, tmp_path, trainer=f"{file}:Trainer")["data"]
     assert not finding.is_fine
     assert words in finding.message
 
@@ -389,6 +389,6 @@ def test_data_that_the_model_does_not_take_are_found(
     """A trainer that cannot be built is found too, with its line, and nothing is raised."""
     file = tmp_path / "trainer.py"
     file.write_text(TORCH_SOURCE)
-    finding = found(invitation, tmp_path, trainer=f"{file}:{name}")["data"]
+    finding = run_diagnosis(invitation, tmp_path, trainer=f"{file}:{name}")["data"]
     assert finding.is_fine == (words is None)
     assert (words or "has 9 examples") in finding.message

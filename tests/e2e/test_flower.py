@@ -240,7 +240,7 @@ class Forgetful:
         """Keep nothing."""
 
 
-def replayed(
+def replay(
     rounds: Sequence[RoundRecord], run_config: Settings, *, num_nodes: int = NUM_NODES
 ) -> Mapping[str, torch.Tensor]:
     """Run the same rounds in memory, with replies in the recorded order; return the model."""
@@ -291,7 +291,7 @@ def replayed(
 def assert_equals_memory(stored: StoredRun, run_config: Settings) -> None:
     checkpoint = stored.load()
     assert checkpoint is not None
-    expected = replayed(stored.rounds(), run_config)
+    expected = replay(stored.rounds(), run_config)
     for name, value in expected.items():
         assert torch.equal(checkpoint.tensors[f"params/{name}"], value), name
 
@@ -371,7 +371,7 @@ def assert_equals_plain(stored: StoredRun) -> None:
     Rounding in one round changes what the next trains on, and float32 adds up in another order.
     """
     config: dict[str, Scalar] = {"config": "run.toml", "num-rounds": NUM_SECURE_ROUNDS}
-    expected = replayed(stored.rounds(), config | {"overrides": PLAIN}, num_nodes=NUM_SECURE_NODES)
+    expected = replay(stored.rounds(), config | {"overrides": PLAIN}, num_nodes=NUM_SECURE_NODES)
     folder = APP / "federation"
     components = assembly.build_deployment(
         load_configuration(config | {"overrides": SECURE}, folder), data_dir=folder

@@ -23,7 +23,7 @@ CENTRAL = EXAMPLE | {"mode": "central"}
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
-def divided(
+def divide(
     partition: Division | None = None,
     *,
     seed: int = 0,
@@ -39,7 +39,9 @@ def divided(
     )
 
 
-def spent(data: fl.FederatedData, privacy: dict[str, object], name: str | None = None) -> float:
+def spend_round(
+    data: fl.FederatedData, privacy: dict[str, object], name: str | None = None
+) -> float:
     """Run a round on all clients and return ε."""
     done = fl.simulate(
         lambda: nn.Linear(4, 2),
@@ -60,36 +62,36 @@ def spent(data: fl.FederatedData, privacy: dict[str, object], name: str | None =
 @pytest.mark.slow
 def test_the_cost_of_examples_adds_up_however_they_are_divided() -> None:
     """For other seeds, clients, held-out rows and subsets. Control: other examples start afresh."""
-    once = spent(divided(), EXAMPLE)
+    once = spend_round(divide(), EXAMPLE)
     found = [
-        spent(divided(seed=1), EXAMPLE),
-        spent(divided(fl.Iid(3)), EXAMPLE, name="renamed"),
-        spent(divided(fl.Dirichlet(3, alpha=1.0, min_examples=5)), EXAMPLE),
-        spent(divided(test_fraction=0.5, seed=7), EXAMPLE),
-        spent(divided(rows=slice(60, 20, -1)), EXAMPLE),
+        spend_round(divide(seed=1), EXAMPLE),
+        spend_round(divide(fl.Iid(3)), EXAMPLE, name="renamed"),
+        spend_round(divide(fl.Dirichlet(3, alpha=1.0, min_examples=5)), EXAMPLE),
+        spend_round(divide(test_fraction=0.5, seed=7), EXAMPLE),
+        spend_round(divide(rows=slice(60, 20, -1)), EXAMPLE),
     ]
     assert np.all(np.diff([once, *found]) > 0.1)
     others = fl.from_arrays(-FEATURES, LABELS, partition=fl.Iid(4), test_fraction=0.2, seed=0)
-    assert spent(others, EXAMPLE) == pytest.approx(once)
-    assert spent(divided(), EXAMPLE | {"population": "ward 5"}) == pytest.approx(once)
+    assert spend_round(others, EXAMPLE) == pytest.approx(once)
+    assert spend_round(divide(), EXAMPLE | {"population": "ward 5"}) == pytest.approx(once)
 
 
 @pytest.mark.slow
 def test_users_that_hold_other_examples_need_a_name() -> None:
     """Their costs cannot be added up, unless the user names the population they belong to."""
-    once = spent(divided(), CENTRAL, name="first")
-    for other in (divided(seed=1), divided(fl.Iid(3)), divided(rows=slice(0, 90))):
+    once = spend_round(divide(), CENTRAL, name="first")
+    for other in (divide(seed=1), divide(fl.Iid(3)), divide(rows=slice(0, 90))):
         with pytest.raises(ConfigError, match=r"divided among other clients.* name the population"):
-            spent(other, CENTRAL)
-    twice = spent(divided(), CENTRAL)
+            spend_round(other, CENTRAL)
+    twice = spend_round(divide(), CENTRAL)
     assert twice > once + 0.1
     others = CENTRAL | {"other_data_because": "the control group"}
-    assert spent(divided(seed=1), others) == pytest.approx(once)
+    assert spend_round(divide(seed=1), others) == pytest.approx(once)
     named = CENTRAL | {"population": "ward 5"}
-    assert spent(divided(seed=2), named) == pytest.approx(once)
-    assert spent(divided(seed=3), named) == pytest.approx(twice)
+    assert spend_round(divide(seed=2), named) == pytest.approx(once)
+    assert spend_round(divide(seed=3), named) == pytest.approx(twice)
     with pytest.raises(ConfigError, match=r"each of the ledgers .*ward 5"):
-        spent(divided(seed=2), CENTRAL)
+        spend_round(divide(seed=2), CENTRAL)
 
 
 def test_examples_that_cannot_be_known_again_need_a_name() -> None:
@@ -99,5 +101,5 @@ def test_examples_that_cannot_be_known_again_need_a_name() -> None:
         Augmented(FEATURES, LABELS), labels=LABELS, partition=fl.Iid(4), test=test, seed=0
     )
     with pytest.raises(ConfigError, match=r"change each time they are read.* name the population"):
-        spent(data, EXAMPLE)
-    assert spent(data, EXAMPLE | {"population": "ward 5"}) > 0.0
+        spend_round(data, EXAMPLE)
+    assert spend_round(data, EXAMPLE | {"population": "ward 5"}) > 0.0

@@ -66,7 +66,7 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def imported_by(*commands: str) -> dict[str, list[str]]:
+def list_imports_of(*commands: str) -> dict[str, list[str]]:
     """Return the heavy modules that each command is first to import, in a fresh interpreter."""
     wanted = json.dumps(commands), json.dumps(HEAVY)
     typed = subprocess.run(
@@ -113,13 +113,13 @@ def _deployed_run(surroundings: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
 @pytest.mark.usefixtures("_deployed_run")
 def test_operators_commands_import_neither_torch_nor_numpy() -> None:
     """Nor the modules that serve clients, plot, or train."""
-    assert imported_by(*OF_DEPLOYMENTS) == {command: [] for command in OF_DEPLOYMENTS}
+    assert list_imports_of(*OF_DEPLOYMENTS) == {command: [] for command in OF_DEPLOYMENTS}
 
 
 @pytest.mark.usefixtures("_deployed_run")
 def test_commands_about_runs_and_keys_import_little() -> None:
     """Participations need numpy, and what a client keeps in its folder needs protobuf."""
-    found = imported_by(*OF_RUNS, *OF_CLIENTS)
+    found = list_imports_of(*OF_RUNS, *OF_CLIENTS)
     assert found["runs"] == found["runs --json"] == [], "rounds are summed up by the database"
     of_runs = {name for command in OF_RUNS for name in found[command]}
     of_clients = {name for command in OF_CLIENTS for name in found[command]}
@@ -129,4 +129,4 @@ def test_commands_about_runs_and_keys_import_little() -> None:
 @pytest.mark.usefixtures("_deployed_run")
 def test_what_a_command_imports_is_seen() -> None:
     """The control: a command that builds a run imports torch."""
-    assert "torch" in imported_by("runs", "check")["check"]
+    assert "torch" in list_imports_of("runs", "check")["check"]

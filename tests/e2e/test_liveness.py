@@ -33,7 +33,7 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def held(function: Function) -> Function:
+def hold_calls(function: Function) -> Function:
     """Block the call until the test writes to the pipe next to the configuration."""
 
     def waiting(*given: object, **named: object) -> object:
@@ -43,7 +43,7 @@ def held(function: Function) -> Function:
     return waiting
 
 
-def said(site: Site, path: str) -> str:
+def read_body(site: Site, path: str) -> str:
     """Return the body of the coordinator's answer, for any status."""
     try:
         with urlopen(f"http://{site.config.coordinator.http_address}{path}", timeout=30) as answer:
@@ -57,10 +57,10 @@ def said(site: Site, path: str) -> str:
 def test_a_thread_of_the_rounds_that_is_stuck_is_told(site: Site) -> None:
     """The other threads continue: it answers requests and holds the lease."""
     os.mkfifo(site.folder / HELD)
-    coordinator = site.serving(changes=[Change(DurableOpening.draw_cohort, held)])
+    coordinator = site.serving(changes=[Change(DurableOpening.draw_cohort, hold_calls)])
     http = site.config.coordinator.http_address
     until(lambda: asked(http, "/livez") == UNAVAILABLE, told=coordinator.tail)
-    assert "the thread of the rounds has shown no sign of life for" in said(site, "/livez")
+    assert "the thread of the rounds has shown no sign of life for" in read_body(site, "/livez")
     until(lambda: asked(http, "/readyz") == OK, told=coordinator.tail)
     (site.folder / HELD).write_bytes(b"go on")
     until(lambda: asked(http, "/livez") == OK, told=coordinator.tail)
@@ -73,11 +73,13 @@ def test_a_thread_of_the_database_that_is_stuck_is_told(site: Site) -> None:
     coordinator = site.serving()
     http = site.config.coordinator.http_address
     is_waiting = 'fedlearn_phase{phase="waiting",run="federation"} 1.0'
-    until(lambda: is_waiting in said(site, "/metrics"), told=coordinator.tail)
+    until(lambda: is_waiting in read_body(site, "/metrics"), told=coordinator.tail)
     with closing(sqlite3.connect(file, isolation_level=None, timeout=600)) as other:
         other.execute("BEGIN IMMEDIATE")
         until(lambda: asked(http, "/livez") == UNAVAILABLE, told=coordinator.tail)
-        assert "the thread of the database has shown no sign of life for" in said(site, "/livez")
+        assert "the thread of the database has shown no sign of life for" in read_body(
+            site, "/livez"
+        )
     until(lambda: asked(http, "/livez") == OK, told=coordinator.tail)
 
 
@@ -87,7 +89,7 @@ def test_all_that_a_coordinator_measures_has_its_meaning(site: Site) -> None:
     coordinator = site.serving("--serve-on")
     site.join(0)
     until_said(coordinator, "serving_on")
-    page = said(site, "/metrics")
+    page = read_body(site, "/metrics")
     found = dict(re.findall(r"^# HELP fedlearn_(\w+?)(?:_total)? (.+)$", page, re.MULTILINE))
     assert found == {name: MEANINGS[name].text for name in found}
     conditional = {"refused", "privacy_epsilon", "updates", "in_flight_limit", "check_in_seconds"}

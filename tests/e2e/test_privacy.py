@@ -260,10 +260,10 @@ BUDGET: dict[str, object] = {"noise_multiplier": 1.0, "epsilon": 10.0}
 
 def history(name: str) -> list[RoundRecord]:
     """Return the rounds of a run."""
-    return stored(name).rounds()
+    return load_stored(name).rounds()
 
 
-def stored(name: str) -> StoredRun:
+def load_stored(name: str) -> StoredRun:
     """Load a run from the store in the working directory."""
     runs_dir = Path("runs")
     return Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir).run(name)
@@ -277,7 +277,7 @@ def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
         run(privacy=BUDGET, cohort=ALL, num_rounds=16, name="a", told=told)
     rounds = len(history("a"))
     assert 1 < rounds < 16
-    assert stored("a").record.status is RunStatus.FAILED
+    assert load_stored("a").record.status is RunStatus.FAILED
     assert any(f"enough for {rounds} of the 16 rounds" in note for note in told.notes)
     assert told.summary is not None
     assert told.summary.privacy is not None
@@ -395,7 +395,9 @@ def test_a_run_that_is_killed_at_any_moment_has_charged_what_it_opened(
             assert process.wait() is None
             num_told += sum(each["event"] == "round" for each in json_lines(process.out()))
         charged = sum(
-            ledger_of(stored("killed"), section_of(stored("killed").record)).load_spent().values()
+            ledger_of(load_stored("killed"), section_of(load_stored("killed").record))
+            .load_spent()
+            .values()
         )
         assert charged >= num_told
     assert charged < num_told + 2000

@@ -56,7 +56,9 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
         yield site
 
 
-def finished(site: Site, name: str) -> tuple[RunStatus, list[RoundRecord], dict[str, Tensor]]:
+def wait_until_finished(
+    site: Site, name: str
+) -> tuple[RunStatus, list[RoundRecord], dict[str, Tensor]]:
     with site.database() as database:
         stored = database.run(name)
         weights = Run(stored, None).weights(best=False)
@@ -69,14 +71,14 @@ def test_a_secure_deployment_ends_in_the_model_of_plain_aggregation(site: Site) 
     for number in range(NUM_CLIENTS):
         site.join(number)
     assert coordinator.wait() == 0, coordinator.tail()
-    status, rounds, secure = finished(site, "federation")
+    status, rounds, secure = wait_until_finished(site, "federation")
     assert status is RunStatus.DONE
     assert [len(r.participations) for r in rounds] == [NUM_CLIENTS] * NUM_ROUNDS
     assert all(len({p.num_examples for p in r.participations}) == 1 for r in rounds)
     plain = ("secure_aggregation.mode=off", "engine.transport=memory")
     options = [part for each in (*plain, "name=plain") for part in ("--set", each)]
     site.type("simulate", str(site.file), *options)
-    _, in_the_clear, expected = finished(site, "plain")
+    _, in_the_clear, expected = wait_until_finished(site, "plain")
     for each in ("clients/loss_mean", "clients/accuracy_mean"):  # in a sum of the same clients
         found, wanted = (record[-1].metrics[each] for record in (rounds, in_the_clear))
         assert found == pytest.approx(wanted, abs=1e-3)
@@ -93,7 +95,7 @@ def test_a_coordinator_that_is_killed_begins_a_session_of_its_own(site: Site) ->
     first.kill()
     second = site.coordinator()
     assert second.wait() == 0, second.tail()
-    status, rounds, _ = finished(site, "federation")
+    status, rounds, _ = wait_until_finished(site, "federation")
     assert (status, [r.round_num for r in rounds]) == (RunStatus.DONE, list(range(6)))
 
 
@@ -106,7 +108,7 @@ def test_a_coordinator_that_is_killed_before_its_commit_opens_the_same_sum(site:
     assert first.wait() is None, first.tail()
     second = site.coordinator()
     assert second.wait() == 0, second.tail()
-    status, rounds, _ = finished(site, "federation")
+    status, rounds, _ = wait_until_finished(site, "federation")
     assert (status, [r.attempt for r in rounds]) == (RunStatus.DONE, [1, 0])
     assert [r.participations.num(Status.REPORTED) for r in rounds] == [NUM_CLIENTS] * NUM_ROUNDS
     assert site.log().count("masked_sum_goes_on") == 1
@@ -128,7 +130,7 @@ def test_a_client_that_is_gone_is_left_out_of_the_sum(site: Site) -> None:
     site.until_round(coordinator, 1)
     clients[-1].kill()
     assert coordinator.wait() == 0, coordinator.tail()
-    status, rounds, _ = finished(site, "federation")
+    status, rounds, _ = wait_until_finished(site, "federation")
     assert (status, len(rounds)) == (RunStatus.DONE, 3)
     reported = [r.participations.num(Status.REPORTED) for r in rounds]
     assert min(reported) == reported[-1] == NUM_CLIENTS - 1
@@ -148,7 +150,7 @@ def test_a_client_that_is_killed_between_download_and_reply_goes_on(site: Site) 
     assert request.stat().st_size > wire.MAX_INLINE_BYTES
     site.join(0, task=f"{task}:Dying")
     assert coordinator.wait() == 0, coordinator.tail()
-    status, rounds, _ = finished(site, "federation")
+    status, rounds, _ = wait_until_finished(site, "federation")
     assert (status, [r.attempt for r in rounds]) == (RunStatus.DONE, [0] * NUM_ROUNDS)
     first = rounds[0].participations
     assert first.num(Status.REPORTED) == len(first)
@@ -168,7 +170,7 @@ def test_a_client_whose_policy_forbids_the_training_says_so_before_secrets_are_s
         site.join(number, "--require-secure-aggregation")
     site.join(NUM_CLIENTS - 1, "--config", "client.toml")
     assert coordinator.wait() == 0, coordinator.tail()
-    status, (record,), _ = finished(site, "federation")
+    status, (record,), _ = wait_until_finished(site, "federation")
     assert status is RunStatus.DONE
     assert record.participations.num(Status.REPORTED) == NUM_CLIENTS - 1
     (refused,) = [p for p in record.participations if p.status is Status.FAILED]

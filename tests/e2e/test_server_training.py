@@ -272,7 +272,7 @@ ALIKE = fl.FedAvg(SGD, weight_by_examples=False)
 POISSON = {"num_wanted": 4, "sampling": "poisson"}
 
 
-def halved(client_id: ClientId) -> fl.LocalUpdate:
+def halve(client_id: ClientId) -> fl.LocalUpdate:
     """Return a client's local update; every other client takes smaller steps."""
     return fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1 / (1 + client_id % 2))
 
@@ -289,7 +289,7 @@ def halved(client_id: ClientId) -> fl.LocalUpdate:
         pytest.param(
             fl.Scaffold(SGD, num_clients=NUM_LEFT, server_learning_rate=1.0), {}, id="scaffold"
         ),
-        pytest.param(fl.FedAvg(SGD), {"local_of": halved}, id="per client"),
+        pytest.param(fl.FedAvg(SGD), {"local_of": halve}, id="per client"),
         pytest.param(
             ALIKE, {"privacy": {**PRIVACY, "clip_quantile": 0.5}, "cohort": POISSON}, id="adaptive"
         ),
@@ -358,7 +358,7 @@ def test_distillation_begins_at_the_model_that_the_coordinator_has_trained() -> 
         torch.testing.assert_close(tensor, distilled.weights(best=False)[name], rtol=0.0, atol=1e-5)
 
 
-def spent(num_clients: int, training: dict[str, Any]) -> tuple[float, Sequence[str]]:
+def run_private(num_clients: int, training: dict[str, Any]) -> tuple[float, Sequence[str]]:
     """Return ε and the notes of a private run on ``num_clients``; each run has its own ledger."""
     own: dict[str, Any] = {"noise_multiplier": 1.0, "reproducible": False}
     own["population"] = f"{num_clients}, {training}"
@@ -375,13 +375,13 @@ def test_what_the_coordinator_does_costs_no_privacy_and_hides_nothing_of_its_own
     """ε is that of the remaining clients; with more of them it would be smaller."""
     note = "which costs no ε, but its own examples are not protected"
     training = {"num_steps": 3, "every_rounds": 1}
-    trained, notes = spent(NUM_CLIENTS, training)
+    trained, notes = run_private(NUM_CLIENTS, training)
     assert any(note in each for each in notes)
     off: dict[str, Any] = {"share": 1.0}
-    untrained, others = spent(NUM_LEFT, off)
+    untrained, others = run_private(NUM_LEFT, off)
     assert trained == untrained
     assert not any(note in each for each in others)
-    assert spent(NUM_CLIENTS, off)[0] < trained
+    assert run_private(NUM_CLIENTS, off)[0] < trained
 
 
 # ---- What is refused, and what goes wrong -------------------------------------------------

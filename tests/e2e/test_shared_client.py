@@ -39,7 +39,7 @@ _WORDS = "process 2 of the 2 that share this training was killed by SIGKILL"
 pytestmark = pytest.mark.slow
 
 
-def expected(weights: Mapping[str, Tensor]) -> Tensor:
+def compute_expected_update(weights: Mapping[str, Tensor]) -> Tensor:
     """Return the update that plain torch computes, flattened in the model's order."""
     model = nn.Linear(4, 3)
     model.load_state_dict(dict(weights))
@@ -83,7 +83,7 @@ def test_a_client_trains_with_a_worker_and_outlives_it(launcher: Launcher, tmp_p
             reply = train(settings_of(LOCAL))
             assert isinstance(reply, TrainReply), reply
             torch.testing.assert_close(
-                reply.lanes["delta"], expected(weights), rtol=1e-5, atol=1e-6
+                reply.lanes["delta"], compute_expected_update(weights), rtol=1e-5, atol=1e-6
             )
             return reply.num_examples == 13
 

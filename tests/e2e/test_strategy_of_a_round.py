@@ -53,7 +53,7 @@ def data() -> fl.FederatedData:
     )
 
 
-def halved(round_num: int) -> dict[str, Scalar]:
+def halve(round_num: int) -> dict[str, Scalar]:
     """Return the settings of a round, with a learning rate that halves in each round."""
     return {"learning_rate": SGD.learning_rate / 2**round_num}
 
@@ -87,7 +87,7 @@ def test_what_clients_do_may_depend_on_the_state(engine: dict[str, object]) -> N
     found = trained(Halving(local=SGD), **engine).weights(best=False)
     scheduled = fl.ScheduledRate(inner=SGD, rate_decay=0.5)
     expected = trained(fl.FedAvg(scheduled), **engine).weights(best=False)
-    by_round = trained(fl.FedAvg(SGD), halved, **engine).weights(best=False)
+    by_round = trained(fl.FedAvg(SGD), halve, **engine).weights(best=False)
     assert all(torch.equal(by_round[name], found[name]) for name in found)
     constant = trained(fl.FedAvg(SGD), **engine).weights(best=False)
     for name, tensor in found.items():
@@ -132,7 +132,7 @@ def test_who_is_overtaken_does_what_it_was_asked_to(mode: str, engine: dict[str,
     run = overtaken(fl.FedAvg(fl.ScheduledRate(inner=SGD, rate_decay=0.5)), mode, engine=engine)
     assert any(age > 0 for each in run.history for age in each.staleness), "the control"
     found = overtaken(Halving(local=SGD), mode, engine=engine).weights(best=False)
-    by_round = overtaken(fl.FedAvg(SGD), mode, engine=engine, by_round=halved).weights(best=False)
+    by_round = overtaken(fl.FedAvg(SGD), mode, engine=engine, by_round=halve).weights(best=False)
     for name, expected in run.weights(best=False).items():
         torch.testing.assert_close(found[name], expected, rtol=0.0, atol=1e-6)
         assert torch.equal(by_round[name], found[name])

@@ -17,7 +17,7 @@ from tests.addresses import free_addresses
 from tests.processes import Launcher, json_lines
 
 
-def begun(*command: str, folder: Path) -> "subprocess.Popen[str]":
+def start_command(*command: str, folder: Path) -> "subprocess.Popen[str]":
     """Start a command in a folder, from which it can import modules."""
     return subprocess.Popen(
         [sys.executable, *command],
@@ -29,7 +29,7 @@ def begun(*command: str, folder: Path) -> "subprocess.Popen[str]":
     )
 
 
-def ended(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
+def wait_for_end(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
     """Wait until a command has ended; return the JSON lines on its standard output."""
     with process:
         try:
@@ -53,7 +53,7 @@ def test_torchrun_runs_the_same_simulation_once(launcher: Launcher, tmp_path: Pa
     simulate = ("simulate", "--rounds", "4", "--json", "--runs-dir", "runs")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     one = alone(launcher, *simulate, folder=tmp_path)
-    spread = ended(begun(*torchrun, "-m", "fedlearn", *simulate, folder=tmp_path))
+    spread = wait_for_end(start_command(*torchrun, "-m", "fedlearn", *simulate, folder=tmp_path))
     assert [line["event"] for line in spread] == [line["event"] for line in one]
     assert spread[-1]["accuracy"] == one[-1]["accuracy"]
     assert spread[-1]["loss"] == pytest.approx(one[-1]["loss"], abs=1e-5)
@@ -84,9 +84,10 @@ def test_torchrun_shares_a_training_of_the_coordinator(launcher: Launcher, tmp_p
     )
     spread = ("spread.safetensors", "--set", "coordinator.training.replicate=2")
     machines = [
-        begun(*torchrun, "-m", "fedlearn", *train, *spread, folder=tmp_path) for _ in range(2)
+        start_command(*torchrun, "-m", "fedlearn", *train, *spread, folder=tmp_path)
+        for _ in range(2)
     ]
-    together = [line for machine in machines for line in ended(machine)]
+    together = [line for machine in machines for line in wait_for_end(machine)]
     assert [path.name for path in tmp_path.glob("ended-*")] == ["ended-0"]
     assert [line.get("step_num") for line in together] == [10, 20, None]
     assert together[-1]["loss"] == pytest.approx(single[-1]["loss"], abs=1e-4)

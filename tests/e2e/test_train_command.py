@@ -130,13 +130,13 @@ def test_a_training_that_is_under_way_is_not_begun_again(
     command, take_step = ["train", *sets(*TRAINING)], RankTrainer.take_step
     codes: list[int] = []
 
-    def interrupted(engine: RankTrainer) -> Tensor:
+    def interrupt(engine: RankTrainer) -> Tensor:
         if not codes:
             codes.append(0)  # so that the second training does not start a third
             codes[0] = main(command)
         return take_step(engine)
 
-    monkeypatch.setattr(RankTrainer, "take_step", interrupted)
+    monkeypatch.setattr(RankTrainer, "take_step", interrupt)
     assert main(command) == 0
     assert codes == [2]
     assert "is alive: process" in capsys.readouterr().err

@@ -63,7 +63,7 @@ def job_in(folder: Path, *, faults: Mapping[str, str], max_restarts: int = 1) ->
     )
 
 
-def left_in(folder: Path) -> list[int]:
+def list_left_processes(folder: Path) -> list[int]:
     """Return the processes of a job, recognized by its folder in their arguments."""
     found = []
     for each in Path("/proc").iterdir():
@@ -78,12 +78,12 @@ def left_in(folder: Path) -> list[int]:
     return found
 
 
-def made_in(folder: Path) -> int:
+def count_processes_made(folder: Path) -> int:
     """Return the number of processes that have built the task."""
     return len(list((folder / "marks").glob("made-*")))
 
 
-def uninterrupted() -> dict[str, torch.Tensor]:
+def train_uninterrupted() -> dict[str, torch.Tensor]:
     """Run the same training without any faults, and return the weights."""
 
     def body() -> dict[str, torch.Tensor]:
@@ -121,7 +121,7 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = launcher.run(dedent(KILLED), str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
-    took_s = until(lambda: not left_in(tmp_path))
+    took_s = until(lambda: not list_left_processes(tmp_path))
     assert took_s < GONE_S
     assert sorted(path.name for path in (tmp_path / "job" / "checkpoints").iterdir()) == ["step-2"]
 
@@ -131,12 +131,12 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     state = train(job, start=None, control=watch, report=watch.report)
     assert [signal.getsignal(each) for each in signal.valid_signals()] == handlers
     assert watch.steps == [3, 4, 5, 5, 6]  # from the checkpoint after step 2, then after step 4
-    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
+    until(lambda: not list_left_processes(tmp_path))  # a busy machine takes a while to end them
     assert not job.folder.exists()
     ended = list((tmp_path / "marks").glob("ended-1-*"))
     assert not ended, "threads that are still at work would abort the interpreter"
     assert state.step_num == NUM_STEPS
-    expected = uninterrupted()
+    expected = train_uninterrupted()
     named = {f"model/{name}": each for name, each in state.model.items()}
     named |= {f"optimizer/{name}": each for name, each in state.optimizer.items()}
     assert named.keys() == expected.keys()
@@ -149,7 +149,7 @@ def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path
     job = job_in(tmp_path, faults={"3": "kill torchrun", "4": "stall"})
     with pytest.raises(EngineError, match=r"failed \(exit code -9\)"):
         train(job, start=None, control=watch, report=watch.report)
-    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
+    until(lambda: not list_left_processes(tmp_path))  # a busy machine takes a while to end them
     assert (job.folder / "checkpoints" / "step-2" / ".metadata").exists()
 
 
@@ -169,8 +169,8 @@ def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
     job = job_in(tmp_path, faults={"3": fault}, max_restarts=3)
     with pytest.raises(kind, match=message):
         train(job, start=None, control=watch, report=watch.report)
-    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
-    assert made_in(tmp_path) == 3  # this process, to check it, and two ranks
+    until(lambda: not list_left_processes(tmp_path))  # a busy machine takes a while to end them
+    assert count_processes_made(tmp_path) == 3  # this process, to check it, and two ranks
     # No step twice. The error may overtake the report of the last step.
     assert watch.steps == list(range(1, len(watch.steps) + 1))
     assert len(watch.steps) >= 2
@@ -178,8 +178,8 @@ def test_an_error_of_a_rank_arrives_as_it_is_and_is_not_tried_again(
 
 def test_a_job_that_is_called_off_leaves_nobody(tmp_path: Path) -> None:
     """Even while its processes are about to start."""
-    watch = ProgressRecorder(calls_off=lambda: bool(left_in(tmp_path)))
+    watch = ProgressRecorder(calls_off=lambda: bool(list_left_processes(tmp_path)))
     job = job_in(tmp_path, faults={})
     with pytest.raises(Cancelled):
         train(job, start=None, control=watch, report=watch.report)
-    until(lambda: not left_in(tmp_path))  # a busy machine takes a while to end them
+    until(lambda: not list_left_processes(tmp_path))  # a busy machine takes a while to end them

@@ -24,15 +24,15 @@ def names(module: str, platform: str) -> frozenset[str]:
             text = file.read_text()
             if "sys.platform" not in text:
                 return frozenset()  # the same on all systems
-            return frozenset(_defined(ast.parse(text).body, platform))
+            return frozenset(_define(ast.parse(text).body, platform))
     return frozenset()
 
 
-def _defined(body: Iterable[ast.stmt], platform: str) -> Iterator[str]:
+def _define(body: Iterable[ast.stmt], platform: str) -> Iterator[str]:
     for each in body:
         match each:
             case ast.If():
-                yield from _defined(
+                yield from _define(
                     each.body if _holds(each.test, platform) else each.orelse, platform
                 )
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

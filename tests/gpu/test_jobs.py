@@ -258,7 +258,7 @@ def test_a_training_on_two_gpus_is_that_of_one_process(
     job = job_in(
         tmp_path,
         task_of(Mesh(**mesh), **spread),
-        name="tests.trainings:named_task",
+        name="tests.trainings:name_task",
         arguments={"mesh": mesh, "spread": spread},
     )
     assert result_of(job).apart(alone(task_of())) < SAME

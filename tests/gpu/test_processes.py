@@ -64,14 +64,14 @@ def test_two_that_share_a_gpu_add_up_by_gloo(gpu: torch.device, tmp_path: Path) 
     """Two threads stand in for processes."""
     assert backend_for({0: str(gpu), 1: str(gpu)}) == "gloo"
 
-    def summed(rank: int) -> list[float]:
+    def sum_over_ranks(rank: int) -> list[float]:
         group = group_of(tmp_path / "met", rank, 2, backend="gloo", device=gpu)
         values = torch.full((3,), float(rank + 1), device=gpu)
         group.all_reduce([values])
         return values.tolist()
 
     with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(summed, range(2))) == [[3.0] * 3] * 2
+        assert list(pool.map(sum_over_ranks, range(2))) == [[3.0] * 3] * 2
 
 
 ALL_REDUCES = """

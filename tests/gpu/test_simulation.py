@@ -51,7 +51,7 @@ NOISED = {
 }
 
 
-def said(*words: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
+def read_output(*words: str, capsys: pytest.CaptureFixture[str]) -> list[dict[str, float]]:
     """Run a command; return its JSON lines."""
     code = main([*words, "--json", "--runs-dir=runs"])
     out, err = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_a_run_is_that_of_the_cpu(
 ) -> None:
     """Including all state of strategies and clients, which is on the GPU too."""
     found, expected = (
-        said(*simulate(f"engine.device={device}", *sets), capsys=capsys)
+        read_output(*simulate(f"engine.device={device}", *sets), capsys=capsys)
         for device in ("cuda", "cpu")
     )
     assert found[-1]["loss"] == pytest.approx(expected[-1]["loss"], abs=CLOSE)
@@ -80,7 +80,7 @@ def test_a_run_with_noise_comes_to_its_end(
     sets: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Noise is drawn on the CPU, and added on the device of the sums."""
-    last = said(*simulate("engine.device=cuda", *sets), capsys=capsys)[-1]
+    last = read_output(*simulate("engine.device=cuda", *sets), capsys=capsys)[-1]
     assert math.isfinite(last["loss"])
 
 
@@ -91,14 +91,14 @@ def test_a_run_goes_on_from_a_checkpoint(
     """A checkpoint written from the GPU is loaded back to it."""
     every = ("engine.device=cuda", "store.checkpoint_every_s=0.001", *sets)
     words = [*simulate(*every, rounds=3), "--name=mine"]
-    first = said(*words, capsys=capsys)[-1]
-    again = said("resume", "mine", "--from-previous", capsys=capsys)[-1]
+    first = read_output(*words, capsys=capsys)[-1]
+    again = read_output("resume", "mine", "--from-previous", capsys=capsys)[-1]
     assert again["loss"] == pytest.approx(first["loss"], abs=CLOSE)
 
 
 def test_auto_takes_the_gpu_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """The first line of output and the record name it."""
-    first = said(*simulate(), capsys=capsys)[0]
+    first = read_output(*simulate(), capsys=capsys)[0]
     assert "device cuda, 1 worker" in json.dumps(first)
 
 
@@ -121,7 +121,7 @@ def test_torchrun_gives_each_process_a_gpu(
     words = simulate("engine.device=cuda", *ALIKE["kept"])
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes))
     found = lines(*torchrun, "-m", "fedlearn", *words, "--json", "--runs-dir=runs")
-    expected = said(*words, capsys=capsys)
+    expected = read_output(*words, capsys=capsys)
     assert found[-1]["loss"] == pytest.approx(expected[-1]["loss"], abs=CLOSE)
 
 

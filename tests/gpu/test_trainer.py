@@ -33,7 +33,7 @@ SCAFFOLD = ControlVariates(
 SAME = 1e-10
 
 
-def seeded(*layers: nn.Module, dtype: torch.dtype) -> nn.Module:
+def build_seeded(*layers: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a chain whose weights come from a separate generator."""
     model, generator = nn.Sequential(*layers).to(dtype), torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -45,13 +45,13 @@ def seeded(*layers: nn.Module, dtype: torch.dtype) -> nn.Module:
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Return a network with a convolution, batch statistics, and dropout."""
     layers = (nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(0.3))
-    return seeded(*layers, nn.Flatten(), nn.Linear(100, 2), dtype=dtype)
+    return build_seeded(*layers, nn.Flatten(), nn.Linear(100, 2), dtype=dtype)
 
 
 def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
     """Return a network in which examples do not interact."""
     layers = (nn.Flatten(), nn.Linear(25, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 2))
-    return seeded(*layers, dtype=dtype)
+    return build_seeded(*layers, dtype=dtype)
 
 
 def examples(count: int = 29) -> tuple[Tensor, Tensor]:

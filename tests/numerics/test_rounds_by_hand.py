@@ -35,7 +35,7 @@ DEVICES = {
 }
 
 
-def buffered(*, by_examples: bool) -> fl.Buffered:
+def run_buffered(*, by_examples: bool) -> fl.Buffered:
     return fl.FedBuff(
         LOCAL, buffer_size=3, concurrency=7, max_staleness=9, weight_by_examples=by_examples
     )
@@ -44,8 +44,8 @@ def buffered(*, by_examples: bool) -> fl.Buffered:
 RUNS: dict[str, tuple[fl.Strategy | fl.Buffered, dict[str, Any]]] = {
     "synchronous": (fl.FedAvg(LOCAL), {"cohort": {"num_wanted": 5}}),
     "unweighted": (fl.FedAvg(LOCAL, weight_by_examples=False), {"cohort": {"num_wanted": 5}}),
-    "buffered": (buffered(by_examples=False), {}),
-    "buffered by examples": (buffered(by_examples=True), {}),
+    "buffered": (run_buffered(by_examples=False), {}),
+    "buffered by examples": (run_buffered(by_examples=True), {}),
     "semi-synchronous": (
         fl.FedAvg(LOCAL),
         {

@@ -133,7 +133,7 @@ def gcm(key: bytes, plain: bytes, *, iv: bytes, aad: bytes) -> tuple[bytes, byte
             y = (y >> 1) ^ (0xE1 << 120 if y & 1 else 0)
         return product
 
-    def padded(data: bytes) -> bytes:
+    def pad(data: bytes) -> bytes:
         return data + bytes(-len(data) % 16)
 
     blocks = -(-len(plain) // 16)
@@ -143,7 +143,7 @@ def gcm(key: bytes, plain: bytes, *, iv: bytes, aad: bytes) -> tuple[bytes, byte
     cipher = bytes(one ^ other for one, other in zip(plain, stream, strict=False))
     subkey, digest = int.from_bytes(block_cipher(key, bytes(16))), 0
     sizes = struct.pack(">QQ", 8 * len(aad), 8 * len(cipher))
-    hashed = padded(aad) + padded(cipher) + sizes
+    hashed = pad(aad) + pad(cipher) + sizes
     for begin in range(0, len(hashed), 16):
         digest = times(digest ^ int.from_bytes(hashed[begin : begin + 16]), subkey)
     first = int.from_bytes(block_cipher(key, iv + (1).to_bytes(4)))

@@ -63,7 +63,7 @@ SECRET = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac03
 TOKEN, CSR_PEM = bytes(range(32)), b"-----BEGIN CERTIFICATE REQUEST-----\n"
 
 
-def made() -> dict[str, Any]:  # Any: what JSON holds
+def make_content() -> dict[str, Any]:  # Any: what JSON holds
     """Return the expected content of the file."""
     identity = Ed25519PrivateKey.from_private_bytes(SECRET)
     reply = compute_digest(encode(MESSAGES["train reply"]))
@@ -103,7 +103,7 @@ def vectors() -> dict[str, Any]:  # Any: as above
 
 def test_our_code_makes_the_vectors() -> None:
     """Byte for byte."""
-    assert vectors() == made()
+    assert vectors() == make_content()
 
 
 @pytest.mark.parametrize("each", vectors()["messages"], ids=lambda each: each["name"])

@@ -243,11 +243,11 @@ def _same_order_each_epoch(right: Any) -> Any:
 
 def _resume_forgets(attribute: str) -> Change:
     def wrong(right: Any) -> Any:
-        def restored(*args: Any, **kwargs: Any) -> Any:
+        def restore(*args: Any, **kwargs: Any) -> Any:
             state = right(*args, **kwargs)
             return replace(state, server=replace(state.server, **{attribute: {}}))
 
-        return restored
+        return restore
 
     return wrong
 

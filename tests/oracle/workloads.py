@@ -89,7 +89,7 @@ def make_model(configuration: Configuration) -> nn.Module:
     if c.model in ("mlp", "linear"):
         encoder = [nn.Linear(NUM_INPUTS, WIDTH)]
     if c.model == "conv":
-        encoder = [nn.Conv2d(1, 2, 2), *_tied(c, nn.Conv2d(2, 2, 1)), nn.Flatten()]
+        encoder = [nn.Conv2d(1, 2, 2), *_build_tied(c, nn.Conv2d(2, 2, 1)), nn.Flatten()]
         encoder.append(nn.Linear(8, WIDTH))
     hidden: list[nn.Module] = []
     if c.norm == "batch":
@@ -100,7 +100,7 @@ def make_model(configuration: Configuration) -> nn.Module:
     if c.model != "linear":
         hidden.append(nn.Tanh())
     if c.model != "conv":
-        hidden += _tied(c, nn.Linear(WIDTH, WIDTH))
+        hidden += _build_tied(c, nn.Linear(WIDTH, WIDTH))
     head = nn.Linear(WIDTH, num_outputs(c))
     chain = nn.Sequential(*encoder, *hidden, head)
     for name, parameter in chain.named_parameters():
@@ -117,7 +117,7 @@ def make_model(configuration: Configuration) -> nn.Module:
     return model.double() if c.dtype == "float64" else model
 
 
-def _tied(c: Configuration, layer: nn.Module) -> list[nn.Module]:
+def _build_tied(c: Configuration, layer: nn.Module) -> list[nn.Module]:
     """Return a layer used twice, or two layers with a shared weight; nothing without ties."""
     if c.tied == "none":
         return []
@@ -154,13 +154,13 @@ def make_examples(configuration: Configuration) -> Examples:
     sizes = SIZES[configuration.sizes]
     assert len(sizes) == NUM_CLIENTS
     generator = torch.Generator().manual_seed(17)
-    features, labels = _drawn(configuration, sum(sizes), generator)
-    test_features, test_labels = _drawn(configuration, NUM_TEST, generator)
+    features, labels = _draw(configuration, sum(sizes), generator)
+    test_features, test_labels = _draw(configuration, NUM_TEST, generator)
     owners = np.repeat(np.arange(NUM_CLIENTS), sizes)
     return Examples(features, labels, owners, test_features, test_labels)
 
 
-def _drawn(c: Configuration, num: int, generator: torch.Generator) -> tuple[Inputs, Tensor]:
+def _draw(c: Configuration, num: int, generator: torch.Generator) -> tuple[Inputs, Tensor]:
     dtype = torch.float64 if c.dtype == "float64" else torch.float32
 
     def numbers(*shape: int) -> Tensor:
@@ -194,11 +194,11 @@ def take(features: Inputs, rows: Tensor | int) -> Inputs:
 def augment(features: Inputs) -> Inputs:
     """Change one example at random, with torch's global generator."""
     if isinstance(features, dict):
-        return {name: _augmented(value) for name, value in features.items()}
-    return _augmented(features)
+        return {name: _augment(value) for name, value in features.items()}
+    return _augment(features)
 
 
-def _augmented(value: Tensor) -> Tensor:
+def _augment(value: Tensor) -> Tensor:
     if value.is_floating_point():
         return value + 0.1 * torch.randn(value.shape).to(value.dtype)
     return (value + torch.randint(2, value.shape)) % NUM_WORDS
@@ -213,7 +213,7 @@ def read(configuration: Configuration, features: Inputs, key: int) -> Inputs:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(key)
         rows = [
-            {name: _augmented(value[row]) for name, value in inputs.items()}
+            {name: _augment(value[row]) for name, value in inputs.items()}
             for row in range(num_examples)
         ]
     changed = {name: torch.stack([row[name] for row in rows]) for name in inputs}

@@ -73,7 +73,7 @@ def data_of(dataset: Noisy, **more: Any) -> FederatedData:
     return fl.from_dataset(dataset, **split, test=test, seed=0)
 
 
-def finished(data: FederatedData, **settings: Any) -> fl.Run:
+def run_to_end(data: FederatedData, **settings: Any) -> fl.Run:
     usual: dict[str, Any] = {
         "num_rounds": 2,
         "cohort": {"num_wanted": 3},
@@ -157,7 +157,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Tensor:
     """The weights of a run that trains one client after another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("runs"))
-        return weights_of(finished(data_of(Noisy("all"))))
+        return weights_of(run_to_end(data_of(Noisy("all"))))
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_the_draws_do_not_depend_on_how_a_run_is_computed(
     np.random.seed(5)  # noqa: NPY002 - what a script does
     torch.manual_seed(5)
     before = generators()
-    found = weights_of(finished(data_of(Noisy("all")), **other))
+    found = weights_of(run_to_end(data_of(Noisy("all")), **other))
     assert generators() == before
     torch.testing.assert_close(found, expected, rtol=0.0, atol=2e-6)
 
@@ -211,7 +211,7 @@ def test_a_dataset_that_draws_nothing_is_read_once_a_round() -> None:
             ) -> None:
                 marks.append(dataset.num_reads)
 
-        finished(data_of(dataset), callbacks=[Mark()])
+        run_to_end(data_of(dataset), callbacks=[Mark()])
         reads[kind] = (marks[1] - marks[0]) / (3 * NUM_ROWS / 5)
     assert reads["nothing"] == 1.0
     assert {reads[kind] for kind in reads if kind != "nothing"} == {EPOCHS}
@@ -220,7 +220,7 @@ def test_a_dataset_that_draws_nothing_is_read_once_a_round() -> None:
 @pytest.mark.slow
 def test_a_resumed_run_draws_the_same() -> None:
     """Bit-identical to a run that was not interrupted."""
-    whole = finished(data_of(Noisy("numpy")), num_rounds=3)
+    whole = run_to_end(data_of(Noisy("numpy")), num_rounds=3)
 
     class Stop:
         """Interrupts the run after its first round."""
@@ -231,8 +231,8 @@ def test_a_resumed_run_draws_the_same() -> None:
 
     settings: dict[str, Any] = {"num_rounds": 3, "store": {"checkpoint_every_s": 0.0}}
     with pytest.raises(KeyboardInterrupt):
-        finished(data_of(Noisy("numpy")), callbacks=[Stop()], name="stopped", **settings)
-    resumed = finished(data_of(Noisy("numpy")), resume="stopped", **settings)
+        run_to_end(data_of(Noisy("numpy")), callbacks=[Stop()], name="stopped", **settings)
+    resumed = run_to_end(data_of(Noisy("numpy")), resume="stopped", **settings)
     assert torch.equal(weights_of(resumed), weights_of(whole))
 
 
@@ -313,7 +313,7 @@ def test_a_trainer_of_the_users_own_is_given_the_same_rows_in_engine_and_session
         torch.manual_seed(outer)
         engine = {"num_workers": 1, "transport": transport}
         everyone = {"num_wanted": 5}
-        finished(data_of(Noisy("torch")), trainer=make_trainer, engine=engine, cohort=everyone)
+        run_to_end(data_of(Noisy("torch")), trainer=make_trainer, engine=engine, cohort=everyone)
         return sorted(given, key=lambda features: float(features.sum()))
 
     expected = run("engine", 1)

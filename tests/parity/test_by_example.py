@@ -163,11 +163,11 @@ def _products(
     seen = set[tuple[int, int]]()
     original = NoisedGradients.clip
 
-    def spied(self: NoisedGradients, *given: Any, products: Any) -> list[Tensor]:  # Any: passed on
+    def spy(self: NoisedGradients, *given: Any, products: Any) -> list[Tensor]:  # Any: passed on
         seen.update((left.shape[1], right.shape[2]) for left, right in products)
         return original(self, *given, products=products)
 
-    monkeypatch.setattr(NoisedGradients, "clip", spied)
+    monkeypatch.setattr(NoisedGradients, "clip", spy)
     executor(make_model).train(stacked.work_of(stacked.to_params(make_model), local=RULE))
     return seen
 

@@ -90,13 +90,13 @@ def test_a_round_is_torchs(
     torch.manual_seed(0)
     initial = make_model().state_dict()
 
-    def begun() -> nn.Module:
+    def build_start() -> nn.Module:
         model = make_model()
         model.load_state_dict(initial)
         return model
 
     run = fl.simulate(
-        begun,
+        build_start,
         fl.from_arrays(
             features.numpy(),
             labels.numpy(),
@@ -134,7 +134,7 @@ def test_a_round_is_torchs(
 DENSE_OBJECTIVE = CrossEntropy(class_weights=WEIGHTS)
 
 
-def trained_by(
+def train_by(
     trainer: TorchTrainer, start: dict[str, Tensor], local: LocalUpdate, processes: Cluster
 ) -> LocalResult:
     context = TrainContext(
@@ -146,7 +146,7 @@ def trained_by(
 def test_a_batch_that_is_cut_or_shared_is_the_same_batch(tmp_path: Path) -> None:
     """With gradient accumulation, and over two processes whose shares have different weights."""
     data, start = examples(16, LENGTH), dense().state_dict()
-    whole = trained_by(
+    whole = train_by(
         TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE), start, LOCAL, Alone()
     )
     cut = TorchTrainer.of(dense, *data, objective=DENSE_OBJECTIVE, gradient_accumulation=3)
@@ -162,11 +162,11 @@ def test_a_batch_that_is_cut_or_shared_is_the_same_batch(tmp_path: Path) -> None
             meeting=timedelta(minutes=1),
             timeout=timedelta(minutes=1),
         )
-        return trained_by(trainer, start, LOCAL, group)
+        return train_by(trainer, start, LOCAL, group)
 
     with ThreadPoolExecutor(2) as pool:
         shared = list(pool.map(share, range(2)))
-    for found in (trained_by(cut, start, LOCAL, Alone()), *shared):
+    for found in (train_by(cut, start, LOCAL, Alone()), *shared):
         for name, value in whole.tensors.items():
             torch.testing.assert_close(found.tensors[name], value)
             assert not torch.equal(value, start[name])
@@ -179,7 +179,7 @@ def test_an_example_whose_gradient_is_clipped_has_the_mean_loss_of_its_positions
     start = {name: value.clone() for name, value in model.state_dict().items()}
     local = replace(LOCAL, epochs=1)
     rule = NoisedGradients(inner=local, example_clip_norm=clip_norm, example_noise_multiplier=1e-9)
-    found = trained_by(TorchTrainer.of(dense, features, labels), start, rule, Alone())
+    found = train_by(TorchTrainer.of(dense, features, labels), start, rule, Alone())
     parameters = list(model.parameters())
     for x, y in zip(features.split(4), labels.split(4), strict=True):
         totals = [torch.zeros_like(each) for each in parameters]
@@ -197,7 +197,7 @@ def test_an_example_whose_gradient_is_clipped_has_the_mean_loss_of_its_positions
         torch.testing.assert_close(found.tensors[name], value, rtol=1e-4, atol=1e-6)
     weighted = TorchTrainer.of(dense, features, labels, objective=DENSE_OBJECTIVE)
     with pytest.raises(SettingsRefused, match="leave class_weights out"):
-        trained_by(weighted, start, rule, Alone())
+        train_by(weighted, start, rule, Alone())
 
 
 @pytest.mark.parametrize("label", [-1, -99, NUM_CLASSES])

@@ -99,7 +99,7 @@ UPDATES: dict[str, LocalUpdate] = {
 }
 
 
-def sent(trained: TrainedBlock, place: int) -> dict[str, Tensor]:
+def extract_client(trained: TrainedBlock, place: int) -> dict[str, Tensor]:
     """Return one client's update and new state from a trained block."""
     rows = {**trained.lanes, **trained.client_state, "delta": trained.deltas_KP}
     return {name: value[place].clone() for name, value in rows.items()}
@@ -109,7 +109,7 @@ def by_executor(local: LocalUpdate, kind: ExecutorKind, *, num_clients: int) -> 
     """Return the update of client 0 in round 3, in a block of ``num_clients``."""
     work: Work = replace(job(local).work(np.arange(num_clients)), round_num=3)
     trained = make_executor(job(local), kind).train(work)
-    return sent(trained, work.client_ids.tolist().index(0))
+    return extract_client(trained, work.client_ids.tolist().index(0))
 
 
 def by_trainer(local: LocalUpdate) -> dict[str, Tensor]:

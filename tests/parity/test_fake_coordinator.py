@@ -192,7 +192,7 @@ def delta(vector: torch.Tensor) -> Tell:
     return changed(lanes={"delta": vector})
 
 
-def sealed(change: Callable[[wire_pb2.Envelope], object], *, data: bytes | None = None) -> Tell:
+def seal(change: Callable[[wire_pb2.Envelope], object], *, data: bytes | None = None) -> Tell:
     """Change the envelope of an honest reply, or its bytes."""
 
     def tell(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
@@ -220,7 +220,7 @@ def of_another(**fields: Any) -> Tell:  # Any: fields of a key
     return tell
 
 
-def garbled(data: bytes, place: int) -> bytes:
+def garble(data: bytes, place: int) -> bytes:
     return data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :]
 
 
@@ -279,7 +279,7 @@ LIES = [
     Lie("a billion examples", changed(num_examples=10**9), "num_examples 1000000000 is not in"),
     Lie(
         "no signature",
-        sealed(lambda about: about.ClearField("signature")),
+        seal(lambda about: about.ClearField("signature")),
         "the signature is not by this client's identity key",
         is_answer=False,
     ),
@@ -291,13 +291,13 @@ LIES = [
     ),
     Lie(
         "a digest of something else",
-        sealed(lambda _: None, data=b"x" * len(encode(Failure("x")))),
+        seal(lambda _: None, data=b"x" * len(encode(Failure("x")))),
         "bytes",
         is_answer=False,
     ),
     Lie(
         "no digest",
-        sealed(lambda about: about.ClearField("digest")),
+        seal(lambda about: about.ClearField("digest")),
         "0 bytes are not a digest",
         is_answer=False,
     ),
@@ -376,7 +376,7 @@ def test_a_reply_of_another_version_ends_the_session(
     opened: Callable[[Path], AbstractContextManager[LocalGateway]], tmp_path: Path
 ) -> None:
     """Its client's next reply could not be understood either."""
-    other = saying(lambda task: garbled(encode(honest_reply(task)), 2))
+    other = saying(lambda task: garble(encode(honest_reply(task)), 2))
     with (
         opened(tmp_path) as gateway,
         pytest.raises(OtherProtocol, match="message version 251, this side speaks"),
@@ -426,7 +426,7 @@ def test_a_lie_in_an_evaluation_is_refused_by_both(
     assert not counts
 
 
-async def said_to(gateway: LocalGateway, credentials: Credentials, hello: wire_pb2.Hello) -> str:
+async def say_to(gateway: LocalGateway, credentials: Credentials, hello: wire_pb2.Hello) -> str:
     """Return the error that a client gets if it is not let in."""
     try:
         async with (
@@ -442,14 +442,14 @@ async def said_to(gateway: LocalGateway, credentials: Credentials, hello: wire_p
 async def revoked(gateway: LocalGateway, _: Path) -> str:
     peer = await enrolled(gateway, "clinic-a")
     gateway.registry.revoke("clinic-a")
-    return await said_to(gateway, peer.credentials, HELLO)
+    return await say_to(gateway, peer.credentials, HELLO)
 
 
 async def of_another_authority(gateway: LocalGateway, folder: Path) -> str:
     peer = await enrolled(gateway, "clinic-a")
     with LocalGateway(folder / "other") as other:
         foreign = await enrolled(other, "clinic-a")
-    return await said_to(
+    return await say_to(
         gateway, replace(foreign.credentials, ca_pem=peer.credentials.ca_pem), HELLO
     )
 

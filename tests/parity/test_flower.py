@@ -354,7 +354,7 @@ def test_flower_gives_the_same_model_bit_for_bit(
     assert torch.equal(found.vector, expected.vector)
 
 
-def buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]:
+def run_buffered(channel: Channel) -> list[tuple[Params, dict[int, int], list[int]]]:
     """Return the model, the staleness and the reporting clients of each asynchronous round."""
     limits = FedBuff(KEEPING, buffer_size=2, concurrency=4, max_staleness=2).asynchrony
     policy = replace(POLICY, num_wanted=2)
@@ -388,7 +388,7 @@ def test_asynchronous_rounds_over_flower_give_the_same_model_bit_for_bit() -> No
     sessions = SimulatedSessions(
         population(), Spread(), trainers_on(resident()), work=KEEPING
     ).channel()
-    expected, found = buffered(sessions), buffered(channel_over(grid_of_nodes()))
+    expected, found = run_buffered(sessions), run_buffered(channel_over(grid_of_nodes()))
     for (model, staleness, reported), (other, others, order) in zip(found, expected, strict=True):
         assert (staleness, reported) == (others, order)
         assert torch.equal(model.vector, other.vector)

@@ -50,7 +50,7 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(12, 9), nn.ReLU(), nn.Linear(9, NUM_CLASSES))
 
 
-def pooled_cnn() -> nn.Module:
+def build_pooled_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(2, 3, 3, padding=1),
         nn.ReLU(),
@@ -104,7 +104,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (12,)),
     "logistic regression": (lambda: nn.Linear(12, NUM_CLASSES), (12,)),
     "flattened images": (lambda: nn.Sequential(nn.Flatten(), *mlp()), (1, 3, 4)),
-    "pooled cnn": (pooled_cnn, (2, 8, 8)),
+    "pooled cnn": (build_pooled_cnn, (2, 8, 8)),
     "odd cnn": (odd_cnn, (2, 8, 8)),
     "written by hand": (WrittenByHand, (2, 8, 8)),
 }
@@ -418,13 +418,13 @@ def frozen() -> nn.Module:
     return nn.Sequential(first, nn.Linear(4, 2))
 
 
-def tied() -> nn.Module:
+def build_tied() -> nn.Module:
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     second.weight = first.weight
     return nn.Sequential(first, second)
 
 
-def hooked() -> nn.Module:
+def build_hooked() -> nn.Module:
     model = nn.Linear(4, 2)
     model.register_forward_hook(lambda *_: None)
     return model
@@ -441,8 +441,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "early flatten": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), "flatten"),
     "rising leak": (lambda: nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(-1.0)), "slope"),
     "frozen": (frozen, "0.weight is frozen"),
-    "tied": (tied, "share one parameter"),
-    "hooked": (hooked, "hook"),
+    "tied": (build_tied, "share one parameter"),
+    "hooked": (build_hooked, "hook"),
     "branching": (Branching, "add"),
     "repeating": (Repeating, "inner.weight is used 2 times"),
     "skipping": (Skipping, "more than the output"),

@@ -64,7 +64,7 @@ def data_of(features: Any) -> FederatedData:
     return fl.from_arrays(features, LABELS, partition=fl.Iid(4), test_fraction=0.25, seed=0)
 
 
-def finished(make_model: Callable[[], nn.Module], data: FederatedData, **settings: Any) -> fl.Run:
+def run_to_end(make_model: Callable[[], nn.Module], data: FederatedData, **settings: Any) -> fl.Run:
     usual: dict[str, Any] = {"num_rounds": 2, "engine": {"num_workers": 1}, "seed": 1}
     return fl.simulate(make_model, data, fl.FedAvg(LOCAL), **(usual | settings))
 
@@ -82,8 +82,8 @@ def test_pixels_in_integers_train_as_the_same_in_float32(dtype: str, executor: s
     """Bit for bit; values are not scaled."""
     key = "transport" if executor == "memory" else "executor"
     settings = {"engine": {"num_workers": 1, key: executor}}
-    expected = finished(convolution, data_of(PIXELS.astype(np.float32)), **settings)
-    require_equal(finished(convolution, data_of(PIXELS.astype(dtype)), **settings), expected)
+    expected = run_to_end(convolution, data_of(PIXELS.astype(np.float32)), **settings)
+    require_equal(run_to_end(convolution, data_of(PIXELS.astype(dtype)), **settings), expected)
 
 
 @pytest.mark.slow
@@ -94,8 +94,8 @@ def test_tokens_of_any_width_train_as_the_same_in_int64(dtype: str, executor: st
     key = "transport" if executor == "memory" else "executor"
     settings = {"engine": {"num_workers": 1, key: executor}}
     tokens = PIXELS[:, 0, 0] % 120
-    expected = finished(Tokens, data_of(tokens), **settings)
-    require_equal(finished(Tokens, data_of(tokens.astype(dtype)), **settings), expected)
+    expected = run_to_end(Tokens, data_of(tokens), **settings)
+    require_equal(run_to_end(Tokens, data_of(tokens.astype(dtype)), **settings), expected)
 
 
 @pytest.mark.slow
@@ -104,9 +104,9 @@ def test_each_of_several_inputs_is_what_the_model_takes(executor: str) -> None:
     """One array of bytes is used as pixels, the other as tokens."""
     settings = {"engine": {"num_workers": 1, "executor": executor}}
     tokens = PIXELS[:, 0, 0]
-    expected = finished(Both, data_of((PIXELS.astype(np.float32), tokens)), **settings)
+    expected = run_to_end(Both, data_of((PIXELS.astype(np.float32), tokens)), **settings)
     bytes_of = (PIXELS.astype(np.uint8), tokens.astype(np.uint8))
-    require_equal(finished(Both, data_of(bytes_of), **settings), expected)
+    require_equal(run_to_end(Both, data_of(bytes_of), **settings), expected)
 
 
 @pytest.mark.slow
@@ -116,14 +116,15 @@ def test_float64_reaches_a_model_of_its_kind(executor: str) -> None:
     key = "transport" if executor == "memory" else "executor"
     settings = {"engine": {"num_workers": 1, key: executor}}
     fine = PIXELS / 255 + 1e-12 * np.arange(N)[:, None, None, None]
-    single = finished(convolution, data_of(fine.astype(np.float32)), **settings)
-    require_equal(finished(convolution, data_of(fine), **settings), single)
+    single = run_to_end(convolution, data_of(fine.astype(np.float32)), **settings)
+    require_equal(run_to_end(convolution, data_of(fine), **settings), single)
 
     def double() -> nn.Module:
         return convolution().double()
 
     found, coarse = (
-        finished(double, data_of(x), **settings) for x in (fine, fine * 0 + fine.astype(np.float32))
+        run_to_end(double, data_of(x), **settings)
+        for x in (fine, fine * 0 + fine.astype(np.float32))
     )
     weights = found.weights(best=False)
     gaps = [
@@ -142,10 +143,10 @@ def test_bytes_stay_bytes_and_the_progress_says_so(capsys: pytest.CaptureFixture
         + require_single_input(data.test.features).nbytes
     )
     assert held == images.nbytes
-    finished(convolution, data)
+    run_to_end(convolution, data)
     text = "features are uint8 in memory and float32 in a batch: values are not scaled"
     assert text in capsys.readouterr().out
-    finished(Tokens, data_of(PIXELS[:, 0, 0]))
+    run_to_end(Tokens, data_of(PIXELS[:, 0, 0]))
     assert "in memory" not in capsys.readouterr().out
 
 
@@ -163,7 +164,7 @@ def test_an_integer_array_of_an_archive_may_be_tokens(tmp_path: Path) -> None:
         partition=fl.Iid(4),
         seed=0,
     )
-    require_equal(finished(Tokens, read), finished(Tokens, data_of(tokens)))
+    require_equal(run_to_end(Tokens, read), run_to_end(Tokens, data_of(tokens)))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_a_trainer_of_the_users_own_is_given_floats_of_the_model(
 
     engine: Mapping[str, object] = {"num_workers": 1, "transport": transport}
     data = data_of((PIXELS % 2).astype(given))
-    finished(make_model, data, trainer=make_trainer, engine=engine, num_rounds=1)
+    run_to_end(make_model, data, trainer=make_trainer, engine=engine, num_rounds=1)
     assert seen == {expected}
 
 
@@ -232,5 +233,5 @@ def test_a_feature_beyond_the_models_floats_is_refused() -> None:
     features[5] = 1e300
     data = data_of(features)
     with pytest.raises(DataError, match=r"reach 1e\+300 in torch.float64, .* is 3.40282e\+38"):
-        finished(convolution, data)
-    finished(lambda: convolution().double(), data, num_rounds=1)
+        run_to_end(convolution, data)
+    run_to_end(lambda: convolution().double(), data, num_rounds=1)

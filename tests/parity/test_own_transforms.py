@@ -316,7 +316,7 @@ class Counter:
         return LocalEvaluation(num_examples=len(self.labels), metrics={})
 
 
-def counted(trainer: type[Counter], engine: Mapping[str, Any]) -> tuple[float, float]:
+def count_calls(trainer: type[Counter], engine: Mapping[str, Any]) -> tuple[float, float]:
     data = fl.from_arrays(FEATURES, LABELS, partition=fl.Iid(4), test=(FEATURES, LABELS), seed=0)
     run = fl.simulate(
         make_model,
@@ -333,8 +333,8 @@ def counted(trainer: type[Counter], engine: Mapping[str, Any]) -> tuple[float, f
 def test_the_engine_takes_the_lanes_of_a_trainer_as_sessions_do() -> None:
     """They are means over the clients, all of which take part."""
     expected = tuple((np.bincount(LABELS) / 4).tolist())
-    assert counted(Counter, {}) == expected
-    assert counted(Counter, {"transport": "memory"}) == expected
+    assert count_calls(Counter, {}) == expected
+    assert count_calls(Counter, {"transport": "memory"}) == expected
 
 
 class Short(Counter):
@@ -346,4 +346,4 @@ class Short(Counter):
 def test_lanes_that_do_not_fit_are_refused_by_the_engine() -> None:
     """With the same message as from a coordinator."""
     with pytest.raises(FedlearnError, match=r"Short .*lane 'counts' has shape \(1,\), not \(2,\)"):
-        counted(Short, {})
+        count_calls(Short, {})

@@ -225,7 +225,7 @@ def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
     summing = ModularSum(plan=resolved.secure, layout=layout, seed=Seed(0))
     least = summing.min_survivors
 
-    def recorded(num_reported: int) -> Participations:
+    def record_round(num_reported: int) -> Participations:
         done = [
             Participation(ClientId(each), Status.REPORTED, 1.0, 10 + each, 0.5)
             for each in range(num_reported)
@@ -233,8 +233,8 @@ def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:
         late = Participation(ClientId(99), Status.LATE, math.nan)
         return summing.reduce_rows(Participations.of([*done, late]))
 
-    assert recorded(least).num(Status.REPORTED) == least
-    below = recorded(least - 1)
+    assert record_round(least).num(Status.REPORTED) == least
+    below = record_round(least - 1)
     assert below.num(Status.FAILED) == least - 1
     assert below.num(Status.LATE) == 1
     assert math.isnan(below.mean_loss())

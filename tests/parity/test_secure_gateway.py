@@ -181,7 +181,7 @@ class Cohort:
 
 
 @contextmanager
-def opened(folder: Path) -> Iterator[Cohort]:
+def open_cohort(folder: Path) -> Iterator[Cohort]:
     with LocalGateway(folder) as local:
         spool = Spool(folder / "spool" / local.run_id)
         members = []
@@ -208,7 +208,7 @@ def opened(folder: Path) -> Iterator[Cohort]:
 
 @pytest.fixture
 def cohort(tmp_path: Path) -> Iterator[Cohort]:
-    with opened(tmp_path) as found:
+    with open_cohort(tmp_path) as found:
         yield found
         for member in found.members:
             member.stop()

@@ -184,12 +184,12 @@ def case(model: str, algorithm: str) -> Case:
 def assert_same_rounds(left: list[CollectedRound], right: list[CollectedRound]) -> None:
     """Compare reports and failures in order, late clients, and times."""
     for one, other in zip(left, right, strict=True):
-        assert settled(one) == settled(other)
+        assert describe_rows(one) == describe_rows(other)
         assert late(one) == late(other)
         assert one.duration_s == other.duration_s
 
 
-def settled(collected: CollectedRound) -> list[str]:
+def describe_rows(collected: CollectedRound) -> list[str]:
     return [repr(p) for p in collected.participations if p.status is not Status.LATE]
 
 

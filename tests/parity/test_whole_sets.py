@@ -97,7 +97,7 @@ def by_hand(weights: Array, features: Tensor, labels: Tensor) -> dict[str, float
     return {"loss": float(np.sum(losses) / max(1, len(happened))), "c_index": float(right)}
 
 
-def expected_of(weights: Array) -> dict[str, float]:
+def compute_expected_metrics(weights: Array) -> dict[str, float]:
     """Compute everything that an evaluation of these weights records."""
     data, offsets = clinics(), np.cumsum([0, *SIZES])
     everything = by_hand(weights, require_single_input(data.test.features), data.test.labels)
@@ -181,7 +181,7 @@ def weights_of(finished: fl.Run) -> Array:
 def test_what_is_recorded_is_what_numpy_computes(settings: Mapping[str, Any]) -> None:
     """Per client and over the whole test set, however and in whatever batches it is computed."""
     finished = run(**settings)
-    expected = expected_of(weights_of(finished))
+    expected = compute_expected_metrics(weights_of(finished))
     if "centralized" in settings:
         expected = {name: value for name, value in expected.items() if "clients" not in name}
     assert finished.history[-1].metrics == pytest.approx(expected, rel=1e-5)
@@ -193,7 +193,7 @@ def test_pooling_the_clinics_would_be_noticed() -> None:
     rows = data.population.load(np.arange(len(SIZES)))
     index = torch.from_numpy(rows.rows)
     pooled = by_hand(weights, require_single_input(rows.features)[index], rows.labels[index])
-    expected = expected_of(weights)
+    expected = compute_expected_metrics(weights)
     assert abs(pooled["loss"] - expected["clients/loss_mean"]) > 0.5
     spread = expected["clients/c_index_p90"] - expected["clients/c_index_p10"]
     assert spread > 0.1

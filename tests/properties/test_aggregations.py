@@ -47,7 +47,7 @@ def mean_of(state: LaneSums) -> Tensor:
     return MEAN.finalize(copy(state)).lanes["delta"]
 
 
-def folded(deltas: Tensor, weights: Tensor) -> LaneSums:
+def fold(deltas: Tensor, weights: Tensor) -> LaneSums:
     state = empty(deltas.dtype)
     return MEAN.accumulate(state, updates(deltas, weights))
 
@@ -80,7 +80,7 @@ def test_any_partition_into_blocks_gives_the_same_mean(
     state = empty(dtype)
     for rows, weights_B in zip(deltas.split(blocks), weights.split(blocks), strict=True):
         state = MEAN.accumulate(state, updates(rows, weights_B))
-    assert_same(folded(deltas, weights), state, dtype)
+    assert_same(fold(deltas, weights), state, dtype)
     apart = empty(dtype)
     for rows, weights_B in zip(deltas.split(blocks), weights.split(blocks), strict=True):
         apart = MEAN.accumulate(apart, updates([row.clone() for row in rows], weights_B))
@@ -99,19 +99,19 @@ def test_merging_is_commutative_and_associative(
     """So any tree of workers or edge servers computes the same mean."""
     deltas, weights = clients(seed, sum(sizes), dtype)
     parts = zip(deltas.split(list(sizes)), weights.split(list(sizes)), strict=True)
-    a, b, c = (folded(*part) for part in parts)
+    a, b, c = (fold(*part) for part in parts)
     assert_same(merge(copy(a), copy(b)), merge(copy(b), copy(a)), dtype)
     left = merge(merge(copy(a), copy(b)), copy(c))
     right = merge(copy(a), merge(copy(b), copy(c)))
     assert_same(left, right, dtype)
-    assert_same(folded(deltas, weights), left, dtype)
+    assert_same(fold(deltas, weights), left, dtype)
 
 
 @settings(max_examples=40)
 @given(seed=seeds, count=st.integers(1, 9))
 def test_the_empty_state_is_the_identity(seed: int, count: int) -> None:
     """Merging with it, on either side, does not change a bit."""
-    state = folded(*clients(seed, count, torch.float32))
+    state = fold(*clients(seed, count, torch.float32))
     nobody = empty(torch.float32)
     expected = mean_of(state)
     assert torch.equal(mean_of(merge(copy(state), copy(nobody))), expected)
@@ -124,12 +124,12 @@ def test_the_order_of_clients_does_not_matter(seed: int, count: int) -> None:
     """Replies may arrive in any order."""
     deltas, weights = clients(seed, count, torch.float64)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-    assert_same(folded(deltas, weights), folded(deltas[order], weights[order]), torch.float64)
+    assert_same(fold(deltas, weights), fold(deltas[order], weights[order]), torch.float64)
 
 
 def test_a_lost_block_is_noticed() -> None:
     """Control: a state without one of the blocks has another mean and another weight."""
     deltas, weights = clients(0, 6, torch.float64)
-    whole, part = folded(deltas, weights), folded(deltas[:4], weights[:4])
+    whole, part = fold(deltas, weights), fold(deltas[:4], weights[:4])
     assert float(whole.weight) != float(part.weight)
     assert (mean_of(whole) - mean_of(part)).abs().max() > 1e-3

@@ -72,7 +72,7 @@ def parts(message: Request | Reply) -> dict[str, object]:
     return {"type": type(message), **fields}
 
 
-def refused_or_decoded(data: bytes) -> Request | Reply | None:
+def decode_or_refuse(data: bytes) -> Request | Reply | None:
     """Return the message, or ``None`` for a ProtocolError; any other exception fails the test."""
     try:
         return decode(data)
@@ -91,14 +91,14 @@ def test_every_message_survives_the_wire(message: Request | Reply) -> None:
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
     """Without the magic bytes they cannot be a message."""
-    assert refused_or_decoded(data) is None
+    assert decode_or_refuse(data) is None
 
 
 @settings(max_examples=300)
 @given(header=st.binary(max_size=60), body=st.binary(max_size=60))
 def test_random_headers_and_bodies_are_refused(header: bytes, body: bytes) -> None:
     """They follow a valid prefix, so that the parsers are reached."""
-    refused_or_decoded(struct.pack("<2sBI", b"FL", VERSION, len(header)) + header + body)
+    decode_or_refuse(struct.pack("<2sBI", b"FL", VERSION, len(header)) + header + body)
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_fields_of_wrong_types_are_refused(kind: str, fields: dict[str, object])
     """For any JSON in the fields, a decoded message has fields of the declared types."""
     header = json.dumps({"kind": kind, "fields": fields}).encode()
     prefix = struct.pack("<2sBI", b"FL", VERSION, len(header))
-    message = refused_or_decoded(prefix + header + safetensors.torch.save({}))
+    message = decode_or_refuse(prefix + header + safetensors.torch.save({}))
     if isinstance(message, TrainReply | EvaluateReply):
         assert type(message.round_num) is int
         assert all(type(value) is float for value in message.metrics.values())
@@ -140,7 +140,7 @@ def test_lying_tensor_headers_are_refused(
     table = json.dumps(entry).encode()
     header = json.dumps({"kind": "evaluate_request", "fields": {"round_num": 0}}).encode()
     prefix = struct.pack("<2sBI", b"FL", VERSION, len(header))
-    message = refused_or_decoded(prefix + header + struct.pack("<Q", len(table)) + table + data)
+    message = decode_or_refuse(prefix + header + struct.pack("<Q", len(table)) + table + data)
     if isinstance(message, EvaluateRequest):
         assert all(t.nbytes == len(data) for t in message.tensors.values())
 
@@ -155,8 +155,8 @@ def test_a_message_cut_anywhere_is_refused() -> None:
     data = wire()
     assert isinstance(decode(data), TrainReply)
     for length in range(len(data)):
-        assert refused_or_decoded(data[:length]) is None, length
-    assert refused_or_decoded(data + b"\x00") is None
+        assert decode_or_refuse(data[:length]) is None, length
+    assert decode_or_refuse(data + b"\x00") is None
 
 
 def test_a_message_with_any_bit_flipped_is_a_message_or_refused() -> None:
@@ -166,7 +166,7 @@ def test_a_message_with_any_bit_flipped_is_a_message_or_refused() -> None:
         for bit in (0, 3, 6, 7):
             flipped = bytearray(data)
             flipped[position] ^= 1 << bit
-            message = refused_or_decoded(bytes(flipped))
+            message = decode_or_refuse(bytes(flipped))
             is_version = position == 2 and OLDEST <= flipped[2] <= VERSION
             checked = "the magic and the version are checked"
             assert message is None or position > 2 or is_version, checked

@@ -157,7 +157,7 @@ def paths(table: Any, path: Key = (), *, arrays: bool = False) -> Iterator[Key]:
                 yield from paths(inner, (*path, key), arrays=arrays)
 
 
-def parsed(text: str) -> dict[str, Any] | None:
+def parse(text: str) -> dict[str, Any] | None:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError:
@@ -168,7 +168,7 @@ def parsed(text: str) -> dict[str, Any] | None:
 @given(documents())
 def test_each_key_is_on_the_line_it_was_written_on(writer: Writer) -> None:
     """Finds all keys and no others; the parser decides which documents are TOML."""
-    document = parsed(writer.text)
+    document = parse(writer.text)
     assume(document is not None)
     assert key_lines(writer.text) == writer.lines
     assert set(writer.lines) == set(paths(document))
@@ -180,7 +180,7 @@ def test_each_key_is_on_the_line_it_was_written_on(writer: Writer) -> None:
 @example("[[t]]\n[[t.u]]\n[t.u.w]\n[[t.u]]\n[[t]]\n[t.v]")
 def test_keys_are_those_of_the_parser_through_arrays_of_tables(text: str) -> None:
     """Keys under the headers of arrays of tables are found, too."""
-    document = parsed(text)
+    document = parse(text)
     assume(document is not None)
     found = set(key_lines(text))
     assert set(paths(document)) <= found <= set(paths(document, arrays=True))
@@ -270,7 +270,7 @@ def test_any_override_gives_a_valid_tree_or_a_clear_error(overrides: list[str]) 
 
 def in_a_file(word: str) -> str:
     """Return a word as a TOML value: quoted, unless it already is one."""
-    return f'"{word}"' if parsed(f"a = {word}") is None else word
+    return f'"{word}"' if parse(f"a = {word}") is None else word
 
 
 @example(["algorithm.name = []"])
@@ -283,7 +283,7 @@ def in_a_file(word: str) -> str:
 )
 def test_any_toml_file_gives_a_valid_tree_or_an_error_with_its_line(pairs: list[str]) -> None:
     """The message names a line for every problem of the file."""
-    assume(parsed("\n".join(pairs)) is not None)
+    assume(parse("\n".join(pairs)) is not None)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "experiment.toml"
         file.write_text("\n".join(pairs), encoding="utf-8")

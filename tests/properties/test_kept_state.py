@@ -164,7 +164,7 @@ def one_round(strategy: Strategy, collector: Collector, state: ServerState) -> S
     return replace(state, round_num=state.round_num + 1)
 
 
-def begun(strategy: Strategy) -> ServerState:
+def start_state(strategy: Strategy) -> ServerState:
     torch.manual_seed(0)
     params = Params.of(flower.make_model())
     return ServerState(round_num=0, params=params, strategy_state=strategy.init(params))
@@ -232,7 +232,7 @@ def check(case: Case) -> None:
     sessions_of = LosingReplies if case.is_losing else SimulatedSessions
     engine = by_the_engine(case.history, strategy)
     sessions = in_memory(case.history, strategy, sessions_of)
-    expected = found = begun(strategy)
+    expected = found = start_state(strategy)
     for round_num in range(NUM_ROUNDS):
         if round_num in case.restarts:
             sessions = in_memory(case.history, strategy, sessions_of)
@@ -249,7 +249,7 @@ def test_an_attempt_that_is_thrown_away_is_undone_on_flower_too() -> None:
     strategy = Bounded(SCAFFOLD, UpdateBounds(max_norm=0.75, max_examples=1000))
     states = list[ServerState]()
     for collector in (flower.by_the_engine(strategy), flower.over_flower(strategy)):
-        state, throwing = begun(strategy), ThrowingAway(collector)
+        state, throwing = start_state(strategy), ThrowingAway(collector)
         for _ in range(NUM_ROUNDS):
             state = one_round(strategy, throwing, state)
         states.append(state)
@@ -336,6 +336,6 @@ def train_rounds(
         checkpoint_every_s=0.0,
         clock=VirtualClock(),
     )
-    params = begun(SCAFFOLD).params
+    params = start_state(SCAFFOLD).params
     state = train(plan, params, checkpoint=checkpoint, store=store, after_round=lambda *_: False)
     return state.server

@@ -128,7 +128,9 @@ def everyone(vote: Vote) -> bytes:
     return vote.session.pack_ranks(IDS)
 
 
-def padded(true: Mapping[ClientId, bytes], claimed: Sequence[ClientId]) -> dict[ClientId, bytes]:
+def pad_signatures(
+    true: Mapping[ClientId, bytes], claimed: Sequence[ClientId]
+) -> dict[ClientId, bytes]:
     """Return signatures of all claimed clients, with random bytes for those that did not sign."""
     return {each: true.get(each, GARBAGE.bytes(64)) for each in claimed}
 
@@ -169,7 +171,8 @@ def test_half_of_the_signatures_pass_as_often_as_the_formula_says(
     assert 0.05 < chance <= 1 / 8
     tries = 500
     passed = sum(
-        not weak.reason(weak.show(padded(true, IDS), survivors), survivors) for _ in range(tries)
+        not weak.reason(weak.show(pad_signatures(true, IDS), survivors), survivors)
+        for _ in range(tries)
     )
     spread = math.sqrt(tries * chance * (1.0 - chance))
     assert abs(passed - tries * chance) < 4.5 * spread
@@ -190,10 +193,10 @@ def test_no_number_of_garbage_signatures_gets_two_sets_opened(vote: Vote) -> Non
         true = vote.sign(signed, survivors)
         alive = vote.session.find_clients(vote.session.unpack_ranks(survivors, what="").tolist())
         for _ in range(50):
-            shown = vote.show(padded(true, alive), survivors)
+            shown = vote.show(pad_signatures(true, alive), survivors)
             assert "did not sign these survivors" in vote.reason(shown, survivors)
         others = [each for each in alive if each not in signed]
-        few = vote.show(padded(true, [*signed, *others[: QUORUM - len(signed)]]), survivors)
+        few = vote.show(pad_signatures(true, [*signed, *others[: QUORUM - len(signed)]]), survivors)
         assert "did not sign" in vote.reason(few, survivors), "none of a quorum goes unseen"
         too_few = replace(few, signed=vote.session.pack_ranks(signed))
         assert "the quorum is 111" in vote.reason(too_few, survivors)
@@ -215,16 +218,16 @@ def test_names_alone_would_not_fix_the_sample(
         seed = keys.digest(b"audit", session.id, survivors, signed)
         return audit.sample(num_signed, num_audited=opened, seed=seed)
 
-    def shown_after_the_sample() -> Signatures:
+    def show_after_the_sample() -> Signatures:
         signed = vote.session.pack_ranks(IDS)
         places = blind(vote.session, everyone, signed, root=b"", num_signed=N)
         asked = [IDS[place] for place in places]
         assert len(asked) < QUORUM
-        return vote.show(padded(vote.sign(asked, everyone), IDS), everyone)
+        return vote.show(pad_signatures(vote.sign(asked, everyone), IDS), everyone)
 
-    assert "did not sign" in vote.reason(shown_after_the_sample(), everyone)
+    assert "did not sign" in vote.reason(show_after_the_sample(), everyone)
     monkeypatch.setattr(audit, "_select_places", blind)
-    assert vote.reason(shown_after_the_sample(), everyone) == "", "fewer than a quorum are enough"
+    assert vote.reason(show_after_the_sample(), everyone) == "", "fewer than a quorum are enough"
 
 
 def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
@@ -236,7 +239,7 @@ def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
     sets = [vote.session.pack_ranks(IDS), vote.session.pack_ranks(IDS[:-1])]
     later = Vote(replace(vote.terms, attempt=1), vote.signers, vote.directory)
 
-    def opened(
+    def open_audit(
         signed: Sequence[bytes] = claimed,
         *,
         told: Vote = vote,
@@ -246,11 +249,11 @@ def test_what_is_opened_follows_from_all_that_is_claimed(vote: Vote) -> None:
         shown = told.show(dict(zip(names, signed, strict=True)), survivors)
         return {signed.index(each) for each in shown.signatures}
 
-    assert opened() == opened(), "the control"
-    assert opened([*claimed[:-1], bytes(64)]) != opened()
-    assert opened(names=IDS[1:151]) != opened()
-    assert opened(survivors=sets[1]) != opened()
-    assert opened(told=later) != opened()
+    assert open_audit() == open_audit(), "the control"
+    assert open_audit([*claimed[:-1], bytes(64)]) != open_audit()
+    assert open_audit(names=IDS[1:151]) != open_audit()
+    assert open_audit(survivors=sets[1]) != open_audit()
+    assert open_audit(told=later) != open_audit()
 
 
 def test_in_the_complete_graph_nobody_is_told_who_signed(vote: Vote, everyone: bytes) -> None:

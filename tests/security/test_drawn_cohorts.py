@@ -58,7 +58,7 @@ def terms_for(adversary: Adversary = Adversary.ACTIVE_SERVER) -> Terms:
         "delta", size=4, bound=1.0, modulus_bits=32, num_clients=NUM_ASKED, weighted=False
     )
     return propose(
-        derive(NUM_ASKED, assumptions=assumed(adversary)),
+        derive(NUM_ASKED, assumptions=make_assumptions(adversary)),
         run_id=bytes(16),
         round_num=ROUND,
         attempt=0,
@@ -68,7 +68,7 @@ def terms_for(adversary: Adversary = Adversary.ACTIVE_SERVER) -> Terms:
     )
 
 
-def assumed(adversary: Adversary = Adversary.ACTIVE_SERVER) -> Assumptions:
+def make_assumptions(adversary: Adversary = Adversary.ACTIVE_SERVER) -> Assumptions:
     return Assumptions(
         adversary=adversary,
         topology=Topology.COMPLETE,
@@ -186,7 +186,7 @@ def test_a_deployment_asks_whom_its_roster_draws_and_its_clients_agree(tmp_path:
     assert 9 < np.mean([len(each) for each in there]) < 15, "twelve of forty"
     assert len({tuple(each) for each in there}) == len(there)
     plan = SecurePlan(
-        parameters=derive(NUM_ASKED, assumptions=assumed()),
+        parameters=derive(NUM_ASKED, assumptions=make_assumptions()),
         min_survivors=5,
         clip_norm=1.0,
         statistics_norm=1.0,

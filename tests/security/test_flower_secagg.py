@@ -84,7 +84,7 @@ class Trainer:
 APP = client_app(lambda _: Trainer(), policy_of=lambda _: Policy())
 
 
-def untouched(client: int, message: Message) -> Message:
+def pass_through(client: int, message: Message) -> Message:
     return message
 
 
@@ -109,7 +109,7 @@ class Superlink(LocalGrid):
     app: ClientApp = APP
     nodes: dict[int, int] = field(default_factory=lambda: nodes_from(100))
     folder_of: dict[int, Path] = field(default_factory=dict)
-    tamper: Callable[[int, Message], Message] = untouched
+    tamper: Callable[[int, Message], Message] = pass_through
     without_roster: frozenset[int] = frozenset()
     loses_contexts: bool = False
     seen: dict[int, list[Message]] = field(default_factory=dict)
@@ -244,7 +244,7 @@ def header_of(message: Message) -> ConfigRecord:
     return message.content.config_records["fedlearn"]
 
 
-def sent_in(message: Message) -> object:
+def extract_message(message: Message) -> object:
     """Return the secure-aggregation message inside a Flower message."""
     payload = message.content.array_records["fedlearn.payload"]["message"].data
     request, personal = decode(payload), header_of(message)["personal"]
@@ -381,7 +381,7 @@ def test_what_was_answered_is_not_answered_again(tmp_path: Path, *, in_folder: b
     for message in before:
         reply = superlink.answer(VICTIM, message)
         data = build_payload(reply)
-        words = "one release" if isinstance(sent_in(message), messages.SignedTerms) else ""
+        words = "one release" if isinstance(extract_message(message), messages.SignedTerms) else ""
         assert words in str(decode(data))
         assert "Failure" in str(decode(data))
 
@@ -408,7 +408,7 @@ def test_in_a_folder_the_state_is_kept_before_the_reply_leaves(tmp_path: Path) -
 # ---- In transit ---------------------------------------------------------------------------
 
 
-def flipped(client: int, message: Message) -> Message:
+def flip(client: int, message: Message) -> Message:
     """Flip one bit in the packets for the victim."""
     personal = header_of(message)["personal"]
     if client == VICTIM and isinstance(personal, bytes) and personal:
@@ -418,7 +418,7 @@ def flipped(client: int, message: Message) -> Message:
 
 def test_a_client_whose_packets_were_altered_leaves_the_session() -> None:
     """The others' sum is released without the victim."""
-    collected = Coordinator(Superlink(tamper=flipped)).collect()
+    collected = Coordinator(Superlink(tamper=flip)).collect()
     assert reasons(collected).keys() == {VICTIM}
     assert "altered" in reasons(collected)[VICTIM]
     assert collected.count(Status.REPORTED) == NUM_CLIENTS - 1

@@ -21,7 +21,7 @@ from tests.security.test_sparse_graph import SMALL
 NUM_ROSTERS, NUM_SIGNATURES = 5_000, 1_000
 
 
-def mutated(data: bytes, drawn: np.random.Generator) -> bytes:
+def mutate(data: bytes, drawn: np.random.Generator) -> bytes:
     """Return mutated bytes: flipped, cut, repeated, replaced, or with a false length."""
     at, size = int(drawn.integers(6, len(data))), int(drawn.integers(1, 64))
     match int(drawn.integers(6)):
@@ -44,7 +44,7 @@ def all_are_refused(honest: bytes, take: Callable[[messages.Message], object], *
     """Check that all mutations are refused; return how many of them could be decoded."""
     drawn, num_read = np.random.default_rng(7), 0
     for _ in range(num):
-        data = mutated(honest, drawn)
+        data = mutate(honest, drawn)
         if data == honest:
             continue
         try:
@@ -66,7 +66,7 @@ def peak_of(honest: bytes, take: Callable[[messages.Message], object]) -> int:
         for _ in range(300):
             tracemalloc.reset_peak()
             before = tracemalloc.get_traced_memory()[0]
-            data = mutated(honest, drawn)
+            data = mutate(honest, drawn)
             try:
                 take(messages.decode(data))
             except (ProtocolError, AggregationAborted):

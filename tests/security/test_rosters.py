@@ -164,22 +164,22 @@ def test_a_proof_has_one_encoding(field: str) -> None:
     tree = MerkleTree.of(leaves, keys=ids)
     proof, opened = tree.prove(places), {at: leaves[at] for at in places}
 
-    def found(data: bytes) -> bytes:
+    def lookup(data: bytes) -> bytes:
         told = replace(proof, **{field: data})
         return compute_root(size, opened, keys=places, proof=told)
 
     whole, unit = getattr(proof, field), 32 if field == "hashes" else 8
-    assert found(whole) == tree.root
+    assert lookup(whole) == tree.root
     for cut in (whole[:-1], whole[:-unit], b""):
         with pytest.raises(ProtocolError, match="early"):
-            found(cut)
+            lookup(cut)
     for longer in (whole + bytes(1), whole + bytes(unit)):
         with pytest.raises(ProtocolError, match="too many"):
-            found(longer)
+            lookup(longer)
     for at in range(0, len(whole), unit):
         bent = whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
         with suppress(ProtocolError):  # an id may now be on the wrong side of a split
-            assert found(bent) != tree.root
+            assert lookup(bent) != tree.root
 
 
 # --- The roster that a client receives ------------------------------------------------------

@@ -168,7 +168,7 @@ class Liar:
         return told if isinstance(told, bytes) else messages.encode(told)
 
 
-def refused(stage: Stage, lie: Lie, *, terms: Terms = TERMS) -> FedlearnError:
+def require_refusal(stage: Stage, lie: Lie, *, terms: Terms = TERMS) -> FedlearnError:
     """Send the victim a lie; check that it refuses and says nothing more, and return its error.
 
     The others continue to a correct sum, which includes the victim if its vector was in already.
@@ -223,13 +223,13 @@ def test_terms_that_the_client_does_not_accept_are_refused(
 ) -> None:
     """The coordinator itself signed them; the refusal names the rule of the client's policy."""
     made = replace(TERMS, **changes)
-    error = refused(Stage.ADVERTISE, lambda _: sign(made))
+    error = require_refusal(Stage.ADVERTISE, lambda _: sign(made))
     assert isinstance(error, PolicyViolation)
     assert error.rule == rule
     assert f"`{rule}`" in str(error)
 
 
-def patched(old: bytes, new: bytes) -> Lie:
+def patch_bytes(old: bytes, new: bytes) -> Lie:
     """Return a lie that replaces bytes of the terms and signs the result."""
 
     def lie(message: Message) -> bytes:
@@ -250,10 +250,10 @@ def numbers(*values: int) -> bytes:
 def test_a_threshold_of_one_cannot_be_said() -> None:
     """One share would reveal a secret. n, k, t, q and min_survivors follow each other in bytes."""
     before = numbers(N, N - 1, 5, 5, 5)
-    error = refused(Stage.ADVERTISE, patched(before, numbers(N, N - 1, 1, 5, 5)))
+    error = require_refusal(Stage.ADVERTISE, patch_bytes(before, numbers(N, N - 1, 1, 5, 5)))
     assert isinstance(error, ProtocolError)
     assert "threshold is 1" in str(error)
-    error = refused(Stage.ADVERTISE, patched(before, numbers(N, N - 1, 5, 5, 1)))
+    error = require_refusal(Stage.ADVERTISE, patch_bytes(before, numbers(N, N - 1, 5, 5, 1)))
     assert "min_survivors is 1" in str(error), "a sum of one is that client's own"
 
 
@@ -263,7 +263,7 @@ def test_a_modulus_too_small_for_the_sum_cannot_be_said(modulus_bits: int) -> No
     lane = TERMS.lanes[1]
     before = struct.pack("<QBB", lane.max_level, lane.modulus_bits, 1)
     after = struct.pack("<QBB", lane.max_level, modulus_bits, 1)
-    error = refused(Stage.ADVERTISE, patched(before, after))
+    error = require_refusal(Stage.ADVERTISE, patch_bytes(before, after))
     assert isinstance(error, ProtocolError)
     assert "modulus" in str(error) or "overflow" in str(error)
 
@@ -286,7 +286,7 @@ def test_a_modulus_too_small_for_the_sum_cannot_be_said(modulus_bits: int) -> No
     ],
 )
 def test_terms_of_anybody_else_are_refused(lie: Lie, reason: str) -> None:
-    error = refused(Stage.ADVERTISE, lie)
+    error = require_refusal(Stage.ADVERTISE, lie)
     assert isinstance(error, AggregationAborted)
     assert reason in error.reason
 
@@ -339,7 +339,7 @@ def change_advert(client_id: ClientId, change: Callable[[Advert], Advert]) -> Li
     return lie
 
 
-def invented(advert: Advert) -> Advert:
+def invent(advert: Advert) -> Advert:
     """Return an advert with keys that the liar made, signed by an identity that it made."""
     signer, _ = keys.create_signer()
     fresh = replace(
@@ -353,7 +353,7 @@ def invented(advert: Advert) -> Advert:
 
 def unknown(message: Message) -> Message:
     assert isinstance(message, Roster)
-    stranger = invented(replace(message.adverts[-1], client_id=ClientId(999)))
+    stranger = invent(replace(message.adverts[-1], client_id=ClientId(999)))
     return told(VICTIM, (*message.adverts[:-1], stranger))
 
 
@@ -374,11 +374,11 @@ def crowd(message: Message) -> Message:
 @pytest.mark.parametrize(
     ("lie", "reason"),
     [
-        (change_advert(OTHER, invented), f"advert of client {OTHER} is not signed"),
+        (change_advert(OTHER, invent), f"advert of client {OTHER} is not signed"),
         (change_advert(OTHER, lambda a: replace(a, mask_key=bytes(32))), "is not signed"),
         (change_advert(OTHER, lambda a: replace(a, nonce=bytes(16))), "is not signed"),
         (unknown, "client 999 is not in the pinned directory"),
-        (change_advert(VICTIM, invented), "own advert is missing or altered"),
+        (change_advert(VICTIM, invent), "own advert is missing or altered"),
         (cut(keep=2), "2 clients in the roster, min_survivors is 5"),
         (cut(keep=4), "4 clients in the roster, min_survivors is 5"),
         (crowd, "10 clients in the roster, more than the"),
@@ -386,7 +386,7 @@ def crowd(message: Message) -> Message:
 )
 def test_a_roster_with_invented_neighbors_is_refused(lie: Lie, reason: str) -> None:
     """Otherwise the liar could agree on masks with the victim itself, and remove them."""
-    error = refused(Stage.SHARE, lie)
+    error = require_refusal(Stage.SHARE, lie)
     assert isinstance(error, AggregationAborted)
     assert reason in error.reason
 
@@ -396,7 +396,7 @@ def test_a_roster_without_the_victim_is_refused() -> None:
         assert isinstance(message, Roster)
         return told(VICTIM, (a for a in message.adverts if a.client_id != VICTIM))
 
-    assert "own advert is missing" in str(refused(Stage.SHARE, lie))
+    assert "own advert is missing" in str(require_refusal(Stage.SHARE, lie))
 
 
 def test_a_client_that_stands_twice_in_a_roster_is_no_message() -> None:
@@ -404,7 +404,7 @@ def test_a_client_that_stands_twice_in_a_roster_is_no_message() -> None:
         assert isinstance(message, Roster)
         return told(VICTIM, (*message.adverts[:-1], message.adverts[-2]))
 
-    assert "strictly ascending" in str(refused(Stage.SHARE, lie))
+    assert "strictly ascending" in str(require_refusal(Stage.SHARE, lie))
 
 
 def test_adverts_of_an_earlier_session_are_refused() -> None:
@@ -418,7 +418,7 @@ def test_adverts_of_an_earlier_session_are_refused() -> None:
             (a if a.client_id == VICTIM else earlier[a.client_id][0] for a in message.adverts),
         )
 
-    assert "not signed by it for this session" in str(refused(Stage.SHARE, lie))
+    assert "not signed by it for this session" in str(require_refusal(Stage.SHARE, lie))
 
 
 def test_clients_that_are_shown_different_rosters_do_not_understand_each_other() -> None:
@@ -490,7 +490,7 @@ def starve(packets: dict[ClientId, bytes]) -> None:
 def test_packets_that_are_not_those_of_the_neighbors_are_refused(
     change: Callable[[dict[ClientId, bytes]], object], reason: str
 ) -> None:
-    error = refused(Stage.MASK, change_packets(change))
+    error = require_refusal(Stage.MASK, change_packets(change))
     assert isinstance(error, AggregationAborted)
     assert reason in error.reason
 
@@ -504,7 +504,7 @@ def test_packets_of_another_session_do_not_open() -> None:
         return message
 
     run(Liar(Stage.MASK, Way.DOWN, keep))
-    error = refused(Stage.MASK, change_packets(lambda p: p.update({OTHER: kept[OTHER]})))
+    error = require_refusal(Stage.MASK, change_packets(lambda p: p.update({OTHER: kept[OTHER]})))
     assert "cannot be decrypted" in str(error)
 
 
@@ -544,7 +544,7 @@ def survivors(ids: Iterable[ClientId]) -> Lie:
     ],
 )
 def test_survivors_that_cannot_be_the_honest_ones_are_not_signed(lie: Lie, reason: str) -> None:
-    error = refused(Stage.CONFIRM, lie)
+    error = require_refusal(Stage.CONFIRM, lie)
     assert isinstance(error, AggregationAborted)
     assert reason in error.reason
 
@@ -681,7 +681,7 @@ def thin(signatures: dict[ClientId, bytes]) -> None:
 def test_nothing_is_released_without_a_quorum_of_true_signatures(
     change: Callable[[dict[ClientId, bytes]], object], reason: str
 ) -> None:
-    error = refused(Stage.UNMASK, change_signatures(change))
+    error = require_refusal(Stage.UNMASK, change_signatures(change))
     assert isinstance(error, AggregationAborted)
     assert reason in error.reason
 

@@ -55,7 +55,7 @@ POLICY = TermsPolicy(
 CREDULOUS = replace(POLICY, adversary=CURIOUS)
 
 
-def assumed(dropout: float) -> Assumptions:
+def make_assumptions(dropout: float) -> Assumptions:
     return Assumptions(
         adversary=ACTIVE,
         topology=Topology.SPARSE,
@@ -71,7 +71,7 @@ def terms_for(num_clients: int, *, dropout: float = 0.1) -> Terms:
         "delta", size=SIZE, bound=1.0, modulus_bits=32, num_clients=num_clients, weighted=False
     )
     return propose(
-        derive(num_clients, assumptions=assumed(dropout)),
+        derive(num_clients, assumptions=make_assumptions(dropout)),
         run_id=RUN,
         round_num=0,
         attempt=0,
@@ -135,7 +135,7 @@ class Conspiracy:
             step = states[each].step
             assert isinstance(step, MaskedStep)
             pairs.append((session.points[each], step.held[self.victim].reveal()))
-        return _unmasked(session, self.victim, masked, pairs[: terms.threshold])
+        return _unmask(session, self.victim, masked, pairs[: terms.threshold])
 
 
 def _packets_for(
@@ -153,7 +153,7 @@ def _packets_for(
     return Packets(packets=rows)
 
 
-def _unmasked(
+def _unmask(
     session: Session,
     client_id: ClientId,
     masked: MaskedVector,
@@ -307,7 +307,9 @@ def test_a_ring_is_cut_by_whoever_chooses_the_drop_outs_and_its_terms_are_refuse
 
 def test_no_ring_can_be_cut_with_the_threshold_that_clients_ask_for() -> None:
     """Nor is any of a thousand rings close to it; with the old threshold one in 5,000 was cut."""
-    least = lowest_threshold(NUM_INVITED, OLD_K, roster_size=NUM_LISTED, assumptions=assumed(0.3))
+    least = lowest_threshold(
+        NUM_INVITED, OLD_K, roster_size=NUM_LISTED, assumptions=make_assumptions(0.3)
+    )
     assert least > OLD_T
     assert cut(CUT, k=OLD_K, threshold=OLD_T)
     assert not cut(CUT, k=OLD_K, threshold=least)

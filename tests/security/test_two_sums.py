@@ -82,7 +82,7 @@ def sum_of(plan: RoundPlan, request: RoundRequest, *cohort: int) -> Tensor:
     return aggregate.lanes[DELTA.name].double() * expected
 
 
-def found_out(*overrides: str) -> Tensor:
+def estimate_update(*overrides: str) -> Tensor:
     """Return the attacker's estimate of the victim's update."""
     plan, request = rounds(*overrides)
     with_victim = sum_of(plan, request, VICTIM, *OTHERS)
@@ -103,13 +103,13 @@ def likeness(found: Tensor) -> float:
 
 def test_two_sums_give_a_client_away() -> None:
     """They reveal its update to five digits, although both sums are over six clients."""
-    found = found_out(*SECURE)
+    found = estimate_update(*SECURE)
     assert likeness(found) > 0.99999
 
 
 @pytest.mark.slow
 def test_with_noise_of_the_clients_they_do_not() -> None:
     """The estimate is noise; a similarity of a tenth would be seven standard deviations."""
-    found = found_out(*NOISY)
+    found = estimate_update(*NOISY)
     assert abs(likeness(found)) < 0.1
     assert float(found.norm()) > 10 * CLIP

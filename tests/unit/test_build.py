@@ -220,7 +220,7 @@ def _traces(path: Path) -> Path:
     return path
 
 
-def _built(settings: Mapping[str, object], *, data_dir: Path = Path("nowhere")) -> Simulation:
+def _build(settings: Mapping[str, object], *, data_dir: Path = Path("nowhere")) -> Simulation:
     config = from_mapping(settings, source="a test")
     return build_simulation(config, data_dir=data_dir)
 
@@ -247,10 +247,10 @@ def test_digits_become_clients_by_every_partition_they_have() -> None:
         "bootstrap": {"num_clients": 2000, "examples_per_client": 7},
     }
     for kind, numbers in partitions.items():
-        built = _built({"data": {"partition": {"kind": kind} | numbers}})
+        built = _build({"data": {"partition": {"kind": kind} | numbers}})
         assert built.population.num_clients == numbers["num_clients"]
         assert require_single_input(built.test.features).shape[1:] == (64,)
-    built = _built({"data": {"partition": {"kind": "bootstrap"} | partitions["bootstrap"]}})
+    built = _build({"data": {"partition": {"kind": "bootstrap"} | partitions["bootstrap"]}})
     assert isinstance(built.population, BootstrapPopulation)
     assert built.population.num_examples(np.array([5])).tolist() == [7]
     assert _kinds(PARTITIONS) == {*partitions, "natural"}
@@ -272,7 +272,7 @@ def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
         "python": ({"factory": f"{user_file}:examples", "args": rows}, 20, (2,)),
     }
     for source, (settings, num_clients, shape) in sources.items():
-        built = _built({"data": {"source": source} | settings})
+        built = _build({"data": {"source": source} | settings})
         assert built.population.num_clients == num_clients, source
         assert require_single_input(built.test.features).shape[1:] == shape
     assert _kinds(DATA) == {*sources, "none"}  # "none" is for a coordinator
@@ -281,19 +281,19 @@ def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
 def test_mnist_is_found_in_the_data_directory_or_where_it_is_said_to_be(tmp_path: Path) -> None:
     """Neither the name of the file nor its folder is fixed."""
     path = _mnist(tmp_path)
-    found = _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
+    found = _build({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
     elsewhere = path.rename(tmp_path / "written.npz")
-    named = _built({"data": {"source": "mnist-by-writer", "path": str(elsewhere)}})
+    named = _build({"data": {"source": "mnist-by-writer", "path": str(elsewhere)}})
     assert named.population.num_clients == found.population.num_clients == 20
     with pytest.raises(DataError, match=r"no mnist\.npz in .*; give its folder"):
-        _built({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
+        _build({"data": {"source": "mnist-by-writer"}}, data_dir=tmp_path)
 
 
 def test_an_npz_may_bring_its_own_test_set(tmp_path: Path) -> None:
     """All of the other rows are then for training, and the test set's classes count."""
     data = _npz_data(_npz(tmp_path), test_features="tx", test_labels="ty")
     del data["test_fraction"]
-    built = _built({"data": data})
+    built = _build({"data": data})
     assert len(built.test.labels) == 4
     assert built.test.num_classes == 4
     everyone = np.arange(20)
@@ -309,27 +309,27 @@ def test_parquet_streams_the_columns_that_are_named(tmp_path: Path) -> None:
         "test_path": path,
         "client_column": "user",
     }
-    built = _built({"data": data | {"feature_columns": ["b"]}})
+    built = _build({"data": data | {"feature_columns": ["b"]}})
     assert isinstance(built.population, ParquetPopulation)
     assert require_single_input(built.test.features).shape[1:] == (1,)
     with pytest.raises(ConfigError, match=r'kind is "iid", but streaming Parquet is divided by'):
-        _built({"data": data | {"partition": {"kind": "iid", "num_clients": 20}}})
+        _build({"data": data | {"partition": {"kind": "iid", "num_clients": 20}}})
 
 
 def test_a_function_may_return_clients_or_examples_to_divide(user_file: Path) -> None:
     """Clients cannot be divided again, and a number is refused."""
     divided: dict[str, object] = {"source": "python", "factory": f"{user_file}:divided"}
     iid = {"kind": "iid", "num_clients": 15}
-    assert _built({"data": divided}).population.num_clients == 20
+    assert _build({"data": divided}).population.num_clients == 20
     with pytest.raises(ConfigError, match=r'kind is "iid", but .*divided already'):
-        _built({"data": divided | {"partition": iid}})
+        _build({"data": divided | {"partition": iid}})
     rows = {"num_rows": _NUM_ROWS, "with_groups": False}
     examples = divided | {"factory": f"{user_file}:examples", "args": rows}
-    assert _built({"data": examples | {"partition": iid}}).population.num_clients == 15
+    assert _build({"data": examples | {"partition": iid}}).population.num_clients == 15
     with pytest.raises(DataError, match="do not name their clients"):
-        _built({"data": examples})
+        _build({"data": examples})
     with pytest.raises(ConfigError, match="returned int; it must return FederatedData or"):
-        _built({"data": divided | {"factory": f"{user_file}:no_data"}})
+        _build({"data": divided | {"factory": f"{user_file}:no_data"}})
 
 
 def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
@@ -337,29 +337,29 @@ def test_examples_that_do_not_suffice_are_refused(tmp_path: Path) -> None:
     path = _npz(tmp_path)
     iid = {"kind": "iid", "num_clients": 50}
     with pytest.raises(DataError, match="45 examples are too few for 50 clients"):
-        _built({"data": _npz_data(path, partition=iid)})
+        _build({"data": _npz_data(path, partition=iid)})
     with pytest.raises(ConfigError, match=r"cohort.num_wanted: 21 clients are asked .* have 20"):
-        _built({"data": _npz_data(path), "cohort": {"num_wanted": 21}})
+        _build({"data": _npz_data(path), "cohort": {"num_wanted": 21}})
     buffered = {"mode": "buffered", "buffer_size": 21, "concurrency": 20}
     with pytest.raises(ConfigError, match=r"asynchronous.buffer_size: is 21, .* have 20; lower"):
-        _built({"data": _npz_data(path), "asynchronous": buffered})
+        _build({"data": _npz_data(path), "asynchronous": buffered})
     buffered |= {"buffer_size": 20, "concurrency": 21}
     with pytest.raises(ConfigError, match=r"asynchronous.concurrency: 21 clients .* have 20;"):
-        _built({"data": _npz_data(path), "asynchronous": buffered})
+        _build({"data": _npz_data(path), "asynchronous": buffered})
 
 
 def test_more_clients_than_there_are_do_not_evaluate(tmp_path: Path) -> None:
     """By default as many as train in a round, 50 on the digits; an explicit number is kept."""
     data = _npz_data(_npz(tmp_path))
     few = {"kind": "iid", "num_clients": 30}
-    assert _built({}).config.evaluation.num_clients == 50
-    assert _built({"data": {"partition": few}}).config.evaluation.num_clients == 30
+    assert _build({}).config.evaluation.num_clients == 50
+    assert _build({"data": {"partition": few}}).config.evaluation.num_clients == 30
     wanted = {"data": data, "cohort": {"num_wanted": 7}}
-    assert _built(wanted).config.evaluation.num_clients == 7
+    assert _build(wanted).config.evaluation.num_clients == 7
     with pytest.raises(ConfigError, match=r"evaluation.clients: 21 clients evaluate.* have 20;"):
-        _built({"data": data, "evaluation": {"clients": 21}})
-    assert _built({"data": data}).config.evaluation.num_clients == 10
-    assert _built({"data": data, "evaluation": {"clients": 3}}).config.evaluation.num_clients == 3
+        _build({"data": data, "evaluation": {"clients": 21}})
+    assert _build({"data": data}).config.evaluation.num_clients == 10
+    assert _build({"data": data, "evaluation": {"clients": 3}}).config.evaluation.num_clients == 3
 
 
 @pytest.mark.parametrize("hidden", [[10**9], [10**6, 10**6]])
@@ -367,28 +367,28 @@ def test_a_model_that_no_machine_holds_is_refused(tmp_path: Path, hidden: list[i
     """Before it is allocated, since the kernel might kill the process."""
     model = {"kind": "mlp", "hidden": hidden}
     with pytest.raises(ConfigError, match=r"model: it would have .* GiB, but this machine has"):
-        _built({"data": _npz_data(_npz(tmp_path)), "model": model})
+        _build({"data": _npz_data(_npz(tmp_path)), "model": model})
 
 
 def test_a_label_of_a_trillion_is_no_class(tmp_path: Path) -> None:
     """It used to ask for 512 TB of outputs. Control: the original labels."""
     path = _npz(tmp_path)
     arrays = dict(np.load(path))
-    _built({"data": _npz_data(path)})
+    _build({"data": _npz_data(path)})
     arrays["y"][3] = 10**12
     np.savez(path, **arrays)
     with pytest.raises(ConfigError, match=r"model: it would have .* correct the labels"):
-        _built({"data": _npz_data(path)})
+        _build({"data": _npz_data(path)})
 
 
 def test_data_of_ones_own_bring_no_stragglers(tmp_path: Path) -> None:
     """The record has resolved numbers. Control: the same cohort on the digits has stragglers."""
-    mine = _built({"data": _npz_data(_npz(tmp_path))})
+    mine = _build({"data": _npz_data(_npz(tmp_path))})
     assert mine.policy.num_wanted == mine.policy.cohort_size == 10
     assert mine.policy.deadline_s == math.inf
     assert mine.behavior == devices.Instant()
     assert (mine.config.cohort.num_wanted, mine.config.stragglers.deadline_s) == (10, "none")
-    digits = _built({})
+    digits = _build({})
     assert (digits.policy.cohort_size, digits.policy.deadline_s) == (13, 10.0)
     assert digits.behavior != devices.Instant()
 
@@ -409,11 +409,11 @@ def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
         "cnn": ({}, Cnn(feature_shape=shape, num_outputs=10)),
     }
     for kind, (settings, piece) in expected.items():
-        built = _built({"data": mnist, "model": {"kind": kind} | settings})
+        built = _build({"data": mnist, "model": {"kind": kind} | settings})
         assert built.make_model.make_model == piece
         assert built.make_model()(torch.zeros(2, *shape)).shape == (2, 10)
     model = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 7}}
-    built = _built({"data": mnist, "model": model})
+    built = _build({"data": mnist, "model": model})
     assert built.make_model()(torch.zeros(3, 2)).shape == (3, 7)
     assert _kinds(MODELS) == {*expected, "python"}
 
@@ -421,7 +421,7 @@ def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
 def test_a_cnn_on_vectors_is_refused_when_it_is_built() -> None:
     """Digits are vectors of 64; the run has not started."""
     with pytest.raises(ConfigError, match=r'"cnn" needs images .* shape \[64\]; use "mlp"'):
-        _built({"model": {"kind": "cnn"}})
+        _build({"model": {"kind": "cnn"}})
 
 
 def test_integer_features_suit_every_model(tmp_path: Path, user_file: Path) -> None:
@@ -430,9 +430,9 @@ def test_integer_features_suit_every_model(tmp_path: Path, user_file: Path) -> N
     path = str(tmp_path / "tokens.parquet")
     pq.write_table(pa.table({"user": rows // 3, "token": rows, "label": rows % 3}), path)
     data = {"source": "parquet", "path": path, "test_path": path, "client_column": "user"}
-    assert require_single_input(_built({"data": data}).test.features).dtype == torch.int64
+    assert require_single_input(_build({"data": data}).test.features).dtype == torch.int64
     own = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 3}}
-    own_data = _built({"data": data, "model": own})
+    own_data = _build({"data": data, "model": own})
     assert require_single_input(own_data.test.features).dtype == torch.int64
 
 
@@ -469,8 +469,8 @@ def test_several_inputs_need_a_model_that_takes_them(tmp_path: Path, user_file: 
     ]
     for data, form, inputs in several:
         with pytest.raises(ConfigError, match=f'"mlp" takes one tensor, .* {inputs}; use a'):
-            _built({"data": data})
-        features = _built({"data": data, "model": own}).test.features
+            _build({"data": data})
+        features = _build({"data": data, "model": own}).test.features
         assert isinstance(features, form)
 
 
@@ -484,7 +484,7 @@ def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
         "python": ({"factory": f"{user_file}:loss", "args": {"power": 2.0}}, None, 2),
     }
     for kind, (settings, expected, num_outputs) in losses.items():
-        built = _built({"data": binary, "loss": {"kind": kind} | settings})
+        built = _build({"data": binary, "loss": {"kind": kind} | settings})
         if expected is None:
             assert isinstance(built.objective, CustomLoss)
         else:
@@ -498,7 +498,7 @@ def test_every_loss_has_its_objective(user_file: Path, tmp_path: Path) -> None:
 def test_several_numbers_are_regressed_on_at_once(tmp_path: Path) -> None:
     """The network has one output for each."""
     data = _npz_data(_npz(tmp_path, y=np.zeros((_NUM_ROWS, 3))))
-    built = _built({"data": data, "loss": {"kind": "mse"}})
+    built = _build({"data": data, "loss": {"kind": "mse"}})
     outputs = built.make_model()(require_single_input(built.test.features).float())
     assert outputs.shape[1] == 3
     assert built.objective.losses(outputs, built.test.labels).shape == outputs.shape[:1]
@@ -522,15 +522,15 @@ def test_a_loss_that_means_nothing_for_the_labels_is_refused(
     data = _npz_data(_npz(tmp_path, y=labels), test_fraction=0.9, partition={"kind": "natural"})
     cohort = {"num_wanted": 1}
     with pytest.raises(ConfigError, match=message):
-        _built({"data": data, "loss": {"kind": kind}, "cohort": cohort})
+        _build({"data": data, "loss": {"kind": kind}, "cohort": cohort})
 
 
 def test_what_a_function_must_return_is_checked(user_file: Path) -> None:
     """A model must be a torch module, a loss a function."""
     no_loss = {"kind": "python", "factory": f"{user_file}:no_loss"}
     with pytest.raises(ConfigError, match=r"loss.factory: .*returned int; it must return a func"):
-        _built({"loss": no_loss})
-    built = _built({"model": {"kind": "python", "factory": f"{user_file}:no_network"}})
+        _build({"loss": no_loss})
+    built = _build({"model": {"kind": "python", "factory": f"{user_file}:no_network"}})
     with pytest.raises(
         ConfigError, match=r"model.factory: .*returned int; it must return a torch module"
     ):
@@ -633,7 +633,7 @@ def test_every_algorithm_has_all_its_numbers(
     settings: dict[str, object], expected: recipes.Algorithm
 ) -> None:
     """And the local training that the configuration describes."""
-    assert _built({"algorithm": settings, "client": _CLIENT}).algorithm == expected
+    assert _build({"algorithm": settings, "client": _CLIENT}).algorithm == expected
 
 
 def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
@@ -647,9 +647,9 @@ def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
     client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.5}
     sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.5)
     expected = Scaffold(sgd, num_clients=20, server_learning_rate=0.5, control_bound=2.0)
-    assert _built({"algorithm": settings, "client": client}).algorithm == expected
+    assert _build({"algorithm": settings, "client": client}).algorithm == expected
     with pytest.raises(ConfigError, match=r'algorithm.name is "scaffold": .* without momentum'):
-        _built({"algorithm": settings, "client": client | {"momentum": 0.5}})
+        _build({"algorithm": settings, "client": client | {"momentum": 0.5}})
 
 
 def test_easgd_has_all_its_numbers_and_no_larger_rounds() -> None:
@@ -658,12 +658,12 @@ def test_easgd_has_all_its_numbers_and_no_larger_rounds() -> None:
     client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.3}
     sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.3)
     asked: dict[str, Any] = {"algorithm": settings, "client": client, "cohort": {"num_wanted": 9}}
-    assert _built(asked).algorithm == EASGD(sgd, elasticity=0.5, cohort_size=9)
+    assert _build(asked).algorithm == EASGD(sgd, elasticity=0.5, cohort_size=9)
     for more in ({}, {"updates": {"max_norm": 3.0}}):
         with pytest.raises(ConfigError, match=r"cohort_size is 9, but a round takes 10 reports"):
-            _built({**asked, **more, "cohort": {"num_wanted": 10}})
+            _build({**asked, **more, "cohort": {"num_wanted": 10}})
     with pytest.raises(ConfigError, match=r'algorithm.name is "easgd": elasticity is 1, .* = 3'):
-        _built({**asked, "algorithm": settings | {"elasticity": 1.0}})
+        _build({**asked, "algorithm": settings | {"elasticity": 1.0}})
 
 
 def test_a_strategy_of_the_users_gets_the_clients_and_its_arguments(user_file: Path) -> None:
@@ -673,11 +673,11 @@ def test_a_strategy_of_the_users_gets_the_clients_and_its_arguments(user_file: P
         {"name": "python", "factory": name, "args": {"share": 0.5}},
         {"name": name, "args": {"share": 0.5}},
     ):
-        made = _built({"algorithm": settings, "client": _CLIENT}).algorithm
+        made = _build({"algorithm": settings, "client": _CLIENT}).algorithm
         assert (type(made).__name__, made.local) == ("Kept", _LOCAL)
         assert vars(made)["share"] == 0.5
     with pytest.raises(ConfigError, match=r"made a int without local; .* from fedlearn.Strategy"):
-        _built({"algorithm": {"name": f"{user_file}:no_strategy"}})
+        _build({"algorithm": {"name": f"{user_file}:no_strategy"}})
 
 
 @pytest.mark.parametrize(
@@ -711,7 +711,7 @@ def test_every_local_update_has_all_its_numbers(
     client: dict[str, object], expected: LocalUpdate
 ) -> None:
     """An omitted option wraps nothing around it."""
-    assert _built({"client": client}).algorithm.local == expected
+    assert _build({"client": client}).algorithm.local == expected
 
 
 def test_the_local_updates_tested_are_all_there_are() -> None:
@@ -733,15 +733,15 @@ def test_fedsgd_is_one_plain_gradient_step() -> None:
         "algorithm": {"name": "fedsgd", "weight_by_examples": False},
         "client": {"learning_rate": 0.5},
     }
-    assert _built(settings).algorithm == recipes.FedSGD(learning_rate=0.5, weight_by_examples=False)
+    assert _build(settings).algorithm == recipes.FedSGD(learning_rate=0.5, weight_by_examples=False)
     for name in ("momentum", "weight_decay"):
         with pytest.raises(ConfigError, match=rf'client.{name}: is 0.5.*"fedavg"'):
-            _built(settings | {"client": {name: 0.5}})
+            _build(settings | {"client": {name: 0.5}})
 
 
 def test_all_examples_at_once_is_a_batch_size() -> None:
     """No number stands for it."""
-    assert _built({"client": {"batch_size": "all"}}).algorithm.local.work.batch_size is None
+    assert _build({"client": {"batch_size": "all"}}).algorithm.local.work.batch_size is None
 
 
 # ---- Cohort, stragglers, devices ----------------------------------------------------------
@@ -749,23 +749,23 @@ def test_all_examples_at_once_is_a_batch_size() -> None:
 
 def test_every_kind_of_sampling_has_its_sampler() -> None:
     """Including its cap."""
-    assert _built({"cohort": {"sampling": "uniform"}}).sampler == UniformSampler()
+    assert _build({"cohort": {"sampling": "uniform"}}).sampler == UniformSampler()
     poisson = {"sampling": "poisson", "cap": 1.5}
-    assert _built({"cohort": poisson}).sampler == PoissonSampler(cap=1.5)
-    assert _built({"cohort": {"sampling": "cyclic"}}).sampler == CyclicSampler()
+    assert _build({"cohort": poisson}).sampler == PoissonSampler(cap=1.5)
+    assert _build({"cohort": {"sampling": "cyclic"}}).sampler == CyclicSampler()
     assert _kinds(COHORTS) == {"uniform", "poisson", "cyclic"}
 
 
 def test_the_straggler_policy_is_that_of_the_configuration() -> None:
     """Thirteen are asked for ten reports, and the deadline "none" waits for all of them."""
-    built = _built({"stragglers": {"deadline_s": "none", "min_reports": 3}})
+    built = _build({"stragglers": {"deadline_s": "none", "min_reports": 3}})
     assert built.policy == built.config.straggler_policy()
     assert (built.policy.cohort_size, built.policy.deadline_s) == (13, math.inf)
 
 
 def test_every_kind_of_device_has_its_behavior(tmp_path: Path) -> None:
     """Speeds, jitter, dropouts and both kinds of bandwidth, with all their numbers."""
-    assert _built({"devices": {"kind": "ideal"}}).behavior == devices.Instant()
+    assert _build({"devices": {"kind": "ideal"}}).behavior == devices.Instant()
     lognormal: dict[str, object] = {
         "kind": "lognormal",
         "median_ms_per_example": 5.0,
@@ -774,7 +774,7 @@ def test_every_kind_of_device_has_its_behavior(tmp_path: Path) -> None:
         "dropout_rate": 0.125,
     }
     bandwidth = {"kind": "lognormal", "median_mbit_per_s": 3.0, "sigma": 0.75}
-    built = _built({"devices": lognormal | {"bandwidth": bandwidth}}).behavior
+    built = _build({"devices": lognormal | {"bandwidth": bandwidth}}).behavior
     assert built == devices.Behavior(
         median_ms_per_example=5.0,
         speed_sigma=0.5,
@@ -784,7 +784,7 @@ def test_every_kind_of_device_has_its_behavior(tmp_path: Path) -> None:
     )
     path = _traces(tmp_path / "mine.npz")
     traces = {"devices": lognormal | {"bandwidth": {"kind": "traces", "path": str(path)}}}
-    replayed = _built(traces).behavior
+    replayed = _build(traces).behavior
     assert isinstance(replayed, devices.Behavior)
     assert isinstance(replayed.bandwidth, devices.TraceBandwidth)
     assert _kinds(DEVICES) == {"ideal", "lognormal", "python"}
@@ -795,9 +795,9 @@ def test_traces_are_looked_for_in_the_data_directory(tmp_path: Path) -> None:
     """Unless they have their own path."""
     settings = {"devices": {"bandwidth": {"kind": "traces"}}}
     with pytest.raises(DataError, match=r"no bandwidth_traces\.npz in"):
-        _built(settings, data_dir=tmp_path)
+        _build(settings, data_dir=tmp_path)
     _traces(tmp_path / "bandwidth_traces.npz")
-    built = _built(settings, data_dir=tmp_path).behavior
+    built = _build(settings, data_dir=tmp_path).behavior
     assert isinstance(built, devices.Behavior)
     assert isinstance(built.bandwidth, devices.TraceBandwidth)
 
@@ -807,7 +807,7 @@ def test_traces_are_looked_for_in_the_data_directory(tmp_path: Path) -> None:
 
 def test_the_default_configuration_builds_the_main_job() -> None:
     """Fifty clients share the digits, and the seed is the configuration's."""
-    built = _built({"seed": 7})
+    built = _build({"seed": 7})
     assert built.seed == Seed(7)
     assert built.population.num_clients == 50
     assert isinstance(built.population, ArrayPopulation)
@@ -816,7 +816,7 @@ def test_the_default_configuration_builds_the_main_job() -> None:
 
 def test_centralised_training_is_one_client_that_always_reports() -> None:
     """It has all examples and ideal devices; the cohort is one."""
-    built = _built({"centralized": True})
+    built = _build({"centralized": True})
     assert isinstance(built.population, PooledPopulation)
     assert built.population.num_examples(np.array([0])).tolist() == [1438]
     assert (built.policy.cohort_size, built.policy.min_reports) == (1, 1)
@@ -830,23 +830,23 @@ def test_what_is_watched_must_be_measured(user_file: Path, tmp_path: Path) -> No
         "loss": {"kind": "mse"},
         "metrics": {"bias": {"factory": f"{user_file}:bias", "direction": "min"}},
     }
-    assert _built(settings).objective == MeanSquaredError()
-    assert _built(settings).early_stopping().metric == "loss", "the default is what there is"
+    assert _build(settings).objective == MeanSquaredError()
+    assert _build(settings).early_stopping().metric == "loss", "the default is what there is"
     for name, recorded, direction in (
         ("loss", "loss", "min"),
         ("bias", "bias", "min"),
         ("clients/bias_worst_decile", "clients/bias_worst_decile", "min"),
     ):
-        watching = _built(settings | {"early_stopping": {"metric": name}}).early_stopping()
+        watching = _build(settings | {"early_stopping": {"metric": name}}).early_stopping()
         assert (watching.metric, watching.direction) == (recorded, direction)
     for name in ("accuracy", "bais", "clients/accuracy_mean"):
         with pytest.raises(
             ConfigError, match=rf'"{name}", which is not measured.*loss, bias, clients/loss'
         ):
-            _built(settings | {"early_stopping": {"metric": name}})
+            _build(settings | {"early_stopping": {"metric": name}})
     nobody = {"early_stopping": {"metric": "clients/bias_mean"}, "evaluation": {"clients": 0}}
     with pytest.raises(ConfigError, match=r"which is not measured; give one of: loss, bias$"):
-        _built(settings | nobody)
+        _build(settings | nobody)
 
 
 def test_what_happens_in_each_round_is_built_from_a_file(user_file: Path) -> None:
@@ -855,24 +855,24 @@ def test_what_happens_in_each_round_is_built_from_a_file(user_file: Path) -> Non
         "b": {"factory": f"{user_file}:Tracker", "args": {"name": "first"}},
         "a": {"factory": f"{user_file}:Tracker"},
     }
-    built = _built(
+    built = _build(
         {"client": {"by_round": f"{user_file}:decayed"}, "callbacks": callbacks, "num_rounds": 2}
     )
     assert built.by_round is not None
     assert built.by_round(2) == {"learning_rate": 0.25}
     assert [vars(each) for each in built.callbacks] == [{"name": "first"}, {"name": "none"}]
     with pytest.raises(ConfigError, match=r"has temperature, but .* trainer, which acts on none"):
-        _built({"client": {"by_round": f"{user_file}:told"}})
+        _build({"client": {"by_round": f"{user_file}:told"}})
 
 
 def test_metrics_are_built_from_a_file(user_file: Path) -> None:
     """A factory with arguments, whose result is called with outputs and labels."""
     section = {"factory": f"{user_file}:share_above", "args": {"limit": 2}, "direction": "max"}
-    built = _built({"metrics": {"above": section}})
+    built = _build({"metrics": {"above": section}})
     outputs = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert built.metrics["above"].of(outputs, outputs) == 0.5
     assert built.directions == {"loss": "min", "accuracy": "max", "above": "max"}
-    shipped = _built({"metrics": {"auc": {"factory": "fedlearn:BinaryAuc", "direction": "max"}}})
+    shipped = _build({"metrics": {"auc": {"factory": "fedlearn:BinaryAuc", "direction": "max"}}})
     assert shipped.metrics["auc"] == Metric(BinaryAuc(), direction="max")
 
 
@@ -896,7 +896,7 @@ def test_what_is_no_metric_is_refused(
     """Before the run starts, with the key and the remedy."""
     filled = {key: str(value).replace("USER", str(user_file)) for key, value in section.items()}
     with pytest.raises(ConfigError, match=message):
-        _built({"metrics": {name: filled | {"direction": "max"}}})
+        _build({"metrics": {name: filled | {"direction": "max"}}})
 
 
 class FirstClients:
@@ -929,8 +929,8 @@ def test_cohorts_that_no_accountant_knows_are_refused_under_privacy() -> None:
     Controls: uniform cohorts, and a sampler that says how its cohorts count.
     """
     privacy = {"mode": "central", "noise_multiplier": 1.0, "clip_norm": 1.0, "target_delta": 1e-3}
-    uniform = _built({"privacy": privacy, "cohort": {"sampling": "uniform"}})
-    algorithm = _built({"algorithm": {"weight_by_examples": False}}).algorithm
+    uniform = _build({"privacy": privacy, "cohort": {"sampling": "uniform"}})
+    algorithm = _build({"algorithm": {"weight_by_examples": False}}).algorithm
     plain = replace(uniform, privacy=None, sampler=UniformSampler(), algorithm=algorithm)
     assert add_privacy(plain, 100).privacy is not None
     with pytest.raises(ConfigError, match="cohorts of FirstClients cost is not known"):
@@ -944,8 +944,8 @@ def test_a_loss_of_the_whole_batch_is_declared_in_the_file(user_file: Path) -> N
     """Otherwise it is refused at the first batch, with the key to set."""
     declared = {"kind": "python", "factory": f"{user_file}:contrast", "per_example": False}
     outputs, labels = torch.tensor([[0.0], [2.0]]), torch.zeros(2, dtype=torch.int64)
-    assert float(_built({"loss": declared}).objective.losses(outputs, labels)) == 2.0
-    undeclared = _built({"loss": {"kind": "python", "factory": f"{user_file}:contrast"}})
+    assert float(_build({"loss": declared}).objective.losses(outputs, labels)) == 2.0
+    undeclared = _build({"loss": {"kind": "python", "factory": f"{user_file}:contrast"}})
     with pytest.raises(ValueError, match="per_example = false under"):
         undeclared.objective.losses(outputs, labels)
 
@@ -958,7 +958,7 @@ def test_an_objective_that_declares_nothing_is_refused() -> None:
             return (outputs - labels).square()
 
     bare: Any = Bare()  # written for an earlier version
-    given = _built({})
+    given = _build({})
     experiment = Experiment(
         make_model=given.make_model,
         objective=bare,
@@ -971,7 +971,7 @@ def test_an_objective_that_declares_nothing_is_refused() -> None:
 
 def test_pieces_made_in_python_are_taken_as_they_are() -> None:
     """The configuration supplies the rest, and is checked against them."""
-    given, config = _built({}), from_mapping({"cohort": {"num_wanted": 5}}, source="a test")
+    given, config = _build({}), from_mapping({"cohort": {"num_wanted": 5}}, source="a test")
 
     def network() -> nn.Module:
         return nn.Linear(64, 10)
@@ -983,16 +983,16 @@ def test_pieces_made_in_python_are_taken_as_they_are() -> None:
         algorithm=given.algorithm,
     )
 
-    def built(config: Config) -> Simulation:
+    def build(config: Config) -> Simulation:
         return build_experiment(config, experiment, data_dir=Path("nowhere"))
 
-    assert built(config).make_model.make_model is network
-    assert built(config).policy.num_wanted == 5
+    assert build(config).make_model.make_model is network
+    assert build(config).policy.num_wanted == 5
     crowd = from_mapping(
         {"cohort": {"num_wanted": 40}, "data": {"partition": {"num_clients": 60}}}, source="a test"
     )
     with pytest.raises(ConfigError, match=r"52 clients are asked .* have 50"):
-        built(crowd)
+        build(crowd)
 
 
 # ---- Custom functions -----------------------------------------------------------------------
@@ -1058,7 +1058,7 @@ def test_wrong_arguments_are_told_from_errors_inside_the_function(user_file: Pat
         with pytest.raises(ConfigError, match=r"network does not take the arguments \["):
             _user_function(f"{user_file}:network", **args)
     model = {"kind": "python", "factory": f"{user_file}:broken_network", "args": {"outputs": 3}}
-    built = _built({"model": model})
+    built = _build({"model": model})
     with pytest.raises(TypeError, match="concatenate"):
         built.make_model()
 
@@ -1074,7 +1074,7 @@ def test_the_real_writers_and_bandwidths_build() -> None:
         "data": {"source": "mnist-by-writer"},
         "devices": {"kind": "lognormal", "bandwidth": {"kind": "traces"}},
     }
-    built = _built(settings, data_dir=_DATA)
+    built = _build(settings, data_dir=_DATA)
     assert built.population.num_clients == 539
     first = built.population.load(np.array([0]))
     rows = torch.from_numpy(first.rows)

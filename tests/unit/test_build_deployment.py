@@ -23,7 +23,7 @@ def network():
 """
 
 
-def built(values: dict[str, object]) -> Deployment:
+def build(values: dict[str, object]) -> Deployment:
     return build_deployment(from_mapping(values, source="test"), data_dir=Path("nowhere"))
 
 
@@ -52,11 +52,11 @@ def test_a_deployment_and_its_simulation_have_the_same_pieces() -> None:
 
 def test_without_data_the_clients_measure_the_model(without_data: dict[str, object]) -> None:
     """The mean of their results determines the best model."""
-    components = built(without_data)
+    components = build(without_data)
     assert components.test is None
     assert isinstance(components.make_model(), nn.Linear)
     assert components.early_stopping().metric == "clients/accuracy_mean"
-    assert built({}).early_stopping().metric == "accuracy"
+    assert build({}).early_stopping().metric == "accuracy"
 
 
 def test_a_metric_that_only_clients_measure_needs_no_more_than_its_direction(
@@ -64,25 +64,25 @@ def test_a_metric_that_only_clients_measure_needs_no_more_than_its_direction(
 ) -> None:
     """The coordinator receives it by name; its file says which direction is better."""
     own = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
-    stopping = built(without_data | own).early_stopping()
+    stopping = build(without_data | own).early_stopping()
     assert (stopping.metric, stopping.direction) == ("clients/dose_mean", "min")
-    assert built(own).early_stopping().metric == "clients/dose_mean", "nothing central has it"
+    assert build(own).early_stopping().metric == "clients/dose_mean", "nothing central has it"
     with pytest.raises(ConfigError, match=r'"dose", which is not measured.*one of: loss, accuracy'):
-        built(without_data | {"early_stopping": {"metric": "dose"}})
+        build(without_data | {"early_stopping": {"metric": "dose"}})
     with pytest.raises(ConfigError, match="measures 'loss' already"):
-        built(without_data | {"metrics": {"loss": {"direction": "max"}}})
+        build(without_data | {"metrics": {"loss": {"direction": "max"}}})
 
 
 def test_real_clients_have_ten_minutes_unless_it_is_written(
     without_data: dict[str, object],
 ) -> None:
     """Not the main job's ten seconds; an explicit deadline is kept, even "none"."""
-    components = built(without_data)
+    components = build(without_data)
     assert (components.policy.deadline_s, components.policy.cohort_size) == (600.0, 10)
     assert (
         components.config.stragglers.deadline_s == components.policy.deadline_s
     )  # the recorded form
-    written = built(without_data | {"stragglers": {"deadline_s": "none"}})
+    written = build(without_data | {"stragglers": {"deadline_s": "none"}})
     assert written.policy.deadline_s == math.inf
 
 
@@ -96,19 +96,19 @@ def test_what_has_no_data_cannot_be_simulated(without_data: dict[str, object]) -
 def test_pooled_training_is_not_deployed() -> None:
     """There is no data to pool."""
     with pytest.raises(ConfigError, match=r"centralized is true.*fedlearn simulate"):
-        built({"centralized": True})
+        build({"centralized": True})
 
 
 def test_a_loss_that_the_test_set_has_no_meaning_for_is_refused() -> None:
     """Before any client is asked, as in a simulation."""
     with pytest.raises(ConfigError, match=r"loss\.kind.*one label per example"):
-        built({"loss": {"kind": "bce_with_logits"}})
+        build({"loss": {"kind": "bce_with_logits"}})
 
 
 def test_the_eligibility_table_becomes_requirements() -> None:
     """Key by key."""
     eligibility = {"tags": ["a=b"], "min_examples": 5, "devices": ["cuda"], "idle": True}
-    components = built({"coordinator": {"eligibility": eligibility}})
+    components = build({"coordinator": {"eligibility": eligibility}})
     expected = Requirements(tags=("a=b",), min_examples=5, devices=("cuda",), idle=True)
     assert components.requirements == expected
 
@@ -124,7 +124,7 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
         "num_users": 50,
     }
     values = without_data | {"privacy": privacy, "cohort": {"num_wanted": 15}}
-    components = built(values)
+    components = build(values)
     assert isinstance(components.privacy, BandedPlan)
     assert (components.privacy.cohorts.num_groups, components.privacy.cohorts.largest) == (3, 50)
     assert (components.policy.num_wanted, components.policy.min_reports) == (50, 0)
@@ -142,10 +142,10 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
     assert cohorts[0] == cohorts[1] != cohorts[2]
     sampled = values | {"cohort": {"num_wanted": 15, "sampling": "uniform"}}
     with pytest.raises(ConfigError, match=r'is "uniform", but privacy\.bands is 3'):
-        built(sampled)
+        build(sampled)
     del privacy["bands"]
     with pytest.raises(ConfigError, match=r'or to "cyclic", with privacy\.bands'):
-        built(sampled)
+        build(sampled)
 
 
 @pytest.mark.parametrize(
@@ -155,5 +155,5 @@ def test_a_measure_does_not_pass_for_what_metrics_tell_of_a_coordinator(name: st
     """In /metrics both would be one series. Control: an unused name."""
     table = {"direction": "max"}
     with pytest.raises(ConfigError, match=f"fedlearn_{name} already has another meaning"):
-        built({"metrics": {name: table}})
-    assert f"{name}_of_mine" in built({"metrics": {f"{name}_of_mine": table}}).directions
+        build({"metrics": {name: table}})
+    assert f"{name}_of_mine" in build({"metrics": {f"{name}_of_mine": table}}).directions

@@ -59,7 +59,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def ended(cause: BaseException) -> RunEnded:
+def make_run_ended(cause: BaseException) -> RunEnded:
     return RunEnded("calm-otter-17", cause, resume="fedlearn resume calm-otter-17")
 
 
@@ -81,20 +81,20 @@ def ended(cause: BaseException) -> RunEnded:
         (EnrolmentRefused(), 2),
         (ConnectionRefused(), 2),
         (Aborted(), 3),
-        (ended(Fenced()), 3),
+        (make_run_ended(Fenced()), 3),
         (ProtocolError(), 3),
         (ValueError(), 3),
         (MemoryError(), 3),
         (KeyboardInterrupt(), 130),
         (typer.Abort(), 130),
-        (ended(StoreError("the disk is full")), 3),
-        (ended(CorruptCheckpoint()), 3),
-        (ended(RoundError()), 3),
-        (ended(ZeroDivisionError()), 3),
-        (ended(DataError()), 2),
-        (ended(KeyboardInterrupt()), 130),
+        (make_run_ended(StoreError("the disk is full")), 3),
+        (make_run_ended(CorruptCheckpoint()), 3),
+        (make_run_ended(RoundError()), 3),
+        (make_run_ended(ZeroDivisionError()), 3),
+        (make_run_ended(DataError()), 2),
+        (make_run_ended(KeyboardInterrupt()), 130),
         (OutputClosed(), 141),
-        (ended(OutputClosed()), 141),
+        (make_run_ended(OutputClosed()), 141),
     ],
 )
 def test_each_error_has_its_exit_code(error: BaseException, code: int) -> None:
@@ -115,7 +115,7 @@ def test_no_error_of_ours_ends_as_if_all_were_well() -> None:
 
 def test_an_error_of_a_run_is_told_with_the_command_that_goes_on() -> None:
     """First what happened, then the command to type."""
-    lines = format_message(ended(StoreError("the disk is full"))).splitlines()
+    lines = format_message(make_run_ended(StoreError("the disk is full"))).splitlines()
     assert lines[0] == "the disk is full"
     assert lines[1].endswith("fedlearn resume calm-otter-17")
 
@@ -142,7 +142,7 @@ def test_an_unexpected_error_is_named() -> None:
     ("error", "kind", "run"),
     [
         (ConfigError("no"), "ConfigError", None),
-        (ended(RoundError("no")), "RoundError", "calm-otter-17"),
+        (make_run_ended(RoundError("no")), "RoundError", "calm-otter-17"),
     ],
 )
 def test_a_failure_is_one_json_object(error: Exception, kind: str, run: str | None) -> None:
@@ -250,7 +250,7 @@ def test_a_run_whose_output_is_closed_is_told_on_standard_error_alone(
 ) -> None:
     """Writing the last line of --json would fail again, as would flushing the buffer."""
     with output_closed():
-        code = report_error(ended(OutputClosed()), as_json=True, debug=False, rank=0)
+        code = report_error(make_run_ended(OutputClosed()), as_json=True, debug=False, rank=0)
         sys.stdout.write("held back\n")
     assert code == 141
     assert "fedlearn resume calm-otter-17" in capfd.readouterr().err

@@ -29,7 +29,7 @@ CLIENTS = Path(__file__).parents[2] / "clients"
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
-def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     """Run a command; return its output, or its error message if ``code`` is not 0."""
     assert main(arguments) == code
     printed = capsys.readouterr()
@@ -38,17 +38,17 @@ def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 def test_init_writes_once(capsys: pytest.CaptureFixture[str]) -> None:
     """And prints the next command."""
-    assert "fedlearn coordinator coordinator.toml" in typed(capsys, "init")
+    assert "fedlearn coordinator coordinator.toml" in run_command(capsys, "init")
     assert Path("coordinator.toml").read_text().startswith("# A deployment")
-    assert "exists already" in typed(capsys, "init", code=2)
+    assert "exists already" in run_command(capsys, "init", code=2)
 
 
 def test_init_writes_a_clients_file_too(capsys: pytest.CaptureFixture[str]) -> None:
     """It loads to the defaults, and the next command is printed."""
-    assert "--config client.toml" in typed(capsys, "init", "--client")
+    assert "--config client.toml" in run_command(capsys, "init", "--client")
     assert load_client(Path("client.toml")) == ClientConfig()
-    assert "exists already" in typed(capsys, "init", "--client", code=2)
-    typed(capsys, "init", "--client", "mine.toml")
+    assert "exists already" in run_command(capsys, "init", "--client", code=2)
+    run_command(capsys, "init", "--client", "mine.toml")
     assert Path("mine.toml").read_text().startswith("# A client")
 
 
@@ -60,7 +60,9 @@ def test_without_a_configuration_it_is_said_where_it_was_looked_for(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """Looking for it creates no database."""
-    assert "coordinator.toml: there is no such file" in typed(capsys, *command.split(), code=2)
+    assert "coordinator.toml: there is no such file" in run_command(
+        capsys, *command.split(), code=2
+    )
     assert list(Path().iterdir()) == []
 
 
@@ -69,8 +71,8 @@ def test_before_the_first_start_there_is_no_run(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """The message says which command creates one."""
-    typed(capsys, "init")
-    told = typed(capsys, command, code=2)
+    run_command(capsys, "init")
+    told = run_command(capsys, command, code=2)
     assert "no run called 'federation' is deployed" in told
     assert "fedlearn coordinator" in told
 
@@ -78,36 +80,36 @@ def test_before_the_first_start_there_is_no_run(
 @pytest.mark.slow
 def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixture[str]) -> None:
     """The authority and the database exist by then."""
-    typed(capsys, "init")
-    assert "no clients yet" in typed(capsys, "clients")
-    typed(capsys, "invite", "clinic-a", "--tag", "country=ch", "-o", "a.json")
+    run_command(capsys, "init")
+    assert "no clients yet" in run_command(capsys, "clients")
+    run_command(capsys, "invite", "clinic-a", "--tag", "country=ch", "-o", "a.json")
     assert json.loads(Path("a.json").read_text())["name"] == "clinic-a"
-    (listed,) = typed(capsys, "clients", "--json").splitlines()
+    (listed,) = run_command(capsys, "clients", "--json").splitlines()
     invited = json.loads(listed)
     assert invited["client_id"] is None
     assert (invited["name"], invited["status"]) == ("clinic-a", "invited")
     ends = invited["invitation_expires_utc"]
-    line = typed(capsys, "clients").splitlines()[-1]
+    line = run_command(capsys, "clients").splitlines()[-1]
     assert line.split(maxsplit=11) == [
         *("-", "clinic-a", "invited", "country=ch", *"-------"),
         f"invitation ends {ends}  -",
     ]
     assert invited["connected"] is invited["reported"] is None
-    assert "never joined" in typed(capsys, "revoke", "clinic-a")
-    assert "no client called 'clinic-a'" in typed(capsys, "revoke", "clinic-a", code=2)
-    assert "no clients yet" in typed(capsys, "clients")
+    assert "never joined" in run_command(capsys, "revoke", "clinic-a")
+    assert "no client called 'clinic-a'" in run_command(capsys, "revoke", "clinic-a", code=2)
+    assert "no clients yet" in run_command(capsys, "clients")
 
 
 def test_an_invitation_that_has_ended_is_listed_as_such(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """That explains why no client joins with it."""
-    typed(capsys, "init")
+    run_command(capsys, "init")
     file = Path("coordinator.toml")
     line = re.compile(r"^.*invitation_valid_h = .*$", re.MULTILINE)
     file.write_text(line.sub("invitation_valid_h = 1e-9", file.read_text()))
-    typed(capsys, "invite", "clinic-b", "-o", "b.json")
-    assert "invitation ended" in typed(capsys, "clients")
+    run_command(capsys, "invite", "clinic-b", "-o", "b.json")
+    assert "invitation ended" in run_command(capsys, "clients")
 
 
 @pytest.mark.parametrize("name", ["heart_disease", "image_classification", "next_character"])
@@ -116,54 +118,54 @@ def test_a_coordinator_without_data_is_checked_and_not_simulated(
 ) -> None:
     """The printed tree loads to the same tree; control: a model that cannot be built."""
     file = CLIENTS / name / "coordinator.toml"
-    printed = typed(capsys, "check", str(file))
+    printed = run_command(capsys, "check", str(file))
     assert "the clients evaluate" in printed.splitlines()[0]
     Path("again.toml").write_text(printed)
     assert load(Path("again.toml"), overrides=()) == load(file, overrides=())
-    assert "name the data to simulate" in typed(capsys, "simulate", str(file), code=2)
+    assert "name the data to simulate" in run_command(capsys, "simulate", str(file), code=2)
     missing = f"model.factory={CLIENTS / name / 'trainer.py'}:make_nothing"
-    told = typed(capsys, "check", str(file), "--set", missing, code=2)
+    told = run_command(capsys, "check", str(file), "--set", missing, code=2)
     assert "no function make_nothing" in told
 
 
 def test_a_tag_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """No client could match it."""
-    typed(capsys, "init")
-    told = typed(capsys, "invite", "clinic-a", "--tag", "hospital", code=2)
+    run_command(capsys, "init")
+    told = run_command(capsys, "invite", "clinic-a", "--tag", "hospital", code=2)
     assert "hospital" in told
     assert "key=value" in told
 
 
 def test_joining_takes_a_trainer_and_an_invitation(capsys: pytest.CaptureFixture[str]) -> None:
     """The error names the missing one."""
-    assert "--task is missing" in typed(capsys, "join", "a.invitation", code=2)
-    told = typed(capsys, "join", "a.invitation", "--task", "m:T", code=2)
+    assert "--task is missing" in run_command(capsys, "join", "a.invitation", code=2)
+    told = run_command(capsys, "join", "a.invitation", "--task", "m:T", code=2)
     assert "a.invitation" in told
 
 
 def test_a_client_with_a_wrong_file_joins_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """It does not fall back to defaults; no keys are created, no consent is recorded."""
-    typed(capsys, "init")
-    typed(capsys, "invite", "clinic-a", "-o", "a.invitation")
+    run_command(capsys, "init")
+    run_command(capsys, "invite", "clinic-a", "-o", "a.invitation")
     Path("client.toml").write_text("[policy]\nmax_epoch = 3\n")
     join = ("join", "a.invitation", "--task", "m:T", "--home", "home", "--config", "client.toml")
-    told = typed(capsys, *join, code=2)
+    told = run_command(capsys, *join, code=2)
     assert "client.toml:2: policy.max_epoch: unknown key; did you mean policy.max_epochs?" in told
     assert not Path("home").exists()
 
 
 def test_plaintext_stays_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     """An address that other machines can reach is refused before anything starts."""
-    typed(capsys, "init")
+    run_command(capsys, "init")
     options = ("--insecure", "--set", "coordinator.address=0.0.0.0:9440")
-    told = typed(capsys, "coordinator", "coordinator.toml", *options, code=2)
+    told = run_command(capsys, "coordinator", "coordinator.toml", *options, code=2)
     assert "--insecure serves this machine only" in told
     assert not Path("runs").exists()
 
 
 def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
     """Finish a run; return options that let a coordinator find it, on free ports."""
-    typed(capsys, "init")
+    run_command(capsys, "init")
     gateway, http = free_addresses(2)
     config = load(Path("coordinator.toml"), overrides=())
     places = Places.of(config, environ={})
@@ -182,7 +184,7 @@ def done_run(capsys: pytest.CaptureFixture[str]) -> tuple[str, ...]:
 def test_a_coordinator_of_a_run_that_is_done_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     """On standard output, with the key to change for another run."""
     options = done_run(capsys)
-    told = typed(capsys, "coordinator", "--insecure", *options)
+    told = run_command(capsys, "coordinator", "--insecure", *options)
     assert "note: this run is done; another run needs another `name`" in told
     assert "run: federation done after 0/10 rounds" in told
 
@@ -212,13 +214,13 @@ def test_rounds_tell_who_was_late_or_failed(capsys: pytest.CaptureFixture[str]) 
         run = database.run("federation")
         run.append(record)
         run.commit(Checkpoint(round_num=1, tensors={}, values=values))
-    assert "client 1" not in typed(capsys, "rounds")
-    told = typed(capsys, "rounds", "--clients").splitlines()
+    assert "client 1" not in run_command(capsys, "rounds")
+    told = run_command(capsys, "rounds", "--clients").splitlines()
     assert [line.split(maxsplit=3) for line in told[-2:]] == [
         ["1", "client", "0", "failed: out of\N{REPLACEMENT CHARACTER} memory"],
         ["1", "client", "1", "late"],
     ]
-    (line,) = typed(capsys, "rounds", "--clients", "--json").splitlines()
+    (line,) = run_command(capsys, "rounds", "--clients", "--json").splitlines()
     assert json.loads(line)["clients"] == [
         {"client_id": 0, "name": None, "status": "failed", "reason": "out of\x1b memory"},
         {"client_id": 1, "name": None, "status": "late", "reason": ""},
@@ -236,7 +238,7 @@ def test_a_model_that_changed_inside_a_run_is_named(capsys: pytest.CaptureFixtur
         run.finish(RunStatus.RUNNING, error="")
         values = {"virtual_s": 0.0, "best_value": None, "best_round": 0}
         run.commit(Checkpoint(round_num=0, tensors=wide, values=values))
-    told = typed(capsys, "coordinator", "--insecure", *options, code=2)
+    told = run_command(capsys, "coordinator", "--insecure", *options, code=2)
     assert "the model has 1.weight [128, 64], but the run began with 1.weight [100, 64]" in told
     with places.open_database() as database:
         assert database.run("federation").record.status is RunStatus.RUNNING
@@ -248,8 +250,8 @@ def test_a_run_that_is_done_is_not_steered(
 ) -> None:
     """Otherwise the next coordinator would act on the request."""
     done_run(capsys)
-    assert typed(capsys, command) == f"federation is done; nothing to {command}\n"
-    assert json.loads(typed(capsys, "why", "--json"))["control"] == "run"
+    assert run_command(capsys, command) == f"federation is done; nothing to {command}\n"
+    assert json.loads(run_command(capsys, "why", "--json"))["control"] == "run"
 
 
 def test_a_deployed_run_is_shown_without_simulated_devices(
@@ -257,16 +259,16 @@ def test_a_deployed_run_is_shown_without_simulated_devices(
 ) -> None:
     """The rest of the configuration is shown."""
     done_run(capsys)
-    told = typed(capsys, "show", "federation")
+    told = run_command(capsys, "show", "federation")
     assert "num_wanted=4" in told
     assert "devices" not in told
     assert "virtual" not in told
 
 
-def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
+def join_home(capsys: pytest.CaptureFixture[str]) -> Home:
     """Return the folder of a client that has joined and has pinned another client."""
-    typed(capsys, "init")
-    typed(capsys, "invite", "clinic-a", "-o", "a.invitation")
+    run_command(capsys, "init")
+    run_command(capsys, "invite", "clinic-a", "-o", "a.invitation")
     home = Home(Path("home"))
     home.keys.load_next_identity()
     invitation = Invitation.load(Path("a.invitation"))
@@ -277,35 +279,35 @@ def joined_home(capsys: pytest.CaptureFixture[str]) -> Home:
 
 def test_a_clients_pins_are_listed_and_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own key comes first, for others to compare; pins of a running client do not change."""
-    home = joined_home(capsys)
+    home = join_home(capsys)
     enrolment = home.keys.load_enrolment()
     assert enrolment is not None
-    told = typed(capsys, "pins", "home")
+    told = run_command(capsys, "pins", "home")
     own, other = told.splitlines()[1:]
     assert fingerprint(enrolment.identity.public_key) in own
     assert own.endswith("this client")
     assert fingerprint(b"k" * 32) in other
-    rows = [json.loads(line) for line in typed(capsys, "pins", "home", "--json").splitlines()]
+    rows = [json.loads(line) for line in run_command(capsys, "pins", "home", "--json").splitlines()]
     assert [each["client_id"] for each in rows] == [0, 4]
     with home.lock():
-        assert "in use" in typed(capsys, "pins", "home", "--forget", "4", code=2)
-    assert "is forgotten" in typed(capsys, "pins", "home", "--forget", "4")
-    assert "no key of client 4" in typed(capsys, "pins", "home", "--forget", "4", code=2)
+        assert "in use" in run_command(capsys, "pins", "home", "--forget", "4", code=2)
+    assert "is forgotten" in run_command(capsys, "pins", "home", "--forget", "4")
+    assert "no key of client 4" in run_command(capsys, "pins", "home", "--forget", "4", code=2)
 
 
 def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixture[str]) -> None:
     """Named by its folder, or by its name in the usual place."""
-    home = joined_home(capsys)
+    home = join_home(capsys)
     enrolment = home.keys.load_enrolment()
     assert enrolment is not None
     with home.lock():
-        assert "will be replaced" in typed(capsys, "rotate", "home")
+        assert "will be replaced" in run_command(capsys, "rotate", "home")
     assert home.keys.wants_rotation(enrolment)
-    assert "has joined" in typed(capsys, "rotate", "clinic-z", code=2)
+    assert "has joined" in run_command(capsys, "rotate", "clinic-z", code=2)
 
 
 def test_a_roster_needs_clients(capsys: pytest.CaptureFixture[str]) -> None:
     """An empty roster would admit no client."""
-    typed(capsys, "init")
-    assert "no client has joined yet" in typed(capsys, "roster", code=2)
+    run_command(capsys, "init")
+    assert "no client has joined yet" in run_command(capsys, "roster", code=2)
     assert not Path("clients.roster").exists()

@@ -13,7 +13,7 @@ from fedlearn.errors import ConfigError
 NO_DATA = {"data": {"source": "none"}, "model": {"kind": "python", "factory": "app:network"}}
 
 
-def refused(values: dict[str, object], match: str) -> None:
+def require_refusal(values: dict[str, object], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         from_mapping(values, source="test")
 
@@ -41,21 +41,23 @@ def test_an_address_is_a_host_and_a_port(address: str) -> None:
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     """The message names the key."""
-    refused({"coordinator": {"address": address}}, r"coordinator\.address.*host:port")
+    require_refusal({"coordinator": {"address": address}}, r"coordinator\.address.*host:port")
 
 
 def test_a_port_beyond_the_last_is_refused() -> None:
     """Also in the addresses that invitations name."""
-    refused({"coordinator": {"public_addresses": ["a.example:70000"]}}, "ports end at 65535")
+    require_refusal(
+        {"coordinator": {"public_addresses": ["a.example:70000"]}}, "ports end at 65535"
+    )
 
 
 def test_two_services_on_one_port_are_refused() -> None:
     """All three may have port 0, which means any free one."""
-    refused({"coordinator": {"http_address": "127.0.0.1:9440"}}, "another service listens")
+    require_refusal({"coordinator": {"http_address": "127.0.0.1:9440"}}, "another service listens")
     free = dict.fromkeys(("address", "enrolment_address", "http_address"), "127.0.0.1:0")
     from_mapping({"coordinator": free}, source="test")
     elsewhere = {"public_enrolment_addresses": ["a.example:9441"]}
-    refused({"coordinator": elsewhere}, "public_enrolment_addresses.*nothing listens there")
+    require_refusal({"coordinator": elsewhere}, "public_enrolment_addresses.*nothing listens there")
     from_mapping({"coordinator": elsewhere | free}, source="test")
 
 
@@ -64,13 +66,13 @@ def test_tags_are_keys_and_values() -> None:
     eligibility = {"eligibility": {"tags": ["country=ch"]}}
     config = from_mapping({"coordinator": eligibility}, source="test")
     assert config.coordinator.eligibility.tags == ("country=ch",)
-    refused({"coordinator": {"eligibility": {"tags": ["ch"]}}}, "key=value")
+    require_refusal({"coordinator": {"eligibility": {"tags": ["ch"]}}}, "key=value")
 
 
 def test_without_data_the_model_is_the_users() -> None:
     """The built-in networks take their shape from the data, so they need data."""
     assert from_mapping(NO_DATA, source="test").data.source == "none"
-    refused({"data": {"source": "none"}}, r'model\.kind.*"mlp".*"python"')
+    require_refusal({"data": {"source": "none"}}, r'model\.kind.*"mlp".*"python"')
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_without_data_the_model_is_the_users() -> None:
 )
 def test_without_data_what_needs_them_is_refused(more: dict[str, object], match: str) -> None:
     """Each message says what to change."""
-    refused(NO_DATA | more, match)
+    require_refusal(NO_DATA | more, match)
 
 
 # ---- A file that explains itself ----------------------------------------------------------
@@ -135,7 +137,7 @@ def test_the_template_shows_and_explains_every_key() -> None:
 def test_what_a_training_of_its_own_would_pass_over_is_refused(
     training: dict[str, object], match: str
 ) -> None:
-    refused({"coordinator": {"training": training}}, match)
+    require_refusal({"coordinator": {"training": training}}, match)
 
 
 def test_what_a_training_of_its_own_acts_on_is_taken_and_read_again() -> None:

@@ -153,7 +153,7 @@ def test_the_python_example_of_the_readme_is_short_and_runs(
     assert list(tmp_path.glob("runs/*/report.html"))
 
 
-def written(page: Path, folder: Path) -> None:
+def write_blocks(page: Path, folder: Path) -> None:
     """Write a page's blocks that start with a comment of a file name to those files."""
     text = page.read_text()
     for block in [*blocks(text, "python"), *blocks(text, "toml")]:
@@ -165,8 +165,8 @@ def written(page: Path, folder: Path) -> None:
 @pytest.mark.slow
 def test_the_example_of_an_application_passes_its_own_test(tmp_path: Path) -> None:
     """The guides' trainer, agent and tests become files, and the agent trains for a real server."""
-    written(GUIDES / "embed-the-client.md", tmp_path)
-    written(GUIDES / "test-the-client.md", tmp_path)
+    write_blocks(GUIDES / "embed-the-client.md", tmp_path)
+    write_blocks(GUIDES / "test-the-client.md", tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q"],
         cwd=tmp_path,
@@ -208,7 +208,7 @@ def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
 @pytest.mark.slow
 def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_path: Path) -> None:
     """The guide's configuration, trainer and commands, with two clients on free ports."""
-    written(GUIDES / "deploy-a-coordinator.md", tmp_path)
+    write_blocks(GUIDES / "deploy-a-coordinator.md", tmp_path)
     gateway, http = free_addresses(2)
     file = tmp_path / "coordinator.toml"
     file.write_text(
@@ -459,7 +459,7 @@ def test_the_guide_to_secure_aggregation_shows_what_is_derived() -> None:
     assert len(complete) == 5
     assumed = ((0.1, 0.3), (0.2, 0.3), (1 / 3, 0.1))
     for n, *numbers in complete:
-        found = [_derived(int(n), Topology.COMPLETE, *each) for each in assumed]
+        found = [_derive(int(n), Topology.COMPLETE, *each) for each in assumed]
         least = [number for each in found for number in (each.threshold, each.min_survivors)]
         assert least == [int(number) for number in numbers]
 
@@ -482,13 +482,13 @@ def test_the_explanation_of_drawn_cohorts_shows_what_they_stand() -> None:
 
 def _sparse(n: int, adversary: Adversary, dropout: float) -> str:
     try:
-        found = _derived(n, Topology.SPARSE, 0.1, dropout, adversary=adversary)
+        found = _derive(n, Topology.SPARSE, 0.1, dropout, adversary=adversary)
     except ConfigError:
         return "none"
     return f"{found.num_neighbors}, {found.threshold}"
 
 
-def _derived(
+def _derive(
     n: int,
     topology: Topology,
     corruption: float,

@@ -46,7 +46,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Path(named[1]).write_text(block)
 
 
-def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def run_command(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     """Run ``fedlearn simulate``; return its output, or its error message if ``code`` is not 0."""
     assert main(("simulate", *arguments)) == code, capsys.readouterr().err
     printed = capsys.readouterr()
@@ -55,7 +55,7 @@ def typed(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) ->
 
 def rounds(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, float]]:
     """Return the metrics of each round."""
-    lines = typed(capsys, *arguments, "--json").splitlines()
+    lines = run_command(capsys, *arguments, "--json").splitlines()
     found = [json.loads(line) for line in lines]
     return [each["metrics"] for each in found if each["event"] == "round"]
 
@@ -97,9 +97,9 @@ def test_arguments_that_a_strategy_does_not_take_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The error says where they are written."""
-    said = typed(capsys, "lion.toml", *ALONE, "--set", "algorithm.args={beta=1}", code=2)
+    said = run_command(capsys, "lion.toml", *ALONE, "--set", "algorithm.args={beta=1}", code=2)
     assert "lion.py:FedLion does not take the arguments" in said
-    said = typed(capsys, "--set", "algorithm.name=lion.py:Absent", code=2)
+    said = run_command(capsys, "--set", "algorithm.name=lion.py:Absent", code=2)
     assert "there is no function Absent" in said
 
 
@@ -108,7 +108,7 @@ def test_an_aggregation_that_sees_updates_is_refused_under_secure_aggregation(
 ) -> None:
     """Before the first round."""
     secure = ("--set", "secure_aggregation.mode=complete", "--set", "engine.transport=memory")
-    said = typed(capsys, "trimmed.toml", *ALONE, *secure, code=2)
+    said = run_command(capsys, "trimmed.toml", *ALONE, *secure, code=2)
     assert "TrimmedMean must see each update" in said
 
 
@@ -125,7 +125,7 @@ def test_a_setting_that_the_trainer_does_not_honor_is_named(
 ) -> None:
     """In a simulation the first client ends the run."""
     overrides = [word for each in asked for word in ("--set", each)]
-    said = typed(capsys, "lbfgs.toml", *ALONE, *overrides, code=3)
+    said = run_command(capsys, "lbfgs.toml", *ALONE, *overrides, code=3)
     assert f"Lbfgs does not honor the setting '{named}'" in said
     assert "batch of one example" not in said, "which is not the cause"
 
@@ -147,7 +147,7 @@ def test_a_result_that_cannot_be_used_ends_the_simulation_with_the_reason(
     """With the reason that a client would send to a coordinator."""
     source = Path("lbfgs.py").read_text()
     Path("lbfgs.py").write_text(source.replace("metrics={", 'metrics={"auc": "high", ', 1))
-    said = typed(capsys, "lbfgs.toml", *ALONE, code=3)
+    said = run_command(capsys, "lbfgs.toml", *ALONE, code=3)
     assert "the metric 'auc' is str" in said
     assert "batch of one example" not in said, "which is not the cause"
 
@@ -215,13 +215,13 @@ def test_a_trainer_is_joined_with(launcher: Launcher, tmp_path: Path) -> None:
             refused = coordinator.train(model, more)["clinic"]
     assert isinstance(reply, TrainReply)
     assert reply.num_examples == 40
-    expected = _trained(trainer, Params.of(model), settings)
+    expected = _train_client(trainer, Params.of(model), settings)
     torch.testing.assert_close(reply.lanes["delta"], expected, rtol=1e-5, atol=1e-6)
     assert isinstance(refused, Failure)
     assert "Lbfgs does not honor the setting 'batch_size'" in refused.reason
 
 
-def _trained(trainer: LocalTrainer, params: Params, settings: Settings) -> torch.Tensor:
+def _train_client(trainer: LocalTrainer, params: Params, settings: Settings) -> torch.Tensor:
     tensors = params.to_tensors()
     result = trainer.train(tensors, context=context_of(settings))
     return torch.cat([(result.tensors[name] - value).flatten() for name, value in tensors.items()])

@@ -377,7 +377,7 @@ def test_hadolint_refuses_a_broken_dockerfile(
     assert rule in done.stdout
 
 
-def sent_to_builder(path: str, ignore: list[str]) -> bool:
+def is_sent_to_builder(path: str, ignore: list[str]) -> bool:
     """Whether the .dockerignore admits a file of the context: the last matching rule decides."""
     sent = True
     for rule in ignore:
@@ -404,11 +404,11 @@ def test_what_the_dockerfile_copies_is_there_and_sent(dockerfile: Path, own: lis
     assert sources == ["pyproject.toml", "README.md", "LICENSE", "fedlearn", *own]
     for source in sources:
         assert (ROOT / source).exists()
-        assert sent_to_builder(source, ignore)
-    assert sent_to_builder("fedlearn/core/clock.py", ignore)
+        assert is_sent_to_builder(source, ignore)
+    assert is_sent_to_builder("fedlearn/core/clock.py", ignore)
     for kept in ("tests/conftest.py", "server/compose/secrets/store_url", ".git/config"):
-        assert not sent_to_builder(kept, ignore)
-    assert not sent_to_builder("fedlearn/core/__pycache__/clock.pyc", ignore)
+        assert not is_sent_to_builder(kept, ignore)
+    assert not is_sent_to_builder("fedlearn/core/__pycache__/clock.pyc", ignore)
 
 
 @pytest.mark.parametrize("dockerfile", [DOCKERFILE, CLIENT_DOCKERFILE])
@@ -454,7 +454,7 @@ def test_health_checks_ask_the_coordinator() -> None:
     assert ask(health_check(), telemetry.address) == 1
 
 
-def wrapped(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def run_wrapped(folder: Path, environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     """Run the container's wrapper around a program that prints its environment and arguments."""
     program = folder / "program"
     program.write_text('#!/bin/sh\necho "$FEDLEARN_STORE_URL" "$@"\n')
@@ -477,11 +477,11 @@ def test_the_container_reads_the_url_from_a_secret(tmp_path: Path) -> None:
     assert os.access(WRAPPER, os.X_OK)
     secret = tmp_path / "store_url"
     secret.write_text(f"{SECRET_URL}\n")
-    done = wrapped(tmp_path, {"FEDLEARN_STORE_URL_FILE": str(secret)})
+    done = run_wrapped(tmp_path, {"FEDLEARN_STORE_URL_FILE": str(secret)})
     assert done.stdout == f"{SECRET_URL} invite clinic a\n"
-    done = wrapped(tmp_path, {"FEDLEARN_STORE_URL": "sqlite:///here"})
+    done = run_wrapped(tmp_path, {"FEDLEARN_STORE_URL": "sqlite:///here"})
     assert done.stdout == "sqlite:///here invite clinic a\n"
-    done = wrapped(tmp_path, {"FEDLEARN_STORE_URL_FILE": str(tmp_path / "none")})
+    done = run_wrapped(tmp_path, {"FEDLEARN_STORE_URL_FILE": str(tmp_path / "none")})
     assert (done.returncode != 0, done.stdout) == (True, "")
 
 
@@ -519,16 +519,16 @@ def runs_after_restoring(folder: Path, restore: str) -> set[str]:
         script = f"systemctl() {{ :; }}\n{commands}".replace("/var/lib", str(library))
         subprocess.run(["bash", "-e", "-c", script], cwd=folder, check=True, timeout=60)
 
-    def killed(name: str) -> None:
+    def kill(name: str) -> None:
         command = [sys.executable, "-c", RECORDS_A_RUN_AND_IS_KILLED, str(runs_dir), name]
         subprocess.run(command, cwd=ROOT, check=True, timeout=120)
 
-    killed("before")
+    kill("before")
     with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir):
         pass  # an orderly stop
     backup, _ = readme_commands("Backup")
     type_there(backup)
-    killed("after")
+    kill("after")
     type_there(restore)
     with Database.open(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
         return {record.name for record in database.runs()}

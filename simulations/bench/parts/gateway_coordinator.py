@@ -56,12 +56,12 @@ def registry_of(clients: Sequence[Mapping[str, str]], clock: SystemClock) -> Fre
             client["name"],
             registry.invite(client["name"], tags=(), valid_s=3600.0),
             identity_key=bytes.fromhex(client["identity_key"]),
-            certify=partial(_certified, signed),
+            certify=partial(_certify, signed),
         )
     return registry
 
 
-def _certified(signed: tuple[bytes, str, str], _: ClientId) -> tuple[bytes, str, str]:
+def _certify(signed: tuple[bytes, str, str], _: ClientId) -> tuple[bytes, str, str]:
     return signed
 
 

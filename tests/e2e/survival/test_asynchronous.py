@@ -182,7 +182,7 @@ def test_work_that_was_begun_ahead_counts_once_whenever_its_client_is_killed(
         assert len(site.begun_ahead(number)) > 0, number
 
 
-def restarted(site: VotingSite, *changes: Change, revokes: bool = False) -> Process:
+def restart_all(site: VotingSite, *changes: Change, revokes: bool = False) -> Process:
     """Kill a coordinator that has acknowledged one of two updates, and its client; start another.
 
     The client may be revoked in between.
@@ -204,7 +204,7 @@ def test_what_was_acknowledged_counts_although_its_client_is_gone(
     site: VotingSite, *, revokes: bool
 ) -> None:
     """Once, and in the first round, since it came before the others."""
-    second = restarted(site, revokes=revokes)
+    second = restart_all(site, revokes=revokes)
     assert second.wait() == 0, second.tail()
     audit(site)
     assert 0 in reporters(site.rounds()[0])
@@ -232,7 +232,7 @@ def test_a_client_that_is_revoked_at_work_is_asked_no_more_and_holds_up_nobody(
 
 def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) -> None:
     """The control of the audit."""
-    second = restarted(site, FORGET_REPLIES)
+    second = restart_all(site, FORGET_REPLIES)
     assert second.wait() == 0, second.tail()
     with pytest.raises(Miscounted, match="was told that those of"):
         audit(site)
@@ -240,7 +240,7 @@ def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) 
 
 def test_a_buffer_takes_nothing_of_who_is_not_in_flight(site: VotingSite) -> None:
     """If an exchange returns a reply twice, that is an error, and the second does not count."""
-    second = restarted(site, COUNT_TWICE)
+    second = restart_all(site, COUNT_TWICE)
     assert second.wait() == 3, second.tail()
     assert "or has already answered" in second.out()
 

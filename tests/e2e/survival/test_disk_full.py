@@ -33,7 +33,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def filled_while_clients_train(site: VotingSite, disk: Path) -> Iterator[None]:
+def fill_while_clients_train(site: VotingSite, disk: Path) -> Iterator[None]:
     """Fill ``disk`` to its last page before clients report; the end of the block frees it."""
     ballast = disk / "ballast"
     with site.holding():
@@ -54,7 +54,7 @@ def test_uploads_are_put_off_while_the_disk_is_full(site: VotingSite, small_disk
     """The clients keep their replies and send them again, without training twice."""
     site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(small_disk / "gateway"))
     coordinator = site.serving()
-    with filled_while_clients_train(site, small_disk):
+    with fill_while_clients_train(site, small_disk):
         refused = ("upload_not_stored", "reply_not_stored")
         until(lambda: sum(map(coordinator.said, refused)) >= 3)
         assert coordinator.is_running
@@ -69,7 +69,7 @@ def test_a_commit_waits_for_space(site: VotingSite, small_disk: Path) -> None:
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
     site.configure(num_rounds=2, runs_dir=small_disk / "runs", folder=str(site.folder / "gateway"))
     coordinator = site.serving()
-    with filled_while_clients_train(site, small_disk):
+    with fill_while_clients_train(site, small_disk):
         until(lambda: all(site.told(number, "accepted") == {0} for number in range(3)))
         until(lambda: coordinator.said("the disk is full") > 0, told=coordinator.tail)
         assert site.rounds() == []
@@ -85,7 +85,7 @@ def test_a_coordinator_that_is_killed_while_it_waits_for_space_goes_on(
     site.store_url = sqlite_url(site.folder / "database" / "runs.db")
     site.configure(num_rounds=1, runs_dir=small_disk / "runs", folder=str(site.folder / "gateway"))
     coordinator = site.serving()
-    with filled_while_clients_train(site, small_disk):
+    with fill_while_clients_train(site, small_disk):
         until(lambda: all(site.told(number, "accepted") == {0} for number in range(3)))
         coordinator.kill()
     again = site.coordinator()

@@ -124,7 +124,7 @@ def test_a_kill_loses_no_late_update(site: VotingSite) -> None:
     assert sum(count for age, count in ages.items() if age) >= 1
 
 
-def restarted(site: VotingSite, *changes: Change) -> Process:
+def restart_all(site: VotingSite, *changes: Change) -> Process:
     """Kill a coordinator that has acknowledged one update, and its client; start another."""
     configure(site, num_rounds=1, deadline_s=5.0)
     first = site.serving()
@@ -138,7 +138,7 @@ def restarted(site: VotingSite, *changes: Change) -> Process:
 
 def test_what_was_acknowledged_counts_although_its_client_is_gone(site: VotingSite) -> None:
     """It counts once."""
-    second = restarted(site)
+    second = restart_all(site)
     assert second.wait() == 0, second.tail()
     audit(site)
     assert site.rounds()[0].count(Status.REPORTED) == NUM_CLIENTS
@@ -173,7 +173,7 @@ def test_a_restart_in_a_second_attempt_keeps_what_was_accepted_in_it(
 
 def test_the_books_show_what_a_forgetful_coordinator_would_do(site: VotingSite) -> None:
     """The control of the audit."""
-    second = restarted(site, FORGET_REPLIES)
+    second = restart_all(site, FORGET_REPLIES)
     assert second.wait() == 0, second.tail()
     with pytest.raises(Miscounted, match="was told that those of"):
         audit(site)

@@ -134,7 +134,7 @@ DROPS = [
 RESTARTED = {12: Drop(12, 0, "share", KILL)}
 
 
-def populated(site: VotingSite, drops: Sequence[Drop] = ()) -> dict[int, Process]:
+def populate(site: VotingSite, drops: Sequence[Drop] = ()) -> dict[int, Process]:
     """Enrol all clients and start them."""
     crashes = {drop.client_id: drop.crash for drop in reversed(drops)}
     numbers = range(site.config.straggler_policy().num_wanted)
@@ -163,7 +163,7 @@ def record_of(site: VotingSite, round_num: int, coordinator: Process) -> RoundRe
     return site.rounds()[round_num]
 
 
-def released(site: VotingSite, number: int) -> list[tuple[int, ...]]:
+def list_releases(site: VotingSite, number: int) -> list[tuple[int, ...]]:
     """Return round, attempt and survivors of each release of a client, over all its processes."""
     path = site.stage / f"released-{number}"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -186,7 +186,7 @@ class Recorded:
         return [ClientId(each) for each in self.rounds[round_num]]
 
 
-def replayed(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
+def replay(site: VotingSite, rounds: Sequence[Sequence[int]]) -> tuple[Tensor, float]:
     """Run plain aggregation over these clients; return the point and the fixed-point error bound.
 
     A sum of n values is off by at most n steps, and a mean by that times W over the sum of weights.
@@ -239,18 +239,18 @@ def require_plain_model(site: VotingSite) -> None:
     rounds = [reporters(record) for record in site.rounds()]
     assert len(rounds) == site.config.num_rounds
     model = final(site)
-    expected, bound = replayed(site, rounds)
+    expected, bound = replay(site, rounds)
     assert float((model - expected).abs().max()) <= bound
     assert bound < 1e-3
     for place, survivors in enumerate(rounds):
         left = sorted(survivors, key=springs.examples)[:-1]
-        elsewhere, _ = replayed(site, [*rounds[:place], left, *rounds[place + 1 :]])
+        elsewhere, _ = replay(site, [*rounds[:place], left, *rounds[place + 1 :]])
         assert float((model - elsewhere).abs().max()) > 3 * bound
 
 
 def require_one_release_a_session(site: VotingSite) -> None:
     for number in range(site.config.straggler_policy().num_wanted):
-        sessions = Counter(each[:2] for each in released(site, number))
+        sessions = Counter(each[:2] for each in list_releases(site, number))
         assert max(sessions.values(), default=0) <= 1, number
 
 
@@ -262,7 +262,7 @@ def test_drop_outs_at_every_stage_leave_the_model_of_plain_aggregation(site: Vot
     """
     configure(site, num_rounds=4, num_clients=NUM_CLIENTS)
     coordinator = site.serving(changes=[EXPIRE])
-    clients = populated(site, DROPS)
+    clients = populate(site, DROPS)
     assert reporters(record_of(site, 0, coordinator)) == list(range(NUM_CLIENTS))
     for round_num in (1, 2):
         record = record_of(site, round_num, coordinator)
@@ -299,12 +299,12 @@ def test_below_the_minimum_nothing_is_given_and_the_round_is_tried_with_fresh_ke
     configure(site, num_rounds=2, num_clients=NUM_CLIENTS)
     coordinator = site.serving(changes=[EXPIRE, NOTE_ADVERTS])
     lost = range(NUM_CLIENTS - MIN_SURVIVORS + 1)
-    clients = populated(site, [Drop(number, 0, "mask", KILL) for number in lost])
+    clients = populate(site, [Drop(number, 0, "mask", KILL) for number in lost])
     until_said(coordinator, "secure_aggregation_ended")
     (ended,) = [e for e in coordinator.log() if e["event"] == "secure_aggregation_ended"]
     assert "9 clients are left, min_survivors is 10" in ended["error"]
     assert site.rounds() == []
-    assert not any(released(site, number) for number in range(NUM_CLIENTS))
+    assert not any(list_releases(site, number) for number in range(NUM_CLIENTS))
     for number in lost:
         clients[number].wait()
         start(site, number)
@@ -358,7 +358,7 @@ def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_
         armed_by = StoredRun.commit if number else None
         crash = replace(kill, armed_by=armed_by)
         coordinator = site.serving(crash=crash, changes=[NOTE_ADVERTS])
-        clients = clients or populated(site)
+        clients = clients or populate(site)
         assert coordinator.wait() is None, f"{kill.phase}: it went on\n{coordinator.tail()}"
         assert coordinator.has_crashed_itself(), f"{kill.phase}: {coordinator.tail()}"
     last = site.coordinator(changes=[NOTE_ADVERTS])
@@ -370,7 +370,7 @@ def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_
     fresh = [key for line in adverts for key in line[3:]]
     assert len(set(fresh)) == len(fresh)
     require_one_release_a_session(site)
-    most = Counter(each[0] for number in clients for each in set(released(site, number)))
+    most = Counter(each[0] for number in clients for each in set(list_releases(site, number)))
     assert max(most.values()) == num_clients, "no round was summed twice"
     assert site.log().count("masked_sum_goes_on") == len(IN_THE_LAST_STAGE)
     require_plain_model(site)
@@ -402,7 +402,7 @@ def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
     assert coordinator.wait() == 0, coordinator.tail()
     assert [record.attempt for record in site.rounds()] == [0, 0]
     assert all(reporters(record) == [0, 1, 2] for record in site.rounds())
-    lines = released(site, 1)
+    lines = list_releases(site, 1)
     assert len(set(lines)) == 2, "one set of survivors a session"
     assert Counter(lines)[0, 0, 0, 1, 2] == (2 if crash.function is SecureClient.release else 1)
     require_plain_model(site)

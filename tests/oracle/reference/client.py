@@ -133,9 +133,9 @@ def train(task: Task, batches: Iterable[Batch]) -> Contribution:
         loss=sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes),
         kept={name: memory[name] for name in names_kept(task.c)},
         is_scaled_down=(
-            norm(delta) > norm(bounded(task, delta)) if is_secure else is_clipped(task, sent)
+            norm(delta) > norm(clip_to_bounds(task, delta)) if is_secure else is_clipped(task, sent)
         ),
-        trained_norm=norm(trained_of(task, delta)),
+        trained_norm=norm(select_trained(task, delta)),
     )
 
 
@@ -152,11 +152,11 @@ def begin(task: Task, x: Tensors) -> Memory:
         memory["num_gradients"] = {name: torch.zeros((), dtype=torch.float64) for name in trained}
     if c.algorithm == "easgd":  # in a client's first round its own model is the global one
         memory["own_model"] = {name: x[name] for name in trained}
-    memory = {each: _copied(values) for each, values in (memory | task.kept).items()}
+    memory = {each: _copy(values) for each, values in (memory | task.kept).items()}
     if c.algorithm == "easgd":
         own = memory["own_model"]
         memory["force"] = {name: ETA * RHO * (own[name] - x[name]) for name in trained}
-        x.update(_copied(own))
+        x.update(_copy(own))
     return memory
 
 
@@ -238,7 +238,7 @@ def delta_of(task: Task, sent: Tensors) -> Tensors:
     names = [*task.model.trained, *task.model.statistics]
     delta = {name: sent[name] - task.x_0[name] for name in names}
     if task.c.update_clip:  # statistics are averaged as values, and not clipped
-        delta |= clip(trained_of(task, delta), task.c.update_clip)
+        delta |= clip(select_trained(task, delta), task.c.update_clip)
     if task.c.own == "transform":
         delta = {name: value / 2 for name, value in delta.items()}
     if task.c.privacy == "local":
@@ -253,9 +253,9 @@ def is_clipped(task: Task, sent: Tensors) -> bool:
     return 0 < task.c.update_clip < norm(change)
 
 
-def bounded(task: Task, delta: Tensors) -> Tensors:
+def clip_to_bounds(task: Task, delta: Tensors) -> Tensors:
     """Clip a delta for a secure sum: parameters and statistics have separate bounds."""
-    trained = trained_of(task, delta)
+    trained = select_trained(task, delta)
     statistics = {name: delta[name] for name in task.model.statistics}
     bound = PRIVATE_NORM if task.c.privacy == "distributed" else SECURE_NORM
     return clip(trained, bound) | clip(statistics, STATISTICS_NORM)
@@ -263,7 +263,7 @@ def bounded(task: Task, delta: Tensors) -> Tensors:
 
 def summand(task: Task, delta: Tensors) -> Tensors:
     """Return a client's summand in a secure sum, including its share of the noise, if any."""
-    within = bounded(task, delta)
+    within = clip_to_bounds(task, delta)
     if task.c.privacy == "distributed":
         noise = task.noise.of_client(task.client_id, task.round_num, flat(within))
         return noised(within, noise, share())
@@ -278,10 +278,10 @@ def names_kept(c: Configuration) -> list[str]:
     return kept
 
 
-def trained_of(task: Task, delta: Tensors) -> Tensors:
+def select_trained(task: Task, delta: Tensors) -> Tensors:
     """Return the trained part of a delta, without the statistics; norms refer to it."""
     return {name: delta[name] for name in task.model.trained}
 
 
-def _copied(tensors: Tensors) -> Tensors:
+def _copy(tensors: Tensors) -> Tensors:
     return {name: value.clone() for name, value in tensors.items()}

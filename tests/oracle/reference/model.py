@@ -118,9 +118,9 @@ class Model:
     def _outputs(self, features: Inputs) -> Tensor:
         outputs: Tensor
         if isinstance(features, dict):
-            outputs = self._module(**{name: _doubled(value) for name, value in features.items()})
+            outputs = self._module(**{name: _double(value) for name, value in features.items()})
         else:
-            outputs = self._module(_doubled(features))
+            outputs = self._module(_double(features))
         return outputs
 
     def _load(self, x: Tensors) -> None:
@@ -130,7 +130,7 @@ class Model:
                 own[name].copy_(value)
 
 
-def _doubled(value: Tensor) -> Tensor:
+def _double(value: Tensor) -> Tensor:
     return value.double() if value.is_floating_point() else value
 
 

@@ -153,7 +153,7 @@ def release(
         estimate = noised(x, drawn, sigma * math.hypot(1, second_diagonal()))
         released, state = with_noise_taken_back(x, estimate, state, noise.turn(*at))
     elif c.privacy == "adaptive":
-        z_delta, z_count = divided(num_wanted(c))
+        z_delta, z_count = divide_noise(num_wanted(c))
         released = noised(x, drawn, z_delta * bound)
         bits = sum(0.5 if norm(each) <= bound else -0.5 for each in deltas)
         count = bits + z_count / 2 * noise.in_sum("below_norm", *at).sum()
@@ -164,7 +164,7 @@ def release(
     return {name: value / num_wanted(c) for name, value in released.items()}, state
 
 
-def divided(num_expected: int) -> tuple[float, float]:
+def divide_noise(num_expected: int) -> tuple[float, float]:
     r"""Return the noise multipliers of updates, and of the count of updates below the clip norm.
 
     Together they cost as much as z alone would: :math:`z^{-2} = z_\Delta^{-2} + (2 \sigma_b)^{-2}`

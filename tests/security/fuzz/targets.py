@@ -87,7 +87,7 @@ def reply_log(data: bytes) -> None:
     """
     folder = _PLACE / "log"
     folder.mkdir(exist_ok=True)
-    content = b"".join(_framed(data[1:])) if data[:1] and data[0] % 2 else data[1:]
+    content = b"".join(_frame(data[1:])) if data[:1] and data[0] % 2 else data[1:]
     (folder / "replies.log").write_bytes(content)
     with suppress(StoreError):
         found = upload_store._recover_log(folder, run_id=RUN_ID)  # noqa: SLF001 - as a log is opened
@@ -133,7 +133,7 @@ TARGETS: Mapping[str, Target] = {
 }
 
 
-def _framed(data: bytes) -> Iterator[bytes]:
+def _frame(data: bytes) -> Iterator[bytes]:
     """Yield records whose bodies are in ``data``, given as kind, length and body."""
     while data:
         kind, size = data[0] % 4, data[1] if len(data) > 1 else 0

@@ -73,7 +73,7 @@ def heavier(told: Told) -> SignedTerms:
     return told.sign(replace(terms, max_weight=terms.max_weight + 1, lanes=lanes))
 
 
-def patched(
+def patch_bytes(
     old: Callable[[Terms], bytes], new: Callable[[Terms], bytes]
 ) -> Callable[[Told], bytes]:
     """Return signed terms that no ``Terms`` can hold, made by replacing bytes of the encoding."""
@@ -103,11 +103,11 @@ def modulus(terms: Terms, bits: int) -> bytes:
 
 
 def impossible_number(**changes: int) -> Callable[[Told], bytes]:
-    return patched(numbers, lambda terms: numbers(terms, **changes))
+    return patch_bytes(numbers, lambda terms: numbers(terms, **changes))
 
 
 def impossible_modulus(bits: int) -> Callable[[Told], bytes]:
-    return patched(
+    return patch_bytes(
         lambda terms: modulus(terms, terms.lanes[0].modulus_bits),
         lambda terms: modulus(terms, bits),
     )
@@ -188,7 +188,7 @@ def earlier_roster(told: Told) -> Roster:
     return found
 
 
-def invented(advert: Advert) -> Advert:
+def invent(advert: Advert) -> Advert:
     """Return an advert with keys and an identity that the liar has made."""
     fresh = replace(
         advert,
@@ -222,13 +222,13 @@ def crowd(_: Told, adverts: list[Advert]) -> list[Advert]:
 
 FORGED = "is not signed by it for this session"
 ROSTERS = [
-    Lie("an invented neighbor", Stage.SHARE, with_one(neighbor, invented), FORGED),
+    Lie("an invented neighbor", Stage.SHARE, with_one(neighbor, invent), FORGED),
     Lie(
         "only invented neighbors",
         Stage.SHARE,
         roster(
             lambda told, adverts: [
-                each if each.client_id == told.victim else invented(each) for each in adverts
+                each if each.client_id == told.victim else invent(each) for each in adverts
             ]
         ),
         FORGED,
@@ -236,13 +236,13 @@ ROSTERS = [
     Lie(
         "a neighbor's other mask key",
         Stage.SHARE,
-        with_one(neighbor, lambda a: replace(a, mask_key=invented(a).mask_key)),
+        with_one(neighbor, lambda a: replace(a, mask_key=invent(a).mask_key)),
         FORGED,
     ),
     Lie(
         "a neighbor's other packet key",
         Stage.SHARE,
-        with_one(neighbor, lambda a: replace(a, packet_key=invented(a).packet_key)),
+        with_one(neighbor, lambda a: replace(a, packet_key=invent(a).packet_key)),
         FORGED,
     ),
     Lie(
@@ -266,10 +266,10 @@ ROSTERS = [
     Lie(
         "a stranger",
         Stage.SHARE,
-        roster(lambda _, a: [*a[:-1], invented(replace(a[-1], client_id=STRANGER))]),
+        roster(lambda _, a: [*a[:-1], invent(replace(a[-1], client_id=STRANGER))]),
         "is not in the pinned directory",
     ),
-    Lie("its own advert altered", Stage.SHARE, with_one(itself, invented), "own advert"),
+    Lie("its own advert altered", Stage.SHARE, with_one(itself, invent), "own advert"),
     Lie(
         "a roster without it",
         Stage.SHARE,
@@ -490,7 +490,7 @@ SIGNATURES = [
 # --- Any stage ------------------------------------------------------------------------------
 
 
-def encoded(told: Told) -> bytes:
+def encode_lie(told: Told) -> bytes:
     return messages.encode(told.message)
 
 
@@ -503,9 +503,9 @@ DAMAGED = [
     for name, tell in (
         ("nothing", lambda _: b""),
         ("garbage", lambda _: b"garbage"),
-        ("a byte less", lambda told: encoded(told)[:-1]),
-        ("a byte more", lambda told: encoded(told) + b"\x00"),
-        ("another version", lambda told: encoded(told)[:4] + b"\x09" + encoded(told)[5:]),
+        ("a byte less", lambda told: encode_lie(told)[:-1]),
+        ("a byte more", lambda told: encode_lie(told) + b"\x00"),
+        ("another version", lambda told: encode_lie(told)[:4] + b"\x09" + encode_lie(told)[5:]),
         ("a client's message", lambda _: messages.encode(_UPWARD)),
     )
 ]

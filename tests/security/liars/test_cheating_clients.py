@@ -264,7 +264,7 @@ def test_an_answer_counts_once() -> None:
 # --- Cheats whose messages are well-formed --------------------------------------------------
 
 
-def resigned(signer: keys.Signer, terms: Terms, unsigned: Advert) -> Advert:
+def resign(signer: keys.Signer, terms: Terms, unsigned: Advert) -> Advert:
     return replace(
         unsigned, signature=signer.sign(build_advert_text(terms, unsigned.encode_signed_part()))
     )
@@ -277,7 +277,7 @@ class Signer(SecureClient):
         self, message: messages.SignedTerms, state: ClientState
     ) -> tuple[Advert, ClientState]:
         advert, after = super().advertise(message, state)
-        false = resigned(self.signer, message.terms, replace(advert, client_id=OTHER))
+        false = resign(self.signer, message.terms, replace(advert, client_id=OTHER))
         return false, after
 
 
@@ -291,7 +291,7 @@ class Borrower(SecureClient):
         if message.terms.round_num != CHEATED:
             return advert, after
         stolen = keys.KeyAgreement(SecretBytes.generate(32)).public_key
-        false = resigned(self.signer, message.terms, replace(advert, mask_key=stolen))
+        false = resign(self.signer, message.terms, replace(advert, mask_key=stolen))
         assert isinstance(after.step, AdvertisedStep)
         return false, after.with_step(replace(after.step, advert=false))
 
@@ -303,7 +303,7 @@ class Weak(SecureClient):
         self, message: messages.SignedTerms, state: ClientState
     ) -> tuple[Advert, ClientState]:
         advert, after = super().advertise(message, state)
-        return resigned(self.signer, message.terms, replace(advert, mask_key=bytes(32))), after
+        return resign(self.signer, message.terms, replace(advert, mask_key=bytes(32))), after
 
 
 class Dealer(SecureClient):
@@ -330,7 +330,7 @@ class Uncommitted(SecureClient):
         return replace(shares, commitment=bytes(32)), after
 
 
-def played_by(kind: type[SecureClient], *, then: Sabotage = no_sabotage) -> Stand:
+def play_cheat(kind: type[SecureClient], *, then: Sabotage = no_sabotage) -> Stand:
     """Return a cohort whose cheat is of this kind."""
 
     def character(client: SecureClient) -> SecureClient:
@@ -348,7 +348,7 @@ def test_an_advert_that_is_not_ones_own_names_its_sender(
     kind: type[SecureClient], reason: str
 ) -> None:
     """Even if it is validly signed."""
-    stand = played_by(kind)
+    stand = play_cheat(kind)
     collected = stand.collect(round_num=CHEATED)
     assert reason in row_of(collected, CHEAT).reason
     assert stand.require_exact(collected) == OTHERS
@@ -356,7 +356,7 @@ def test_an_advert_that_is_not_ones_own_names_its_sender(
 
 def test_a_commitment_to_another_seed_releases_nothing() -> None:
     """Its self-mask could not be verified. The client is named, and the next round is complete."""
-    stand = honest_before(played_by(Uncommitted))
+    stand = honest_before(play_cheat(Uncommitted))
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
     assert f"the shares of client {CHEAT} do not give the secret" in row_of(collected, 0).reason
@@ -366,7 +366,7 @@ def test_a_commitment_to_another_seed_releases_nothing() -> None:
     assert stand.require_exact(stand.collect(round_num=CHEATED + 1)) == EVERYONE
 
 
-def lost_in_training(client_id: ClientId, stage: Stage, reply: SecureReply) -> Reply | None:
+def lose_in_training(client_id: ClientId, stage: Stage, reply: SecureReply) -> Reply | None:
     is_lost = (client_id, stage, reply.round_num) == (CHEAT, Stage.MASK, CHEATED)
     return Failure("the battery is low") if is_lost else None
 
@@ -376,7 +376,7 @@ def test_shares_that_do_not_give_the_key_of_a_dropped_client_release_nothing(
     kind: type[SecureClient],
 ) -> None:
     """Since it drops out, its mask key is needed, but its shares give another key."""
-    stand = honest_before(played_by(kind, then=lost_in_training))
+    stand = honest_before(play_cheat(kind, then=lose_in_training))
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
     assert f"the shares of client {CHEAT} do not give the secret" in row_of(collected, 0).reason
@@ -386,7 +386,7 @@ def test_shares_that_do_not_give_the_key_of_a_dropped_client_release_nothing(
 
 def test_a_key_without_its_secret_leaves_a_mask_in_the_sum() -> None:
     """It stays in the session, so its masks do not cancel: the sum is noise and is not released."""
-    stand = honest_before(played_by(Borrower))
+    stand = honest_before(play_cheat(Borrower))
     collected = stand.collect(round_num=CHEATED)
     require_nothing(collected)
     assert "a mask is left in it" in row_of(collected, 0).reason

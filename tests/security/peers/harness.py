@@ -122,14 +122,14 @@ class Site(LocalGateway):
         return self.loop.call(awaited()).result(WAIT_S)
 
     def in_session(self, peer: Peer, call: Callable[[GatewaySession], Awaitable[T]]) -> T:
-        async def said() -> T:
+        async def call_server() -> T:
             async with (
                 GatewayConnection(self.gateway.address, peer.credentials) as connection,
                 connection.session(HELLO) as session,
             ):
                 return await call(session)
 
-        return self.run(said())
+        return self.run(call_server())
 
     def raw(
         self,

@@ -552,7 +552,7 @@ def test_an_upload_is_late_when_the_round_closes_as_it_begins(
     monkeypatch.setattr(GroupWriter, "put", slowly)
     opened, admit, live = Exchanges.open, Exchanges.admit, list[LiveQuestion]()
 
-    def kept(exchanges: Exchanges, exchange: LiveQuestion) -> None:
+    def keep_open(exchanges: Exchanges, exchange: LiveQuestion) -> None:
         live.append(exchange)
         opened(exchanges, exchange)
 
@@ -564,7 +564,7 @@ def test_an_upload_is_late_when_the_round_closes_as_it_begins(
             asyncio.get_running_loop().call_soon(partial(exchanges.close, live[0], by_itself=True))
         return judgment
 
-    monkeypatch.setattr(Exchanges, "open", kept)
+    monkeypatch.setattr(Exchanges, "open", keep_open)
     monkeypatch.setattr(Exchanges, "admit", closing)
     Round(site.gateway, peer)
     task = site.in_session(peer, heard_task)

@@ -47,7 +47,7 @@ from tests.security.peers.harness import (
 SESSION, UPLOAD, DOWNLOAD = "Session", "Upload", "Download"
 
 
-def said(**what: object) -> bytes:
+def encode_message(**what: object) -> bytes:
     """Encode a message of a session."""
     message = wire_pb2.FromClient()
     for name, value in what.items():
@@ -310,10 +310,14 @@ def test_a_hash_that_does_not_exist_is_not_found(site: Site) -> None:
 
 
 GIANTS = {
-    "software": said(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, software="x" * 500_000)),
-    "held": said(hello=wire_pb2.Hello(protocol=wire.PROTOCOL, held=[wire_pb2.TaskKey()] * 200_000)),
-    "device": said(eligibility=wire_pb2.Eligibility(device="x" * 500_000)),
-    "kind": said(progress=wire_pb2.Progress(key=wire_pb2.TaskKey(kind="x" * 500_000))),
+    "software": encode_message(
+        hello=wire_pb2.Hello(protocol=wire.PROTOCOL, software="x" * 500_000)
+    ),
+    "held": encode_message(
+        hello=wire_pb2.Hello(protocol=wire.PROTOCOL, held=[wire_pb2.TaskKey()] * 200_000)
+    ),
+    "device": encode_message(eligibility=wire_pb2.Eligibility(device="x" * 500_000)),
+    "kind": encode_message(progress=wire_pb2.Progress(key=wire_pb2.TaskKey(kind="x" * 500_000))),
     "a field that nobody knows": b"\xfa\x3e" + b"\xa0\xc2\x1e" + bytes(500_000),
     "groups in groups": b"\x0b" * 100_000,
     "a length beyond the message": b"\x0a\xff\xff\xff\xff\x0f",

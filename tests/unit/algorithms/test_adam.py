@@ -48,7 +48,7 @@ def at(step: int) -> Moment:
     return Moment(round_num=0, step=step)
 
 
-def kept_by(local: LocalAdam, x: list[Tensor], memory: Memory) -> Mapping[str, Tensor]:
+def report_state(local: LocalAdam, x: list[Tensor], memory: Memory) -> Mapping[str, Tensor]:
     """Return the client state after a report: one row per client."""
     num_steps = torch.ones(NUM_CLIENTS)
     return report_of(
@@ -147,7 +147,7 @@ def test_kept_moments_go_on_where_the_client_was() -> None:
             for parameter, grad in zip(theirs, grads, strict=True):
                 parameter.grad = grad
             optimizer.step()
-        kept = kept_by(local, x, memory)
+        kept = report_state(local, x, memory)
     assert {name: tuple(each.shape) for name, each in kept.items()} == {
         "first_moment": (NUM_CLIENTS, 19),
         "second_moment": (NUM_CLIENTS, 19),
@@ -185,7 +185,7 @@ def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
         for x, grads in ((apart, stack(round_num)), (together, [flatten_rows(stack(round_num))])):
             memory = make_memory(local, x, client_state=kept)
             local.step(x, grads, memory, broadcast={}, moment=Moment(round_num, 0))
-            found.append(kept_by(local, x, memory))
+            found.append(report_state(local, x, memory))
         kept = found[0]
         assert all(torch.equal(found[1][name], kept[name]) for name in kept)
         assert torch.equal(flatten_rows(apart), together[0])
@@ -194,7 +194,7 @@ def test_a_count_stands_for_all_tensors_where_they_are_one() -> None:
 
 def test_nothing_is_kept_unless_it_is_asked_for() -> None:
     """By default, every round starts from zero."""
-    assert kept_by(ADAM, stack(0), make_memory(ADAM, stack(0), client_state={})) == {}
+    assert report_state(ADAM, stack(0), make_memory(ADAM, stack(0), client_state={})) == {}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def gradients(*sizes: float) -> list[Tensor]:
     ]
 
 
-def stepped(local: ClippedGradients, grads: list[Tensor]) -> list[Tensor]:
+def clip_by_step(local: ClippedGradients, grads: list[Tensor]) -> list[Tensor]:
     """Return the clipped gradients, by a step from zero at learning rate 1."""
     x = [torch.zeros_like(g) for g in grads]
     local.step(x, grads, {}, broadcast={}, moment=FIRST)
@@ -36,7 +36,7 @@ def stepped(local: ClippedGradients, grads: list[Tensor]) -> list[Tensor]:
 def test_each_client_is_clipped_as_torch_clips(bound: float) -> None:
     """By the norm over all of its parameters together, regardless of other clients' gradients."""
     grads = gradients(0.01, 1.0, 100.0)
-    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=bound), grads)
+    found = clip_by_step(ClippedGradients(inner=SGD, gradient_clip_norm=bound), grads)
     for k in range(3):
         parameters = [nn.Parameter(torch.zeros_like(g[k])) for g in grads]
         for parameter, grad in zip(parameters, grads, strict=True):
@@ -49,13 +49,13 @@ def test_each_client_is_clipped_as_torch_clips(bound: float) -> None:
 
 def test_a_gradient_within_the_bound_is_not_touched() -> None:
     grads = gradients(0.1)
-    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=100.0), grads)
+    found = clip_by_step(ClippedGradients(inner=SGD, gradient_clip_norm=100.0), grads)
     assert all(torch.equal(*pair) for pair in zip(found, grads, strict=True))
 
 
 def test_no_gradient_at_all_is_no_gradient() -> None:
     """Scaling by C / 0 must not give NaN."""
-    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), gradients(0.0))
+    found = clip_by_step(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), gradients(0.0))
     assert all(bool((value == 0.0).all()) for value in found)
 
 
@@ -64,7 +64,7 @@ def test_a_gradient_that_is_not_finite_is_not_hidden(value: float) -> None:
     """Only that client's gradient is affected."""
     grads = gradients(1.0, 1.0)
     grads[1][0, 0] = value
-    found = stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
+    found = clip_by_step(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
     flat = torch.cat([each.reshape(2, -1) for each in found], dim=1)
     assert torch.isfinite(flat).all(dim=1).tolist() == [False, True]
 
@@ -73,7 +73,7 @@ def test_gradients_are_only_read() -> None:
     """Two gradients may be the same tensor, so a step must not write to them."""
     grads = gradients(100.0)
     before = [g.clone() for g in grads]
-    stepped(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
+    clip_by_step(ClippedGradients(inner=SGD, gradient_clip_norm=1.0), grads)
     assert all(torch.equal(*pair) for pair in zip(grads, before, strict=True))
 
 

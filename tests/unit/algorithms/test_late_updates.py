@@ -48,7 +48,7 @@ def test_only_the_last_rounds_count() -> None:
     assert durations == ((2.0,), (3.0,), (4.0,))
 
 
-def played(heard_s: Callable[[float, Any], list[float]]) -> float:
+def adapt_deadline(heard_s: Callable[[float, Any], list[float]]) -> float:
     """Return the deadline after 60 rounds that see only the durations from ``heard_s``."""
     durations: Durations = ()
     rng, deadline_s = np.random.default_rng(0), 10.0
@@ -61,8 +61,8 @@ def played(heard_s: Callable[[float, Any], list[float]]) -> float:
 
 def test_durations_of_those_in_time_alone_would_draw_the_deadline_down() -> None:
     """Control: without the durations of late clients, the deadline would keep shrinking."""
-    assert 7.0 < played(lambda _, took_s: took_s.tolist()) < 9.5
-    assert played(lambda deadline_s, took_s: took_s[took_s <= deadline_s].tolist()) < 2.0
+    assert 7.0 < adapt_deadline(lambda _, took_s: took_s.tolist()) < 9.5
+    assert adapt_deadline(lambda deadline_s, took_s: took_s[took_s <= deadline_s].tolist()) < 2.0
 
 
 def test_who_is_awaited_has_taken_as_long_as_that() -> None:

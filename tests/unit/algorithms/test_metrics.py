@@ -57,12 +57,12 @@ def test_a_measure_that_writes_to_what_it_is_given_changes_no_other(*, per_examp
         labels.zero_()
         return outputs.zero_().sum()
 
-    def seen(outputs: Tensor, labels: Tensor) -> Tensor:
+    def record_batch(outputs: Tensor, labels: Tensor) -> Tensor:
         return outputs.sum() + labels.sum()
 
     measured = {
         "clearing": Metric(clearing, direction="max"),
-        "seen": Metric(seen, direction="max"),
+        "seen": Metric(record_batch, direction="max"),
     }
     outputs, labels = torch.ones(3), torch.ones(3)
     loss = CustomLoss(clearing, per_example=per_example)

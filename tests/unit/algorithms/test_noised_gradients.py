@@ -145,11 +145,11 @@ def test_all_of_a_block_have_the_noise_of_its_largest_batch(
     """No client gets less noise than its batch needs. Control: the smaller batches need less."""
     drawn = []
 
-    def noted(numbers: NDArray[np.int32], *, sigma: float, source: SecretStream) -> None:
+    def note_call(numbers: NDArray[np.int32], *, sigma: float, source: SecretStream) -> None:
         drawn.append(sigma)
         add_discrete_gaussian(numbers, sigma=sigma, source=source)
 
-    monkeypatch.setattr(noised_gradients, "add_discrete_gaussian", noted)
+    monkeypatch.setattr(noised_gradients, "add_discrete_gaussian", note_call)
     sizes = (1, 4096, 10)
     (noise,) = noised([*sizes])
     asked = [2.0 * RULE.sensitivity(num_examples=each, size=20_000) for each in sizes]

@@ -166,14 +166,14 @@ def test_fedavg_is_the_mean_of_local_models_weighted_by_examples() -> None:
     population = population_of(*sizes)
     expected, start = torch.zeros_like(initial(make_mlp).vector), 0
     for size in sizes:
-        alone = trained_alone(population, slice(start, start + size))
+        alone = train_alone(population, slice(start, start + size))
         expected += alone * size / sum(sizes)
         start += size
     found = after_rounds(FedAvg(replace(LOCAL, shuffle=False)), population, num_rounds=1)
     torch.testing.assert_close(found.vector, expected, rtol=0.0, atol=1e-14)
 
 
-def trained_alone(population: ArrayPopulation, rows: slice) -> Tensor:
+def train_alone(population: ArrayPopulation, rows: slice) -> Tensor:
     """Train ``make_mlp`` by torch's own SGD, with the examples in order, and return its vector."""
     model = make_mlp()
     initial(make_mlp).load_into(model)
@@ -191,7 +191,7 @@ def test_fedavg_with_one_client_is_local_sgd() -> None:
     """McMahan et al. 2017: with K = 1 the average is the local model."""
     population = population_of(10)
     found = after_rounds(FedAvg(replace(LOCAL, shuffle=False)), population, num_rounds=1)
-    expected = trained_alone(population, slice(0, 10))
+    expected = train_alone(population, slice(0, 10))
     torch.testing.assert_close(found.vector, expected, rtol=0.0, atol=1e-14)
 
 

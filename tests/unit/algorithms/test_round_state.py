@@ -44,7 +44,7 @@ class InOrder:
         return free[:num]
 
 
-def buffered(
+def run_buffered(
     limits: Asynchrony,
     pending: Sequence[PendingTask] = (),
     *,
@@ -93,7 +93,7 @@ def test_as_one_lands_another_is_asked() -> None:
     """One draw is enough for the whole round if no client fails."""
     draw = InOrder()
     limits = asynchrony(buffer_size=3, concurrency=4, max_staleness=5)
-    buffer = buffered(limits)
+    buffer = run_buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1, 2, 3]
     take(buffer, 2)
     assert fill(buffer, draw, 1.0) == [4]
@@ -110,7 +110,7 @@ def test_without_staleness_nobody_is_asked_whose_update_cannot_count() -> None:
     """With max_staleness 0, a client that reported is not replaced: the round is synchronous."""
     draw = InOrder()
     limits = asynchrony(buffer_size=3, concurrency=3, max_staleness=0)
-    buffer = buffered(limits)
+    buffer = run_buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1, 2]
     take(buffer, 0)
     assert fill(buffer, draw, 1.0) == []
@@ -132,7 +132,7 @@ def test_who_is_too_stale_is_given_up_before_anybody_is_asked() -> None:
         PendingTask(ClientId(client), based_on, 0, 0, -1.0) for client, based_on in ((7, 2), (8, 3))
     ]
     limits = asynchrony(buffer_size=2, concurrency=4, max_staleness=2)
-    buffer = buffered(limits, pending, round_num=5)
+    buffer = run_buffered(limits, pending, round_num=5)
     assert [each.client_id for each in buffer.give_up_stale()] == [7]
     assert [each.client_id for each in buffer.pending] == [8]
     take(buffer, 8)
@@ -147,7 +147,7 @@ def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -
     """Of two clients, one's update was refused, and the other failed without sending any."""
     draw = InOrder(population=2)
     limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
-    buffer = buffered(limits)
+    buffer = run_buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1]
     take(buffer, 0)
     refuse(buffer, 0)
@@ -160,14 +160,14 @@ def test_who_answered_is_not_asked_again_in_the_round_unless_it_sent_nothing() -
 def test_who_fails_is_asked_again_so_many_times() -> None:
     """After max_retries it is not asked again in this round; in the next round it is."""
     draw, limits = InOrder(population=2), asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
-    buffer = buffered(limits, max_retries=2)
+    buffer = run_buffered(limits, max_retries=2)
     assert fill(buffer, draw, 0.0) == [0, 1]
     take(buffer, 0)
     for now_s, asked_again in ((1.0, [1]), (2.0, [1]), (3.0, [])):
         fail(buffer, 1)
         assert buffer.has_missed_any == (not asked_again)
         assert fill(buffer, draw, now_s) == asked_again
-    later = buffered(limits, buffer.pending_after(3.0), round_num=1)
+    later = run_buffered(limits, buffer.pending_after(3.0), round_num=1)
     assert fill(later, draw, 0.0) == [0, 1]
 
 
@@ -175,7 +175,7 @@ def test_who_failed_is_asked_again_after_all_others() -> None:
     """Only if no client is in flight, since any reply may free another client."""
     draw = InOrder(population=3)
     limits = asynchrony(buffer_size=2, concurrency=2, max_staleness=3)
-    buffer = buffered(limits)
+    buffer = run_buffered(limits)
     assert fill(buffer, draw, 0.0) == [0, 1]
     fail(buffer, 0)
     assert fill(buffer, draw, 1.0) == [2]
@@ -200,7 +200,7 @@ def test_no_client_is_in_two_places_and_no_more_fly_than_can_count(data: st.Data
     )
     draw, pending = InOrder(population=concurrency + buffer_size), tuple[PendingTask, ...]()
     for round_num in range(4):
-        buffer, taken = buffered(limits, pending, round_num=round_num), list[ClientId]()
+        buffer, taken = run_buffered(limits, pending, round_num=round_num), list[ClientId]()
         buffer.give_up_stale()
         while not buffer.is_full:
             fill(buffer, draw, 0.0)

@@ -55,7 +55,7 @@ def test_nobody_is_asked_twice(sampler: CohortSampler) -> None:
         assert set(cohort) <= set(clients(20))
 
 
-def biased(round_num: int) -> tuple[int, ...]:
+def sample_with_bias(round_num: int) -> tuple[int, ...]:
     """Control: client 0 is asked more often than the others."""
     rng = Seed(5).derive("biased", round_num).numpy()
     chosen = rng.choice(20, 5, replace=False, p=[0.08, *[0.92 / 19] * 19])
@@ -69,7 +69,7 @@ def uniform(round_num: int) -> tuple[int, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("draw", "is_uniform"), [(uniform, True), (biased, False)])
+@pytest.mark.parametrize(("draw", "is_uniform"), [(uniform, True), (sample_with_bias, False)])
 def test_uniform_sampling_asks_all_clients_alike(
     draw: Callable[[int], tuple[int, ...]], *, is_uniform: bool
 ) -> None:

@@ -118,12 +118,12 @@ def run(
         )
         collected = collect_from(collector, [ClientId(k) for k in range(NUM_CLIENTS)], request)
         assert collected.aggregate is not None
-        params, state, _ = _stepped(strategy, params, collected.aggregate, state)
+        params, state, _ = _step_once(strategy, params, collected.aggregate, state)
         client_states = dict(collected.client_states)
     return params, state, client_states
 
 
-def _stepped(strategy: Strategy, params: Params, aggregate: Aggregate, state: Any) -> Any:
+def _step_once(strategy: Strategy, params: Params, aggregate: Aggregate, state: Any) -> Any:
     stepped = strategy.step(params, aggregate, state)
     return stepped.params, stepped.state, stepped.metrics
 

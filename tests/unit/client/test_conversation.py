@@ -62,7 +62,9 @@ def evaluation(round_num: int) -> OpenTask:
     return replace(task(round_num), key=key(round_num)._replace(kind="EvaluateRequest"))
 
 
-def held(round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = math.inf) -> HeldReply:
+def make_held(
+    round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = math.inf
+) -> HeldReply:
     return HeldReply(
         key=key(round_num, run_id),
         digest=b"",
@@ -73,7 +75,7 @@ def held(round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = mat
     )
 
 
-def answered(round_num: int = 0) -> WorkFinished:
+def make_answer(round_num: int = 0) -> WorkFinished:
     return WorkFinished(task(round_num), b"reply", None)
 
 
@@ -86,7 +88,7 @@ def play(*events: Event, here: Conversation | None = None) -> tuple[Conversation
     return here, done
 
 
-def answered_for(begun: OpenTask, *, asked: OpenTask) -> tuple[WorkFinished, WorkFinished]:
+def answer_for(begun: OpenTask, *, asked: OpenTask) -> tuple[WorkFinished, WorkFinished]:
     """Return the result of work on a prefetched model: as reported, and as held for the task."""
     return WorkFinished(begun, b"ahead", None), WorkFinished(asked, b"ahead", None)
 
@@ -96,21 +98,27 @@ BROKEN = ConditionsChecked(("on_power",), 0.0)
 METERED = ConditionsChecked(("unmetered (unknown)",), 0.0)
 HELLO = SessionStarted("run")
 WORKING: tuple[Event, ...] = (HELLO, TaskOffered(task()))
-FINISHED: tuple[Event, ...] = (*WORKING, answered(), ReplyStored(held()))
+FINISHED: tuple[Event, ...] = (*WORKING, make_answer(), ReplyStored(make_held()))
 STARTED: list[Action] = [Begin(task())]
-SENT: list[Action] = [*STARTED, Hold(answered()), Deliver(held())]
+SENT: list[Action] = [*STARTED, Hold(make_answer()), Deliver(make_held())]
 
 #: The model of round 1 was prefetched during training in round 0, and training on it has begun.
 OVERLAPPED: tuple[Event, ...] = (
-    *(*WORKING, ModelAnnounced(ahead(1)), ModelFetched(ahead(1)), answered(), ReplyStored(held())),
+    *(
+        *WORKING,
+        ModelAnnounced(ahead(1)),
+        ModelFetched(ahead(1)),
+        make_answer(),
+        ReplyStored(make_held()),
+    ),
 )
-BEGUN: list[Action] = [*STARTED, Hold(answered()), Begin(ahead(1)), Deliver(held())]
-DONE, HELD_FOR_2 = answered_for(ahead(1), asked=task(2))
+BEGUN: list[Action] = [*STARTED, Hold(make_answer()), Begin(ahead(1)), Deliver(make_held())]
+DONE, HELD_FOR_2 = answer_for(ahead(1), asked=task(2))
 
 AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "what came ahead is begun when the work before is done": (OVERLAPPED, BEGUN),
     "what is told ahead and is not here is not begun": (
-        (*WORKING, ModelAnnounced(ahead(1)), answered(), ReplyStored(held())),
+        (*WORKING, ModelAnnounced(ahead(1)), make_answer(), ReplyStored(make_held())),
         SENT,
     ),
     "what comes later is begun then": (
@@ -118,12 +126,12 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Begin(ahead(1))],
     ),
     "the next question takes work ahead over": (
-        (*OVERLAPPED, TaskOffered(task(2)), DONE, ReplyStored(held(2))),
-        [*BEGUN, Adopt(task(2)), Hold(HELD_FOR_2), Deliver(held(2))],
+        (*OVERLAPPED, TaskOffered(task(2)), DONE, ReplyStored(make_held(2))),
+        [*BEGUN, Adopt(task(2)), Hold(HELD_FOR_2), Deliver(make_held(2))],
     ),
     "what is done ahead waits for the next question": (
-        (*OVERLAPPED, DONE, ReplySettled(key()), TaskOffered(task(2)), ReplyStored(held(2))),
-        [*BEGUN, Drop(held(), "settled"), Hold(HELD_FOR_2), Deliver(held(2))],
+        (*OVERLAPPED, DONE, ReplySettled(key()), TaskOffered(task(2)), ReplyStored(make_held(2))),
+        [*BEGUN, Drop(make_held(), "settled"), Hold(HELD_FOR_2), Deliver(make_held(2))],
     ),
     "nothing more is begun ahead of that question": (
         (*OVERLAPPED, DONE, ModelAnnounced(ahead(3)), ModelFetched(ahead(3))),
@@ -139,32 +147,32 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             ModelAnnounced(ahead(1)),
             ModelFetched(ahead(1)),
             ModelFetched(ahead(2)),
-            answered(),
+            make_answer(),
         ),
-        [*STARTED, Hold(answered()), Begin(ahead(2))],
+        [*STARTED, Hold(make_answer()), Begin(ahead(2))],
     ),
     "a question replaces an older model that is not begun": (
         (
             *WORKING,
             ModelAnnounced(ahead(1)),
-            answered(),
+            make_answer(),
             TaskOffered(task(2)),
             ModelFetched(ahead(1)),
             WorkAbandoned(),
         ),
-        [*STARTED, Hold(answered()), Begin(task(2)), Disconnect()],
+        [*STARTED, Hold(make_answer()), Begin(task(2)), Disconnect()],
     ),
     "no model is trained twice": (
-        (*WORKING, ModelFetched(ahead(0)), answered()),
-        [*STARTED, Hold(answered())],
+        (*WORKING, ModelFetched(ahead(0)), make_answer()),
+        [*STARTED, Hold(make_answer())],
     ),
     "work ahead that is too old is called off for the question": (
         (
-            *(*WORKING, ModelFetched(ahead(1, last=3)), answered()),
+            *(*WORKING, ModelFetched(ahead(1, last=3)), make_answer()),
             *(TaskOffered(task(4)), WorkAbandoned()),
         ),
         [
-            *(*STARTED, Hold(answered()), Begin(ahead(1, last=3))),
+            *(*STARTED, Hold(make_answer()), Begin(ahead(1, last=3))),
             *(Cancel(key(1), "the coordinator has moved on"), Erase(), Begin(task(4))),
         ],
     ),
@@ -197,7 +205,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     ),
     "conditions call work ahead off, and forget what was told": (
         (*OVERLAPPED, ModelAnnounced(ahead(2)), BROKEN, WorkAbandoned(), FINE, HELLO),
-        [*BEGUN, Cancel(key(1), "conditions"), Deliver(held())],
+        [*BEGUN, Cancel(key(1), "conditions"), Deliver(make_held())],
     ),
     "work ahead that failed before anybody asked is forgotten": (
         (*OVERLAPPED, replace(DONE, is_failure=True), TaskOffered(task(2))),
@@ -209,7 +217,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     ),
     "work ahead goes on without a connection": (
         (*OVERLAPPED, SessionEnded(), SessionStarted("run"), TaskOffered(task(2)), DONE),
-        [*BEGUN, Deliver(held()), Adopt(task(2)), Hold(HELD_FOR_2)],
+        [*BEGUN, Deliver(make_held()), Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
     "work ahead that ends in nothing costs no session": ((*OVERLAPPED, WorkAbandoned()), BEGUN),
     "a question that took it over and ends in nothing is offered anew": (
@@ -246,12 +254,12 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*BEGUN, Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
     "what is told ahead of another run is nothing": (
-        (*WORKING, ModelFetched(replace(ahead(1), key=key(1, "another"))), answered()),
-        [*STARTED, Hold(answered())],
+        (*WORKING, ModelFetched(replace(ahead(1), key=key(1, "another"))), make_answer()),
+        [*STARTED, Hold(make_answer())],
     ),
     "another run forgets what was done ahead": (
         (*OVERLAPPED, DONE, SessionEnded(), SessionStarted("another"), SessionStarted("run")),
-        [*BEGUN, Drop(held(), "its run is over")],
+        [*BEGUN, Drop(make_held(), "its run is over")],
     ),
     "nothing is begun ahead while stopping": (
         (HELLO, StopRequested(), ModelAnnounced(ahead(1)), ModelFetched(ahead(1))),
@@ -263,13 +271,13 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "a task is worked on and its reply delivered": (FINISHED, SENT),
     "a receipt settles the reply": (
         (*FINISHED, ReplySettled(key())),
-        [*SENT, Drop(held(), "settled")],
+        [*SENT, Drop(make_held(), "settled")],
     ),
     "a receipt for something else settles nothing": ((*FINISHED, ReplySettled(key(5))), SENT),
     "a task that is offered again is not begun again": ((*WORKING, TaskOffered(task())), STARTED),
     "a task that is answered is answered again, not worked on again": (
         (*FINISHED, TaskOffered(task())),
-        [*SENT, Deliver(held(), is_requested_again=True)],
+        [*SENT, Deliver(make_held(), is_requested_again=True)],
     ),
     "a task that is offered again while its last batch runs is answered once": (
         (
@@ -279,15 +287,15 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             FINE,
             HELLO,
             TaskOffered(task()),
-            answered(),
-            ReplyStored(held()),
+            make_answer(),
+            ReplyStored(make_held()),
         ),
         [
             *STARTED,
             Cancel(key(), "conditions"),
             Disconnect(),
-            Hold(answered()),
-            Deliver(held()),
+            Hold(make_answer()),
+            Deliver(make_held()),
         ],
     ),
     "a task that is offered again while its last batch runs goes on if that was the end": (
@@ -295,7 +303,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a reply waits for the next session": (
-        (*WORKING, SessionEnded(), answered(), ReplyStored(held()), HELLO),
+        (*WORKING, SessionEnded(), make_answer(), ReplyStored(make_held()), HELLO),
         SENT,
     ),
     "a withdrawn task is called off and erased": (
@@ -303,12 +311,12 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Cancel(key(), "closed"), Erase()],
     ),
     "a task that was finished before it heard is dropped": (
-        (*WORKING, TaskWithdrawn(key(), "closed"), answered()),
+        (*WORKING, TaskWithdrawn(key(), "closed"), make_answer()),
         [*STARTED, Cancel(key(), "closed"), Erase()],
     ),
     "a reply whose task is withdrawn is dropped": (
         (*FINISHED, TaskWithdrawn(key(), "closed")),
-        [*SENT, Drop(held(), "closed")],
+        [*SENT, Drop(make_held(), "closed")],
     ),
     "a withdrawal of something else changes nothing": (
         (*WORKING, TaskWithdrawn(key(5), "closed")),
@@ -332,8 +340,8 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Cancel(key(), "conditions"), Disconnect()],
     ),
     "a task that was finished when the condition broke is kept": (
-        (*WORKING, BROKEN, SessionEnded(), answered()),
-        [*STARTED, Cancel(key(), "conditions"), Disconnect(), Hold(answered())],
+        (*WORKING, BROKEN, SessionEnded(), make_answer()),
+        [*STARTED, Cancel(key(), "conditions"), Disconnect(), Hold(make_answer())],
     ),
     "the task goes on when the condition holds again and it is still open": (
         (*WORKING, BROKEN, SessionEnded(), WorkAbandoned(), FINE, HELLO, TaskOffered(task())),
@@ -365,8 +373,8 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Cancel(key(), "stopped")],
     ),
     "stopping keeps a reply that was just finished": (
-        (*WORKING, StopRequested(), answered()),
-        [*STARTED, Cancel(key(), "stopped"), Hold(answered())],
+        (*WORKING, StopRequested(), make_answer()),
+        [*STARTED, Cancel(key(), "stopped"), Hold(make_answer())],
     ),
     "nothing begins while stopping": ((HELLO, StopRequested(), TaskOffered(task())), []),
     "it is called off once": (
@@ -375,7 +383,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     ),
     "a reply of a run that is over is dropped": (
         (*FINISHED, SessionEnded(), SessionStarted("another")),
-        [*SENT, Drop(held(), "its run is over")],
+        [*SENT, Drop(make_held(), "its run is over")],
     ),
     "work for a run that is over is called off": (
         (*WORKING, SessionEnded(), SessionStarted("another"), WorkAbandoned()),
@@ -396,8 +404,8 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         ],
     ),
     "a reply long past its deadline is dropped": (
-        (ReplyStored(held(expires_unix_s=9.0)), FINE, ConditionsChecked((), 10.0)),
-        [Drop(held(expires_unix_s=9.0), "its deadline is long past")],
+        (ReplyStored(make_held(expires_unix_s=9.0)), FINE, ConditionsChecked((), 10.0)),
+        [Drop(make_held(expires_unix_s=9.0), "its deadline is long past")],
     ),
 }
 
@@ -421,7 +429,7 @@ def test_one_model_is_fetched_ahead_at_a_time() -> None:
     assert newer.to_fetch == ahead(2)
     here, _ = play(ModelFetched(ahead(1)), here=newer)
     assert here.to_fetch is None
-    begun, _ = play(answered(), here=here)
+    begun, _ = play(make_answer(), here=here)
     assert begun.to_fetch == ahead(2)
     assert play(SessionEnded(), here=begun)[0].to_fetch is None
 

@@ -56,11 +56,13 @@ class Counting(SecureClient):
         return super().expand(step, check=check)
 
 
-def untrained(_terms: Terms) -> Contribution:
+def refuse_to_train(_terms: Terms) -> Contribution:
     raise AssertionError("nothing is trained before the stage of masks")
 
 
-def shared(*, attempt: int = 0) -> tuple[dict[ClientId, ClientState], Mapping[ClientId, object]]:
+def share_secrets(
+    *, attempt: int = 0
+) -> tuple[dict[ClientId, ClientState], Mapping[ClientId, object]]:
     """Return clients that have shared secrets, all but the last, and the packets for each."""
     terms = PLAN.terms(
         LAYOUT, run_id=bytes(16), round_num=0, attempt=attempt, request_hash=bytes(32)
@@ -71,7 +73,7 @@ def shared(*, attempt: int = 0) -> tuple[dict[ClientId, ClientState], Mapping[Cl
 
     def ask(client_id: ClientId, message: messages.Message) -> messages.Message:
         reply, states[client_id] = IDENTITIES.client(client_id).handle(
-            message, states[client_id], contribute=untrained
+            message, states[client_id], contribute=refuse_to_train
         )
         return reply
 
@@ -91,7 +93,7 @@ def client() -> SecureClient:
     return Counting(**vars(IDENTITIES.client(CLIENTS[0])))
 
 
-def kept(state: ClientState) -> bytes:
+def encode_state(state: ClientState) -> bytes:
     return SessionState(trainer={}, session=state).to_bytes()
 
 
@@ -116,12 +118,12 @@ def zero(terms: Terms) -> Contribution:
 
 def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MaskExpander) -> None:
     """One neighbor never shared its secrets, so its mask is removed. Masks are used only once."""
-    states, packets = shared()
+    states, packets = share_secrets()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)
     assert CLIENTS[3] not in message.packets
     plain, _ = client().handle(message, state, contribute=zero)
-    ahead.follow(client(), kept(state))
+    ahead.follow(client(), encode_state(state))
     restored = ClientState.from_bytes(state.to_bytes())  # as loaded for the next message
     used, _ = client().handle(message, restored, contribute=zero, find_masks=ahead.take)
     assert used == plain
@@ -131,10 +133,10 @@ def test_a_vector_is_the_same_with_masks_expanded_ahead(ahead: MaskExpander) -> 
 
 def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MaskExpander) -> None:
     """A new process has none ready, but its vector is the same. Control: the old one had them."""
-    states, packets = shared()
+    states, packets = share_secrets()
     state, message = states[CLIENTS[0]], packets[CLIENTS[0]]
     assert isinstance(message, messages.Packets)
-    ahead.follow(client(), kept(state))
+    ahead.follow(client(), encode_state(state))
     restarted = MaskExpander()
     assert restarted.take(step_of(state)) is None
     plain, _ = client().handle(message, state, contribute=zero, find_masks=restarted.take)
@@ -146,15 +148,15 @@ def test_after_a_restart_masks_are_expanded_when_they_are_needed(ahead: MaskExpa
 
 def test_masks_of_another_session_are_never_used(ahead: MaskExpander) -> None:
     """They are kept for their own session. Control: that session gets them."""
-    mine, other = shared()[0][CLIENTS[0]], shared(attempt=1)[0][CLIENTS[0]]
-    ahead.follow(client(), kept(mine))
+    mine, other = share_secrets()[0][CLIENTS[0]], share_secrets(attempt=1)[0][CLIENTS[0]]
+    ahead.follow(client(), encode_state(mine))
     assert ahead.take(step_of(other)) is None
     assert ahead.take(step_of(mine)) is not None
 
 
 def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MaskExpander) -> None:
     """The same session with another self-mask, as if the first answer could not be stored."""
-    states, _ = shared()
+    states, _ = share_secrets()
     step = step_of(states[CLIENTS[0]])
     again = SharedStep(
         step.session,
@@ -163,19 +165,19 @@ def test_masks_of_secrets_that_were_not_kept_are_never_used(ahead: MaskExpander)
         type(step.seed).generate(len(step.seed.reveal())),
         step.own,
     )
-    ahead.follow(client(), kept(states[CLIENTS[0]]))
+    ahead.follow(client(), encode_state(states[CLIENTS[0]]))
     assert ahead.take(again) is None
     assert ahead.take(step) is not None
 
 
 def test_what_was_dropped_is_gone_and_what_follows_takes_its_place(ahead: MaskExpander) -> None:
     """Masks of at most one step are held."""
-    first, second = shared()[0][CLIENTS[0]], shared(attempt=1)[0][CLIENTS[0]]
-    ahead.follow(client(), kept(first))
+    first, second = share_secrets()[0][CLIENTS[0]], share_secrets(attempt=1)[0][CLIENTS[0]]
+    ahead.follow(client(), encode_state(first))
     ahead.drop()
     assert ahead.take(step_of(first)) is None
-    ahead.follow(client(), kept(first))
-    ahead.follow(client(), kept(second))
+    ahead.follow(client(), encode_state(first))
+    ahead.follow(client(), encode_state(second))
     assert ahead.take(step_of(first)) is None
     assert ahead.take(step_of(second)) is not None
 
@@ -184,9 +186,9 @@ def test_what_was_dropped_is_gone_and_what_follows_takes_its_place(ahead: MaskEx
 def test_there_is_nothing_to_expand_before_secrets_are_shared(
     ahead: MaskExpander, state: ClientState | None
 ) -> None:
-    data = b"" if state is None else kept(state)
+    data = b"" if state is None else encode_state(state)
     ahead.follow(client(), data)
-    assert ahead.take(step_of(shared()[0][CLIENTS[0]])) is None
+    assert ahead.take(step_of(share_secrets()[0][CLIENTS[0]])) is None
     assert Counting.num_expansions == 0
 
 
@@ -194,13 +196,13 @@ def test_masks_above_the_bound_are_not_expanded_ahead(
     ahead: MaskExpander, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Control: masks exactly at the bound are expanded."""
-    state = shared()[0][CLIENTS[0]]
+    state = share_secrets()[0][CLIENTS[0]]
     num_bytes = count_mask_bytes(step_of(state).session.terms.lanes)
     monkeypatch.setattr(expansion, "MAX_EXPANDED_BYTES", num_bytes - 1)
-    ahead.follow(client(), kept(state))
+    ahead.follow(client(), encode_state(state))
     assert ahead.take(step_of(state)) is None
     monkeypatch.setattr(expansion, "MAX_EXPANDED_BYTES", num_bytes)
-    ahead.follow(client(), kept(state))
+    ahead.follow(client(), encode_state(state))
     assert ahead.take(step_of(state)) is not None
 
 
@@ -211,12 +213,12 @@ def test_an_expansion_that_is_called_off_ends(ahead: MaskExpander) -> None:
         raise Cancelled
 
     with pytest.raises(Cancelled):
-        client().expand(step_of(shared()[0][CLIENTS[0]]), check=check)
+        client().expand(step_of(share_secrets()[0][CLIENTS[0]]), check=check)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_masks_are_the_same_on_any_number_of_threads(num_threads: int) -> None:
-    step = step_of(shared()[0][CLIENTS[0]])
+    step = step_of(share_secrets()[0][CLIENTS[0]])
     values = vars(IDENTITIES.client(CLIENTS[0]))
     one, many = (SecureClient(**{**values, "num_threads": n}) for n in (1, num_threads))
     alone, found = (each.expand(step, check=lambda: None) for each in (one, many))

@@ -287,13 +287,13 @@ def test_a_crash_at_any_step_loses_and_doubles_nothing(
     }
     owner, real = places[name]
 
-    def killed_at(*args: object, **kwargs: object) -> object:
+    def kill_at(*args: object, **kwargs: object) -> object:
         if next(calls) == step:
             raise Killed
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, killed_at)
+        patch.setattr(owner, name, kill_at)
         with suppress(Killed):
             home.hold(task(1), reply=b"new reply", state=b"after")
     again = Home(home.folder)

@@ -247,12 +247,12 @@ class Client:
     def connect(self, enrolment: Enrolment) -> int:
         """Connect, and return the client id in the coordinator's welcome."""
 
-        async def greeted() -> int:
+        async def greet() -> int:
             hello = wire_pb2.Hello(protocol=wire.PROTOCOL)
             async with session_at(self.coordinator.address, enrolment, hello) as live:
                 return live.session.welcome.client_id
 
-        return asyncio.run(greeted())
+        return asyncio.run(greet())
 
 
 @pytest.fixture

@@ -592,7 +592,7 @@ def begin(gateway: ScriptedGateway, trainer: Turns, running: Client) -> None:
     assert trainer.begun.get(timeout=WAIT_S) == 0
 
 
-def overlapped(home: Home, gateway: ScriptedGateway, trainer: Turns, running: Client) -> None:
+def overlap(home: Home, gateway: ScriptedGateway, trainer: Turns, running: Client) -> None:
     """Let a client finish round 0 and start on the prefetched model of round 1."""
     begin(gateway, trainer, running)
     gateway.send_ahead(in_round(1, size=5000), round_num=1)
@@ -612,7 +612,7 @@ def test_the_next_model_is_fetched_in_training_and_begun_before_it_is_asked(
     """The next task gets the result of the older model, and the reply names that model's round."""
     trainer = Turns()
     with client(home, trainer) as running:
-        overlapped(home, gateway, trainer, running)
+        overlap(home, gateway, trainer, running)
         gateway.offer(in_round(2, size=5000), round_num=2, inline=False)
         while (progress := gateway.hear("progress")).key.round_num != 2:
             pass
@@ -635,7 +635,7 @@ def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_
     """It was not acknowledged; no model is trained twice."""
     trainer = Turns()
     with client(home, trainer) as running:
-        overlapped(home, gateway, trainer, running)
+        overlap(home, gateway, trainer, running)
     assert (home.folder / "task").exists()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
@@ -1127,7 +1127,9 @@ def secure_home(tmp_path: Path, gateway: ScriptedGateway) -> Home:
     return home
 
 
-def refused(logs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:  # Any: of log lines
+def select_refusals(
+    logs: Sequence[Mapping[str, Any]],
+) -> list[Mapping[str, Any]]:  # Any: of log lines
     return [each for each in logs if each["event"] == "refused_by_policy"]
 
 
@@ -1146,7 +1148,7 @@ def test_what_is_below_the_floor_is_refused_by_name(
         gateway.offer(rule.request, round_num=7)
         told = running.wait_for(EventKind.POLICY)
         reply = decode(gateway.hear("result").data)
-    (line,) = refused(logs)
+    (line,) = select_refusals(logs)
     assert (line["log_level"], line["round_num"]) == ("warning", 7)
     assert (line["rule"], line["asked"], line["limit"]) == (rule.name, rule.asked, rule.limit)
     assert not [each for each in logs if each["event"] == "request_failed"]
@@ -1171,7 +1173,7 @@ def test_the_same_is_taken_where_the_rule_allows_it(
         running.wait_for(EventKind.CONNECTED)
         gateway.offer(rule.request, round_num=7)
         assert not isinstance(decode(gateway.hear("result").data), Failure)
-    assert refused(logs) == []
+    assert select_refusals(logs) == []
 
 
 @pytest.mark.parametrize("request_", [TRAINING, EVALUATION], ids=["train", "evaluate"])
@@ -1205,7 +1207,7 @@ def test_who_has_sent_masked_updates_sends_no_readable_ones(
         gateway.offer(request_)
         reply = decode(gateway.hear("result").data)
     assert isinstance(reply, Failure) == is_refused
-    rules = [each["rule"] for each in refused(logs)]
+    rules = [each["rule"] for each in select_refusals(logs)]
     assert rules == ["secure_aggregation.stays_required"] * is_refused
 
 
@@ -1277,7 +1279,9 @@ def test_a_second_release_in_a_round_is_as_the_policy_says(
         running.wait_for(EventKind.CONNECTED)
         gateway.offer(advert(attempt=1))
         assert isinstance(decode(gateway.hear("result").data), Failure) == is_refused
-    assert [each["rule"] for each in refused(logs)] == ["max_releases_per_round"] * is_refused
+    assert [each["rule"] for each in select_refusals(logs)] == [
+        "max_releases_per_round"
+    ] * is_refused
 
 
 def test_a_notice_of_another_training_than_the_terms_name_is_refused(
@@ -1725,7 +1729,7 @@ def test_a_client_follows_a_coordinator_that_moves(home: Home, gateway: Scripted
         while running.wait_for(EventKind.CONNECTED).message != new.address:
             gateway.end_session()
     gateway.close()
-    assert known_addresses(home) == (new.address, gateway.address)
+    assert list_known_addresses(home) == (new.address, gateway.address)
     with client(home, Quick()) as running:
         assert running.wait_for(EventKind.CONNECTED).message == new.address
     new.close()
@@ -1737,13 +1741,13 @@ def test_a_client_takes_an_address_from_its_user(home: Home, gateway: ScriptedGa
     gateway.close()
     with client(home, Quick(), connection=Connection(addresses=(moved.address,))) as running:
         assert running.wait_for(EventKind.CONNECTED).message == moved.address
-    assert known_addresses(home) == (moved.address, gateway.address)
+    assert list_known_addresses(home) == (moved.address, gateway.address)
     with client(home, Quick()) as running:
         assert running.wait_for(EventKind.CONNECTED).message == moved.address
     moved.close()
 
 
-def known_addresses(home: Home) -> tuple[str, ...]:
+def list_known_addresses(home: Home) -> tuple[str, ...]:
     enrolment = home.keys.load_enrolment()
     assert enrolment is not None
     return enrolment.invitation.addresses

@@ -85,10 +85,10 @@ def test_what_is_not_sound_is_found_in_every_part(
         seed=0,
     )
 
-    def checked() -> TrainReply | Failure:
+    def check() -> TrainReply | Failure:
         reply = TrainReply(round_num=0, lanes={"delta": delta}, num_examples=1, metrics={})
         return validate(Arrival(ClientId(0), reply, 0.0), request)
 
-    assert isinstance(checked(), TrainReply)
+    assert isinstance(check(), TrainReply)
     delta[place] = bad
-    assert checked() == Failure(describe_unsound("delta"))
+    assert check() == Failure(describe_unsound("delta"))

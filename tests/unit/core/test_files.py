@@ -123,17 +123,17 @@ def test_names_are_synchronized_after_the_rename(
     steps: list[str] = []
     fsync, replace = os.fsync, Path.replace
 
-    def synchronized(descriptor: int) -> None:
+    def synchronize(descriptor: int) -> None:
         is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
         steps.append("folder" if is_folder else "content")
         fsync(descriptor)
 
-    def replaced(path: Path, target: Path) -> Path:
+    def replace_file(path: Path, target: Path) -> Path:
         steps.append("name")
         return replace(path, target)
 
-    monkeypatch.setattr(os, "fsync", synchronized)
-    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr(os, "fsync", synchronize)
+    monkeypatch.setattr(Path, "replace", replace_file)
     write_private(tmp_path / "file", b"content")
     assert steps == ["content", "name", "folder"]
 

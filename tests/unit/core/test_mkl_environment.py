@@ -52,7 +52,7 @@ ENTRIES = {
 }
 
 
-def printed(script: str, **environ: str) -> str:
+def print_of(script: str, **environ: str) -> str:
     """Run a script in a fresh interpreter without other MKL variables; return its output."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("MKL_")}
     ended = subprocess.run(
@@ -71,8 +71,8 @@ def printed(script: str, **environ: str) -> str:
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_mkl_is_asked_before_torch_is_imported(entry: str) -> None:
     """Whichever of our modules a process starts with; the control imports only torch."""
-    assert printed(AT_TORCH + ENTRIES[entry]) == "AUTO"
-    assert printed(AT_TORCH + "import torch") == "None"
+    assert print_of(AT_TORCH + ENTRIES[entry]) == "AUTO"
+    assert print_of(AT_TORCH + "import torch") == "None"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_mkl_is_asked_before_torch_is_imported(entry: str) -> None:
 )
 def test_a_product_has_the_same_bits_wherever_its_operands_begin(imports: str) -> None:
     """Even if a script imports torch first: MKL reads its environment at the first product."""
-    assert printed(imports + OFFSETS) == "0"
+    assert print_of(imports + OFFSETS) == "0"
 
 
 def test_what_the_environment_says_already_stays() -> None:
@@ -88,4 +88,4 @@ def test_what_the_environment_says_already_stays() -> None:
     environ = {"MKL_CBWR": "COMPATIBLE"}
     prepare_for_mkl(environ)
     assert environ == {"MKL_CBWR": "COMPATIBLE"}
-    assert printed(AT_TORCH + ENTRIES["a script"], MKL_CBWR="") == ""
+    assert print_of(AT_TORCH + ENTRIES["a script"], MKL_CBWR="") == ""

@@ -68,11 +68,11 @@ def on(layer: nn.Module, name: str, value: object) -> nn.Module:
     return layer
 
 
-def kept(net: nn.Module) -> tuple[Make, nn.Module]:
+def make_constant(net: nn.Module) -> tuple[Make, nn.Module]:
     return lambda: net, net
 
 
-def cached() -> tuple[Make, nn.Module]:
+def build_cached() -> tuple[Make, nn.Module]:
     make = functools.cache(Tied)
     return make, make()
 
@@ -92,7 +92,7 @@ def around(backbone: nn.Module) -> tuple[Make, nn.Module]:
     return lambda: Tied(backbone), backbone
 
 
-def pretrained() -> tuple[Make, nn.Module]:
+def build_pretrained() -> tuple[Make, nn.Module]:
     table = torch.randn(5, 4)
     own = nn.Embedding.from_pretrained(table)
     return lambda: nn.Embedding.from_pretrained(table, freeze=False), own
@@ -114,17 +114,17 @@ def of_a_row() -> tuple[Make, nn.Module]:
 
 
 KEPT: dict[str, Callable[[], tuple[Make, nn.Module]]] = {
-    "one network": lambda: kept(Tied()),
-    "a cache": cached,
+    "one network": lambda: make_constant(Tied()),
+    "a cache": build_cached,
     "two by turns": alternating,
     "an object's, which the network leads back to": of_application,
     "a backbone": lambda: around(nn.Linear(4, 4).requires_grad_(False)),
     "an attribute of a class": lambda: (WithClassAttribute, WithClassAttribute.backbone),
-    "a pretrained table": pretrained,
+    "a pretrained table": build_pretrained,
     "an array of numpy": of_numpy,
     "a row of a table": of_a_row,
-    "parametrized": lambda: kept(parametrizations.weight_norm(nn.Linear(3, 3))),
-    "old weight_norm": lambda: kept(old_weight_norm()),
+    "parametrized": lambda: make_constant(parametrizations.weight_norm(nn.Linear(3, 3))),
+    "old weight_norm": lambda: make_constant(old_weight_norm()),
 }
 
 

@@ -141,7 +141,7 @@ def test_the_table_says_the_distribution_to_128_bits(sigma: float) -> None:
         halved, total, term = minus_x / 1024, Fraction(0), Fraction(1)
         for k in range(1, 40):
             total, term = total + term, term * halved / k
-        return _rounded(_rounded(total) ** 1024)
+        return _round_half_even(_round_half_even(total) ** 1024)
 
     proposals = build_proposals(sigma)
     s, rows = 1 << proposals.log_s, range(len(proposals.table))
@@ -153,7 +153,7 @@ def test_the_table_says_the_distribution_to_128_bits(sigma: float) -> None:
         assert abs(below - Fraction(bound, 1 << 128)) < Fraction(1, 1 << 120)
 
 
-def _rounded(value: Fraction) -> Fraction:
+def _round_half_even(value: Fraction) -> Fraction:
     return Fraction(round(value * (1 << 400)), 1 << 400)
 
 

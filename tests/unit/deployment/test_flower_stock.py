@@ -274,7 +274,7 @@ def test_an_app_that_raises_has_failed(tmp_path: Path) -> None:
 # ---- Lists of arrays, and Flower's earlier API --------------------------------------------
 
 
-def stepped(arrays: list[NDArray[Any]], partition: int) -> list[NDArray[Any]]:
+def step_arrays(arrays: list[NDArray[Any]], partition: int) -> list[NDArray[Any]]:
     """Return the arrays after a training: plus the partition's number and 1."""
     return [array + (partition + 1) for array in arrays]
 
@@ -286,7 +286,7 @@ def listing(dtype: type[np.generic] = np.float32, *, num_arrays: int | None = No
     @app.train()
     def _train(message: Message, context: Context) -> Message:
         partition = int(context.node_config["partition-id"])
-        arrays = stepped(message.content.array_records["arrays"].to_numpy_ndarrays(), partition)
+        arrays = step_arrays(message.content.array_records["arrays"].to_numpy_ndarrays(), partition)
         sent = ArrayRecord([each.astype(dtype) for each in arrays[:num_arrays]])
         metrics = MetricRecord({"num-examples": 1})
         return Message(RecordDict({"arrays": sent, "metrics": metrics}), reply_to=message)
@@ -308,7 +308,7 @@ class Legacy(NumPyClient):
     def fit(
         self, parameters: list[NDArray[Any]], config: dict[str, Any]
     ) -> tuple[list[NDArray[Any]], int, dict[str, Any]]:
-        return stepped(parameters, self.partition), 1, {"fit_loss": 0.5, "node": "a"}
+        return step_arrays(parameters, self.partition), 1, {"fit_loss": 0.5, "node": "a"}
 
     def evaluate(
         self, parameters: list[NDArray[Any]], config: dict[str, Any]

@@ -47,7 +47,7 @@ class Journal:
         raise NotImplementedError
 
 
-def resumed(
+def resume_run(
     *cohorts: Sequence[int], status: RunStatus = RunStatus.RUNNING, late: bool = True
 ) -> ResumedRound:
     found = resume_round(
@@ -69,21 +69,21 @@ def in_flight(found: ResumedRound) -> list[tuple[int, int, int, float]]:
 
 def test_a_semi_synchronous_round_continues_with_its_last_attempt() -> None:
     """Clients of its earlier attempts are still in flight."""
-    found = resumed((4, 2, 9), (5, 6))
+    found = resume_run((4, 2, 9), (5, 6))
     assert (found.attempt, found.cohort) == (1, (5, 6))
     assert in_flight(found) == [(4, 0, 0, -100.0), (2, 0, 1, -100.0), (9, 0, 2, -100.0)]
 
 
 def test_a_client_is_in_flight_once_for_its_latest_task() -> None:
     """A client may have failed in an attempt, and a later one asked it again."""
-    found = resumed((4, 2, 9), (5, 2), (9,))
+    found = resume_run((4, 2, 9), (5, 2), (9,))
     assert (found.attempt, found.cohort) == (2, (9,))
     assert in_flight(found) == [(4, 0, 0, -100.0), (5, 1, 0, -90.0), (2, 1, 1, -90.0)]
 
 
 def test_a_run_that_failed_gets_new_attempts_and_keeps_what_was_accepted() -> None:
     """It gets as many attempts as at first."""
-    found = resumed((4, 2, 9), (5,), status=RunStatus.FAILED)
+    found = resume_run((4, 2, 9), (5,), status=RunStatus.FAILED)
     assert (found.attempt, found.cohort) == (4, ())
     assert [client_id for client_id, *_ in in_flight(found)] == [4, 2, 9, 5]
 
@@ -92,7 +92,7 @@ def test_a_run_that_failed_gets_new_attempts_and_keeps_what_was_accepted() -> No
 def test_a_synchronous_round_begins_with_the_first_attempt_of_its_group(
     status: RunStatus, attempt: int
 ) -> None:
-    found = resumed((4, 2, 9), (5, 6), status=status, late=False)
+    found = resume_run((4, 2, 9), (5, 6), status=status, late=False)
     assert (found.attempt, found.pending) == (attempt, ())
 
 
@@ -102,12 +102,12 @@ def test_an_earlier_task_of_a_client_that_was_asked_again_is_over() -> None:
         PendingTask(client_id=ClientId(number), based_on=6, attempt=0, place=number, sent_s=-200.0)
         for number in (1, 4, 5)
     )
-    found = resumed((4, 2), (5,)).rejoin(before)
+    found = resume_run((4, 2), (5,)).rejoin(before)
     assert [(each.client_id, each.based_on) for each in found] == [(1, 6), (4, 7), (2, 7)]
 
 
 def test_a_client_that_is_too_stale_is_still_recorded_when_its_first_attempt_is_resumed() -> None:
     """The round may ask it again; only a later attempt shows that its earlier task is over."""
     stale = PendingTask(client_id=ClientId(4), based_on=1, attempt=0, place=0, sent_s=-900.0)
-    assert resumed((4, 2)).rejoin((stale,)) == (stale,)
-    assert [each.based_on for each in resumed((2,), (4,)).rejoin((stale,))] == [7]
+    assert resume_run((4, 2)).rejoin((stale,)) == (stale,)
+    assert [each.based_on for each in resume_run((2,), (4,)).rejoin((stale,))] == [7]

@@ -141,7 +141,7 @@ def test_the_best_is_by_the_metric_the_run_watches() -> None:
 DOSE = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
 
 
-def dosed(doses: list[float]) -> list[RoundRecord]:
+def make_dosed_rounds(doses: list[float]) -> list[RoundRecord]:
     """Make rounds with a dose, for which less is better, and a rising accuracy."""
     return [
         replace(one, metrics={"dose": dose, **one.metrics})
@@ -157,8 +157,8 @@ def dosed(doses: list[float]) -> list[RoundRecord]:
 def test_a_metric_of_the_users_own_is_best_in_its_direction(config: dict[str, object]) -> None:
     """The declared direction applies in the summary and in comparisons."""
     a, b = (
-        (run("lossy-lark-11", config), dosed([3.0, 1.0, 2.0])),
-        (run("b", config), dosed([3, 3, 4])),
+        (run("lossy-lark-11", config), make_dosed_rounds([3.0, 1.0, 2.0])),
+        (run("b", config), make_dosed_rounds([3, 3, 4])),
     )
     best = summarize(*a).best
     assert best is not None
@@ -173,14 +173,19 @@ def test_a_metric_of_the_users_own_is_best_in_its_direction(config: dict[str, ob
 def test_what_two_runs_disagree_on_is_not_compared() -> None:
     """The runs declare opposite directions for a metric, so neither is better."""
     other = {"metrics": {"dose": {"direction": "max"}}}
-    comparison = compare((run("a", DOSE), dosed([1, 2, 3])), (run("b", other), dosed([1, 2, 3])))
+    comparison = compare(
+        (run("a", DOSE), make_dosed_rounds([1, 2, 3])),
+        (run("b", other), make_dosed_rounds([1, 2, 3])),
+    )
     assert comparison.metric == "accuracy"
     assert "best dose" not in measured(comparison)
 
 
 def test_a_metric_that_nobody_declared_makes_no_best() -> None:
     """A watched metric without a declared direction is ignored."""
-    best = summarize(run("a", {"early_stopping": {"metric": "dose"}}), dosed([3.0, 1.0, 2.0])).best
+    best = summarize(
+        run("a", {"early_stopping": {"metric": "dose"}}), make_dosed_rounds([3.0, 1.0, 2.0])
+    ).best
     assert best is not None
     assert best.metric == "accuracy"
 

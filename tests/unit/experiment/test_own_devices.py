@@ -37,16 +37,16 @@ class Answers:
         return self.fails
 
 
-def looked_at(answers: Answers) -> tuple[Any, Any]:
+def look_at(answers: Answers) -> tuple[Any, Any]:
     devices = OwnDevices(answers, Alone())
     return devices.durations_s(ASKED), devices.failures(ASKED)
 
 
 def test_proper_answers_are_passed_on() -> None:
     """Integers too, as ``np.where(..., 1, 10)`` returns them, and zero seconds."""
-    durations_s, fails = looked_at(Answers())
+    durations_s, fails = look_at(Answers())
     assert (durations_s.tolist(), fails.tolist()) == ([1.0, 2.0], [False, True])
-    durations_s, _ = looked_at(Answers(durations=[0, 10]))
+    durations_s, _ = look_at(Answers(durations=[0, 10]))
     assert durations_s.dtype == np.float64
     assert durations_s.tolist() == [0.0, 10.0]
 
@@ -69,4 +69,4 @@ def test_proper_answers_are_passed_on() -> None:
 def test_what_is_no_answer_is_refused(answers: Answers, complaint: str) -> None:
     """The message has the class's name, the round, the value and what to return."""
     with pytest.raises(ConfigError, match=f"^devices: Answers, round 3: .*{complaint}"):
-        looked_at(answers)
+        look_at(answers)

@@ -33,10 +33,10 @@ def history(
         config_hash="ab" * 32,
         versions={},
     )
-    return record, [finished(k, value, round_s) for k, value in enumerate(accuracies)]
+    return record, [make_record(k, value, round_s) for k, value in enumerate(accuracies)]
 
 
-def finished(k: int, accuracy: float, round_s: float) -> RoundRecord:
+def make_record(k: int, accuracy: float, round_s: float) -> RoundRecord:
     """Make the record of round ``k``."""
     statuses = [Status.REPORTED] * 3 + [Status.LATE] + [Status.FAILED] * (k % 2)
     return RoundRecord(

@@ -43,7 +43,9 @@ RUN = RunRecord(
 )
 
 
-def finished(round_num: int, metrics: Mapping[str, float], *, reason: str = "gone") -> RoundRecord:
+def make_round(
+    round_num: int, metrics: Mapping[str, float], *, reason: str = "gone"
+) -> RoundRecord:
     """Make a round in which 10 clients reported, 2 were late and 1 failed."""
     statuses = [Status.REPORTED] * 10 + [Status.LATE] * 2 + [Status.FAILED]
     return RoundRecord(
@@ -63,9 +65,9 @@ def finished(round_num: int, metrics: Mapping[str, float], *, reason: str = "gon
 
 
 ROUNDS = (
-    finished(0, {"accuracy": 0.5, "loss": 1.5}),
-    finished(1, {}),
-    finished(2, {"accuracy": 0.91234, "loss": 0.3, "clients/accuracy_p10": 0.7}),
+    make_round(0, {"accuracy": 0.5, "loss": 1.5}),
+    make_round(1, {}),
+    make_round(2, {"accuracy": 0.91234, "loss": 0.3, "clients/accuracy_p10": 0.7}),
 )
 
 
@@ -165,7 +167,7 @@ def test_a_deployed_run_that_stopped_is_parked_and_says_how_it_goes_on() -> None
 
 def test_what_is_not_finite_is_null_in_json() -> None:
     """NaN and Infinity are not JSON; the parser of this test refuses them."""
-    diverged = replace(finished(0, {"accuracy": math.nan, "loss": math.inf}), train_loss=math.nan)
+    diverged = replace(make_round(0, {"accuracy": math.nan, "loss": math.inf}), train_loss=math.nan)
     line = as_json((diverged,))[1]
     assert (line["accuracy"], line["loss"], line["train_loss"]) == (None, None, None)
     assert line["metrics"] == {"accuracy": None, "loss": None}
@@ -181,9 +183,9 @@ def test_a_run_that_is_given_more_rounds_says_so_from_the_next_line_on() -> None
     stream = StringIO()
     progress = choose_printer(stream, as_json=True)
     progress.start(RUN, PATH, [])
-    progress.round(finished(0, {}))
+    progress.round(make_round(0, {}))
     raise_num_rounds(progress, RUN.num_rounds + 7)
-    progress.round(finished(1, {}))
+    progress.round(make_round(1, {}))
     rounds = [json.loads(line)["rounds"] for line in stream.getvalue().splitlines()]
     assert rounds == [RUN.num_rounds, RUN.num_rounds, RUN.num_rounds + 7]
 
@@ -200,20 +202,20 @@ def test_a_log_has_the_same_facts_in_a_fixed_order() -> None:
 
 def test_a_round_without_evaluation_shows_a_dash_and_a_diverged_one_nan() -> None:
     """Not measured and not a number are told apart."""
-    diverged = finished(1, {"accuracy": math.nan, "loss": math.inf})
-    lines = plain((finished(0, {}), diverged))
+    diverged = make_round(1, {"accuracy": math.nan, "loss": math.inf})
+    lines = plain((make_round(0, {}), diverged))
     assert "accuracy=- loss=- " in lines[2]
     assert "accuracy=nan loss=inf " in lines[3]
 
 
 def test_the_mean_over_clients_stands_in_for_a_missing_central_metric() -> None:
     """A run that is evaluated on clients only still shows its accuracy."""
-    assert "accuracy=0.7500" in plain((finished(0, {"clients/accuracy_mean": 0.75}),))[2]
+    assert "accuracy=0.7500" in plain((make_round(0, {"clients/accuracy_mean": 0.75}),))[2]
 
 
 def test_the_end_tells_where_the_run_lies_its_best_and_what_to_type() -> None:
     """What a user wants to know at the end."""
-    worse = finished(3, {"accuracy": 0.9, "loss": 0.4})
+    worse = make_round(3, {"accuracy": 0.9, "loss": 0.4})
     end = plain((*ROUNDS, worse))[6:]
     assert end == [
         "run: brisk-otter-17 done after 4/20 rounds, 4m 08s virtual, 164 ms real",
@@ -255,7 +257,9 @@ def test_a_run_that_failed_without_any_report_is_not_to_be_resumed() -> None:
 
 def test_only_the_three_most_frequent_reasons_are_listed() -> None:
     """A thousand different failures must not scroll the result away."""
-    rounds = tuple(finished(k, {}, reason=reason) for k, reason in enumerate("aaaabbbccd", start=0))
+    rounds = tuple(
+        make_round(k, {}, reason=reason) for k, reason in enumerate("aaaabbbccd", start=0)
+    )
     failed = [line for line in plain(rounds) if line.startswith("failed:")]
     assert failed == [
         "failed: 4 x a",
@@ -283,7 +287,7 @@ def test_columns_stand_under_their_header() -> None:
 
 def test_a_skipped_round_and_retries_are_visible() -> None:
     """They explain a flat part of the curve."""
-    odd = replace(finished(0, {}), outcome=Outcome.SKIPPED, attempt=2)
+    odd = replace(make_round(0, {}), outcome=Outcome.SKIPPED, attempt=2)
     line = ESCAPES.sub("", terminal((odd,))[3])
     assert line.endswith("  skipped, 2 retries")
     assert "retries=2 outcome=skipped" in plain((odd,))[2]
@@ -297,7 +301,7 @@ def test_updates_that_were_scaled_down_are_counted_and_most_of_them_bring_advice
 ) -> None:
     """Advice is given only in the first round, if most of its ten reports were clipped."""
     record = replace(RUN, config={"secure_aggregation": {"clip_norm": 0.5}})
-    rounds = (finished(0, {"num_clipped": num_clipped}), finished(1, {"num_clipped": 10.0}))
+    rounds = (make_round(0, {"num_clipped": num_clipped}), make_round(1, {"num_clipped": 10.0}))
     log, screen = StringIO(), StringIO()
     told(PlainProgress(log), rounds, record)
     told(TerminalProgress(Console(file=screen, force_terminal=True, width=200)), rounds, record)
@@ -311,7 +315,10 @@ def test_updates_that_were_scaled_down_are_counted_and_most_of_them_bring_advice
 
 def test_the_privacy_that_was_spent_is_told_where_it_is_known() -> None:
     """With the budget, if there is one; in a log as a number."""
-    rounds = (finished(0, {"accuracy": 0.5}), finished(1, {"accuracy": 0.6, "epsilon": 1.23456}))
+    rounds = (
+        make_round(0, {"accuracy": 0.5}),
+        make_round(1, {"accuracy": 0.6, "epsilon": 1.23456}),
+    )
     lines = [ESCAPES.sub("", line) for line in terminal(rounds)]
     assert "ε" not in lines[3]
     assert lines[4].endswith("  ε 1.23")
@@ -325,7 +332,7 @@ def test_the_privacy_that_was_spent_is_told_where_it_is_known() -> None:
 
 def test_a_new_best_stands_out_and_a_worse_round_does_not() -> None:
     """A new best is shown in green."""
-    worse = finished(3, {"accuracy": 0.6})
+    worse = make_round(3, {"accuracy": 0.6})
     lines = terminal((ROUNDS[0], ROUNDS[2], worse))[3:6]
     assert ["\x1b[1;32m" in line for line in lines] == [True, True, False]
 
@@ -334,7 +341,7 @@ def test_the_watched_metric_has_the_first_column_and_stands_out_by_its_direction
     """For this metric, less is better; without a watched metric the column shows accuracy."""
     config = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
     watching = replace(RUN, config=config)
-    rounds = tuple(finished(k, {"dose": dose}) for k, dose in enumerate((3.0, 2.0, 2.5)))
+    rounds = tuple(make_round(k, {"dose": dose}) for k, dose in enumerate((3.0, 2.0, 2.5)))
     header, *lines = terminal(rounds, watching)[2:6]
     assert "      dose      loss" in header
     assert ["\x1b[1;32m" in line for line in lines] == [True, True, False]
@@ -351,7 +358,7 @@ def test_a_terminal_without_colors_gets_none() -> None:
 
 def test_a_reason_cannot_steer_the_terminal() -> None:
     """A client's reason with escape sequences and line breaks is shown, not obeyed."""
-    hostile = finished(0, {}, reason="\x1b]0;owned\x07\x1b[2J\nround 1/1 [bold]accuracy=1")
+    hostile = make_round(0, {}, reason="\x1b]0;owned\x07\x1b[2J\nround 1/1 [bold]accuracy=1")
     for lines in (plain((hostile,)), terminal((hostile,), width=200)):
         told_reason = [ESCAPES.sub("", line) for line in lines if "owned" in line]
         assert len(told_reason) == 1
@@ -451,7 +458,7 @@ def bars(seconds: list[float], *, width: int = 100, is_deployed: bool = False) -
     progress.start(replace(RUN, num_rounds=100, is_deployed=is_deployed), PATH, [])
     shown = []
     for k, each in enumerate(seconds):
-        progress.round(replace(finished(k, {}), seconds=each))
+        progress.round(replace(make_round(k, {}), seconds=each))
         shown.append(bare(stream.getvalue().rpartition("\n")[2]))
     progress.end(summarize(RUN, []))
     assert "\x1b[2K" in stream.getvalue() or not any(shown)

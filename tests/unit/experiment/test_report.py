@@ -82,7 +82,7 @@ def run(name: str = "brisk-otter-17", *, seed: int = 0) -> RunRecord:
     )
 
 
-def finished(
+def make_round(
     k: int,
     statuses: Mapping[int, Status],
     metrics: Mapping[str, float] | None = None,
@@ -110,9 +110,9 @@ def finished(
 GOOD, LATE, BAD = Status.REPORTED, Status.LATE, Status.FAILED
 SPREAD = {"mean": 0.6, "p10": 0.31, "p50": 0.62, "p90": 0.93, "worst_decile": 0.2}
 ROUNDS: Sequence[RoundRecord] = (
-    finished(0, {1: GOOD, 2: GOOD, 3: LATE}, {"accuracy": 0.5, "loss": 1.5}),
-    finished(1, {1: GOOD, 4: BAD, 5: GOOD}, {"accuracy": 0.8125, "loss": 0.7}),
-    finished(
+    make_round(0, {1: GOOD, 2: GOOD, 3: LATE}, {"accuracy": 0.5, "loss": 1.5}),
+    make_round(1, {1: GOOD, 4: BAD, 5: GOOD}, {"accuracy": 0.8125, "loss": 0.7}),
+    make_round(
         2,
         {1: GOOD, 2: LATE, 4: BAD},
         {"accuracy": 0.75, "loss": 0.9} | {f"clients/accuracy_{k}": v for k, v in SPREAD.items()},
@@ -149,7 +149,7 @@ def test_the_watched_metric_has_tiles_and_a_curve() -> None:
     """It replaces the accuracy, and its best follows its own direction."""
     own = {"metrics": {"dose": {"direction": "min"}}, "early_stopping": {"metric": "dose"}}
     config = {**run().config, **own}
-    dosed = [finished(k, {1: GOOD}, {"dose": dose}) for k, dose in enumerate((3.0, 1.0, 2.0))]
+    dosed = [make_round(k, {1: GOOD}, {"dose": dose}) for k, dose in enumerate((3.0, 1.0, 2.0))]
     text = render_page(replace(run(), config=config), dosed)
     outline = Outline(text)
     assert (outline.after("best dose"), outline.after("final dose")) == ("1.0000", "2.0000")
@@ -170,7 +170,7 @@ def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) ->
     assert "mean by examples" not in usual
     spread = {"mean": 0.6, "by_examples": 0.7}
     measured = {"loss": 1.0} | {f"clients/dose_{part}": v for part, v in spread.items()}
-    outline = Outline(render_page(run(), [finished(0, {1: GOOD}, measured)]))
+    outline = Outline(render_page(run(), [make_round(0, {1: GOOD}, measured)]))
     shown = [text for text in outline.texts if text.strip()]
     start = shown.index("mean by examples") + 1
     assert shown[start : start + 7] == ["dose", "0.6000", "-", "-", "-", "-", "0.7000"]
@@ -192,7 +192,7 @@ def test_the_map_has_a_cell_for_each_client_asked(usual: str) -> None:
 @pytest.mark.slow
 def test_a_report_to_a_skipped_round_was_only_selected(usual: str) -> None:
     """Its work is not in the model, so it is not shown as reported."""
-    skipped = finished(0, {1: GOOD, 2: LATE}, outcome=Outcome.SKIPPED)
+    skipped = make_round(0, {1: GOOD, 2: LATE}, outcome=Outcome.SKIPPED)
     text = render_page(run(), [skipped])
     assert "<title>client 1, round 1: selected</title>" in text
     assert "<title>client 2, round 1: late</title>" in text
@@ -226,7 +226,7 @@ def test_a_curve_goes_through_its_points(usual: str) -> None:
 @pytest.mark.slow
 def test_failure_reasons_are_counted_and_the_rare_ones_left_out() -> None:
     """The table has the 20 most frequent reasons."""
-    rounds = [finished(k, {1: BAD}, reason=f"reason {k % 30:02d}") for k in range(60)]
+    rounds = [make_round(k, {1: BAD}, reason=f"reason {k % 30:02d}") for k in range(60)]
     outline = Outline(render_page(run(), rounds))
     first = outline.texts.index("reason 00")
     assert outline.texts[first - 2 : first] == ["2", "3.3 %"]
@@ -268,7 +268,7 @@ def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
         versions={HOSTILE: HOSTILE},
         config={HOSTILE: {"a": HOSTILE}, "early_stopping": {"metric": HOSTILE}},
     )
-    rounds = [finished(0, {1: BAD, 2: GOOD}, metrics, reason=HOSTILE)]
+    rounds = [make_round(0, {1: BAD, 2: GOOD}, metrics, reason=HOSTILE)]
     outline = Outline(report(record, rounds, tmp_path / "report.html").read_text())
     tags = {tag for tag, _ in outline.tags}
     assert not tags & {"script", "img", "iframe", "object", "link", "a", "form"}
@@ -280,7 +280,7 @@ def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def tame() -> list[tuple[str, dict[str, str]]]:
     """The elements of a page without hostile text."""
-    return Outline(render_page(run(), [finished(0, {1: BAD})])).tags
+    return Outline(render_page(run(), [make_round(0, {1: BAD})])).tags
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_any_name_and_reason_keep_the_page_well_formed(
     tame: list[tuple[str, dict[str, str]]], name: str, reason: str
 ) -> None:
     """The elements are the same as those of the tame page."""
-    wild = Outline(render_page(run(name), [finished(0, {1: BAD}, reason=reason)])).tags
+    wild = Outline(render_page(run(name), [make_round(0, {1: BAD}, reason=reason)])).tags
     assert [tag for tag, _ in wild] == [tag for tag, _ in tame]
 
 
@@ -310,13 +310,13 @@ def test_the_page_asks_the_network_for_nothing(usual: str) -> None:
     "rounds",
     [
         [],
-        [finished(0, {})],
-        [finished(0, {1: GOOD})],
-        [finished(0, {1: GOOD}, {"accuracy": math.nan, "loss": math.inf})],
-        [finished(k, {1: GOOD}, {"loss": 0.5}) for k in range(2)],
-        [finished(k, {1: GOOD}, {"accuracy": 1.0 + 1e-16 * k}) for k in range(3)],
-        [replace(finished(0, {1: LATE}), train_loss=math.nan)],
-        [finished(5, {1: GOOD}, {"clients/accuracy_p10": 0.1})],
+        [make_round(0, {})],
+        [make_round(0, {1: GOOD})],
+        [make_round(0, {1: GOOD}, {"accuracy": math.nan, "loss": math.inf})],
+        [make_round(k, {1: GOOD}, {"loss": 0.5}) for k in range(2)],
+        [make_round(k, {1: GOOD}, {"accuracy": 1.0 + 1e-16 * k}) for k in range(3)],
+        [replace(make_round(0, {1: LATE}), train_loss=math.nan)],
+        [make_round(5, {1: GOOD}, {"clients/accuracy_p10": 0.1})],
     ],
     ids=["none", "nobody", "unevaluated", "nan", "flat", "almost-flat", "no-loss", "only-p10"],
 )
@@ -344,7 +344,7 @@ def test_a_thousand_rounds_of_a_thousand_clients_stay_small() -> None:
     rng = np.random.default_rng(3)
     kinds = [GOOD, GOOD, GOOD, LATE, BAD]
     rounds = [
-        finished(k, {int(c): kinds[int(c + k) % 5] for c in rng.choice(1000, 50, replace=False)})
+        make_round(k, {int(c): kinds[int(c + k) % 5] for c in rng.choice(1000, 50, replace=False)})
         for k in range(1000)
     ]
     text = render_page(run(), rounds)
@@ -369,7 +369,7 @@ def test_a_column_of_several_rounds_shows_the_worst() -> None:
     """Failed over late over reported, in the image's own colors."""
     kinds = {0: (GOOD, BAD), 1: (LATE, GOOD), 2: (GOOD, GOOD)}
     rounds = [
-        finished(k, {c: statuses[k % 2] for c, statuses in kinds.items()}) for k in range(1200)
+        make_round(k, {c: statuses[k % 2] for c, statuses in kinds.items()}) for k in range(1200)
     ]
     text = render_page(run(), rounds)
     titled = re.findall(r"<title>client (\d+), round 1 to 3: (\w+)</title>", text)

@@ -39,9 +39,7 @@ class CountedRegistry(FreshRegistry):
         )
 
 
-async def looked_up(
-    enrolled: EnrolledClients, name: str, times: int
-) -> list[EnrolledClient | None]:
+async def look_up(enrolled: EnrolledClients, name: str, times: int) -> list[EnrolledClient | None]:
     looks = (enrolled.find_by_fingerprint(f"certificate of {name}") for _ in range(times))
     return list(await asyncio.gather(*looks))
 
@@ -55,12 +53,12 @@ def test_those_that_are_not_known_share_a_look_at_the_registry() -> None:
         enrolled = registry.enrolled()
         await enrolled.renew()
         assert registry.num_looks == 1
-        assert await looked_up(enrolled, "clinic", 50) == [clinic] * 50
+        assert await look_up(enrolled, "clinic", 50) == [clinic] * 50
         assert registry.num_looks == 1  # known clients need no read
-        assert await looked_up(enrolled, "nobody", 50) == [None] * 50
+        assert await look_up(enrolled, "nobody", 50) == [None] * 50
         assert registry.num_looks == 2
         newcomer = registry.enrol("newcomer")
-        assert await looked_up(enrolled, "newcomer", 50) == [newcomer] * 50
+        assert await look_up(enrolled, "newcomer", 50) == [newcomer] * 50
         assert registry.num_looks == 3
 
     asyncio.run(scenario())

@@ -22,7 +22,7 @@ def asked() -> QuestionState:
     return QuestionState.of(KEY, dict.fromkeys((FIRST, SECOND, THIRD), 0), now_s=0.0)
 
 
-def opened() -> VerdictHistory:
+def open_history() -> VerdictHistory:
     history = VerdictHistory("run")
     history.open(KEY)
     return history
@@ -44,7 +44,7 @@ def test_a_reply_is_open_then_taken_then_accepted_and_stays_so() -> None:
 
 
 def test_what_was_logged_and_not_consumed_is_late() -> None:
-    history, exchange = opened(), asked()
+    history, exchange = open_history(), asked()
     for client_id in (SECOND, FIRST):
         exchange.take(client_id)
         exchange.log(client_id, now_s=1.0)
@@ -55,7 +55,7 @@ def test_what_was_logged_and_not_consumed_is_late() -> None:
 
 
 def test_a_reply_that_does_not_count_is_refused_for_good() -> None:
-    history, question = opened(), asked()
+    history, question = open_history(), asked()
     question.take(FIRST)
     question.log(FIRST, now_s=1.0)
     question.consume(ruling=refuse_unusable("the delta is not finite"), failed=False)
@@ -73,21 +73,21 @@ def test_a_reply_that_could_not_be_stored_may_come_again() -> None:
 
 
 def test_older_exchanges_are_late_and_those_to_come_are_unknown() -> None:
-    history = opened()
+    history = open_history()
     assert history.judge(KEY._replace(round_num=4, attempt=9), FIRST) == LATE
     assert history.judge(KEY._replace(round_num=6), FIRST) is ReplyState.UNKNOWN
     assert history.judge(KEY._replace(kind="EvaluateRequest"), FIRST) is ReplyState.UNKNOWN
 
 
 def test_another_runs_reply_and_a_strangers_are_refused() -> None:
-    of_another = opened().judge(KEY._replace(run_id="other"), FIRST)
+    of_another = open_history().judge(KEY._replace(run_id="other"), FIRST)
     for ruling in (of_another, asked().judge(ClientId(9))):
         assert isinstance(ruling, Ruling)
         assert ruling.verdict is Verdict.REFUSED
 
 
 def test_an_exchange_that_is_opened_again_has_no_verdicts_yet() -> None:
-    history = opened()
+    history = open_history()
     history.remember(KEY, {FIRST: ACCEPTED})
     assert history.is_past(KEY)
     history.open(KEY)

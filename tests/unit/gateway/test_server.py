@@ -821,7 +821,7 @@ def test_an_upload_that_was_cut_goes_on_where_it_ended(
     gateway = site.open()
     (member,) = site.connected(gateway, 1)
     request = train_request(size=1_000_000)
-    exchange = Collecting(gateway.channel(check=parked_when(site)), [member], request)
+    exchange = Collecting(gateway.channel(check=park_when(site)), [member], request)
     task = member.hear_task()
     path = tmp_path / "reply"
     path.write_bytes(encode(train_reply(7.0, size=1_000_000)))
@@ -851,7 +851,7 @@ def test_an_upload_that_is_parked_is_told_at_once_to_come_again(site: Site, tmp_
     gateway = site.open()
     first, waiting, halfway = site.connected(gateway, 3)
     members, request = [first, waiting, halfway], train_request(size=1_000_000)
-    exchange = Collecting(gateway.channel(check=parked_when(site)), members, request)
+    exchange = Collecting(gateway.channel(check=park_when(site)), members, request)
     path, parked = tmp_path / "reply", asyncio.Event()
     path.write_bytes(encode(train_reply(7.0, size=1_000_000)))
     first.answer(first.hear_task(), Failure("battery low"))
@@ -899,7 +899,7 @@ def test_a_stalled_upload_does_not_hold_up_the_deadline(site: Site, tmp_path: Pa
 def test_a_restart_yields_what_was_logged_first_and_waits_for_the_rest(site: Site) -> None:
     gateway = site.open()
     members = site.connected(gateway, 3)
-    exchange = Collecting(gateway.channel(check=parked_when(site)), members, train_request())
+    exchange = Collecting(gateway.channel(check=park_when(site)), members, train_request())
     tasks = [member.hear_task() for member in members]
     members[1].answer(tasks[1], train_reply(1.0))
     assert exchange.take()[0] == 1
@@ -958,7 +958,7 @@ def test_after_a_restart_the_deadline_stands_and_clients_have_a_grace(
     gateway = site.open(clock=VirtualClock())
     (member,) = site.connected(gateway, 1)
     parked = Collecting(
-        gateway.channel(check=parked_when(site)), [member], train_request(), deadline_s=60.0
+        gateway.channel(check=park_when(site)), [member], train_request(), deadline_s=60.0
     )
     member.hear_task()
     park(site)
@@ -1128,7 +1128,7 @@ def test_a_restart_finds_the_replies_to_each_question_that_is_put_again(site: Si
     """Both consumed replies and one that was only logged; it waits for the others."""
     gateway = site.open()
     first, second = site.connected(gateway, 2)
-    exchange = gateway.channel(check=parked_when(site)).open(deadline_s=NEVER)
+    exchange = gateway.channel(check=park_when(site)).open(deadline_s=NEVER)
     exchange.ask(asked([first, second], train_request()))
     task, slow = first.hear_task(), second.hear_task()
     first.answer(task, train_reply(1.0))
@@ -1211,7 +1211,7 @@ def test_a_reply_that_could_not_be_stored_does_not_wait(
 def test_what_an_earlier_process_has_logged_waits_as_well(site: Site) -> None:
     gateway = site.open()
     members = site.connected(gateway, 2)
-    exchange = gateway.channel(check=parked_when(site)).open(deadline_s=NEVER)
+    exchange = gateway.channel(check=park_when(site)).open(deadline_s=NEVER)
     exchange.ask(asked(members, train_request()))
     for member in members:
         member.answer(member.hear_task(), train_reply(1.0))
@@ -1235,7 +1235,7 @@ def test_what_a_client_took_is_what_it_took_whenever_a_restart_finds_its_reply(s
     clock = VirtualClock()
     gateway = site.open(clock=clock)
     (member,) = site.connected(gateway, 1)
-    exchange = gateway.channel(check=parked_when(site)).open(deadline_s=math.inf)
+    exchange = gateway.channel(check=park_when(site)).open(deadline_s=math.inf)
     exchange.ask(asked([member], train_request()), number=0)
     task = member.hear_task()
     clock.sleep(5.0)
@@ -1257,7 +1257,7 @@ def test_an_exchange_that_was_put_aside_goes_on_in_the_same_process(site: Site) 
     """All of its questions keep their keys."""
     gateway = site.open()
     first, second = site.connected(gateway, 2)
-    channel = gateway.channel(check=parked_when(site))
+    channel = gateway.channel(check=park_when(site))
     keys = []
     for _ in range(2):
         exchange = channel.open(deadline_s=NEVER)
@@ -1518,7 +1518,7 @@ def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
             closed.set()
         close(file)
 
-    async def called_off() -> None:
+    async def call_off() -> None:
         async with grpc.aio.insecure_channel(member.address) as channel:
             method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
                 f"/{wire.GATEWAY}/Download"
@@ -1532,7 +1532,7 @@ def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
     with monkeypatch.context() as patch:
         patch.setattr(PositionedFile, "read_at", slowly)
         patch.setattr(PositionedFile, "close", noting)
-        member.loop.call(called_off()).result(WAIT_S)
+        member.loop.call(call_off()).result(WAIT_S)
         assert not closed.wait(0.5)
         go_on.set()
         assert closed.wait(WAIT_S)
@@ -1736,7 +1736,7 @@ def test_a_client_whose_reply_is_awaited_is_let_in_whoever_is_there(site: Site) 
 def test_nobody_is_sent_away_while_a_crashed_exchange_waits_for_its_cohort(site: Site) -> None:
     gateway = site.open()
     (member,) = site.connected(gateway, 1)
-    exchange = Collecting(gateway.channel(check=parked_when(site)), [member], train_request())
+    exchange = Collecting(gateway.channel(check=park_when(site)), [member], train_request())
     key = member.hear_task().key
     park(site)
     with pytest.raises(Parked):
@@ -1794,7 +1794,7 @@ class Steady(Pace):
         super().record_lateness(late_s=0.0)
 
 
-def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
+def make_pace(clock: RealClock, *, rate_per_s: float) -> Pace:
     """Return a pace with measurements that give this rate."""
     pace = Steady(clock, share=0.5)
     pace.record_cost(cpu_s=0.5 * 100 / rate_per_s, num_check_ins=100)
@@ -1804,7 +1804,7 @@ def paced(clock: RealClock, *, rate_per_s: float) -> Pace:
 
 def test_clients_come_back_as_many_a_second_as_the_coordinator_can_take(site: Site) -> None:
     """Each gets its own time; a third of the rate is left for other clients."""
-    gateway = site.open(pace=paced(SystemClock(), rate_per_s=3.0))
+    gateway = site.open(pace=make_pace(SystemClock(), rate_per_s=3.0))
     gateway.set_num_wanted(8)
     members = site.connected(gateway, 8)
     site.shut(gateway)
@@ -1826,7 +1826,7 @@ def told_to_wait(member: Member, gateway: Gateway) -> float | None:
 
 def test_who_comes_too_soon_comes_again_unless_it_is_needed(site: Site) -> None:
     """A client is needed by an open round, or by one that waits for more clients."""
-    gateway = site.open(pace=paced(SystemClock(), rate_per_s=1.0))
+    gateway = site.open(pace=make_pace(SystemClock(), rate_per_s=1.0))
     needed, *others = [site.enrol(f"client-{number}") for number in range(12)]
     Collecting(gateway.channel(), [needed], train_request())
     wait_until(lambda: gateway.status()["exchange"] is not None)
@@ -1843,7 +1843,7 @@ def test_who_comes_too_soon_comes_again_unless_it_is_needed(site: Site) -> None:
 
 def test_who_comes_again_before_its_time_takes_no_second_place(site: Site) -> None:
     """Nor is its time postponed further and further."""
-    gateway = site.open(pace=paced(SystemClock(), rate_per_s=1.0))
+    gateway = site.open(pace=make_pace(SystemClock(), rate_per_s=1.0))
     impatient = site.enrol("impatient")
     after_s = [each for each in (told_to_wait(impatient, gateway) for _ in range(15)) if each]
     assert len(after_s) >= 6
@@ -1998,7 +1998,7 @@ def parking() -> None:
     raise Parked("told to stop")
 
 
-def parked_when(site: Site) -> Callable[[], None]:
+def park_when(site: Site) -> Callable[[], None]:
     """Return a check that parks once :func:`park` was called."""
 
     def check() -> None:

@@ -58,7 +58,7 @@ def test_a_coordinator_in_which_a_thread_is_stuck_does_not_live() -> None:
         assert got(telemetry, "/livez") == (200, "ok\n")
 
 
-def exported(page: str) -> set[str]:
+def export(page: str) -> set[str]:
     """Return the lines about this coordinator, without comments."""
     return {line for line in page.splitlines() if line.startswith("fedlearn_")}
 
@@ -75,7 +75,7 @@ def test_metrics_are_what_prometheus_reads() -> None:
     with serving(told) as telemetry:
         status, page = got(telemetry, "/metrics")
     assert status == 200
-    assert exported(page) == {
+    assert export(page) == {
         'fedlearn_messages_total{run="clinics"} 7.0',
         'fedlearn_refused_total{reason="revoked",run="clinics"} 2.0',
         'fedlearn_refused_total{reason="expired",run="clinics"} 1.0',
@@ -97,7 +97,7 @@ def test_a_histogram_is_what_prometheus_reads() -> None:
     with serving(Told(Snapshot(run="a", histograms={"upload_seconds": seconds}))) as telemetry:
         _, page = got(telemetry, "/metrics")
     assert "# TYPE fedlearn_upload_seconds histogram\n" in page
-    assert {line for line in exported(page) if "upload" in line} == {
+    assert {line for line in export(page) if "upload" in line} == {
         'fedlearn_upload_seconds_bucket{le="0.5",run="a"} 2.0',
         'fedlearn_upload_seconds_bucket{le="10.0",run="a"} 3.0',
         'fedlearn_upload_seconds_bucket{le="+Inf",run="a"} 4.0',

@@ -38,18 +38,18 @@ def draft(client_id: int, data: bytes = b"reply") -> Draft:
 
 def upload(folder: Path, client_id: int, data: bytes) -> Draft:
     reply, _ = draft(client_id, data)
-    partial = begun(folder, num_bytes=len(data), client_id=client_id, digest=reply.digest)
+    partial = begin_upload(folder, num_bytes=len(data), client_id=client_id, digest=reply.digest)
     partial.write(data[partial.offset :])
     return Draft(reply, partial)
 
 
-def begun(
+def begin_upload(
     folder: Path, *, num_bytes: int = 10, client_id: int = 1, digest: bytes = b"a" * 32
 ) -> PartialUpload:
     return PartialUpload(folder, client_id=ClientId(client_id), digest=digest, num_bytes=num_bytes)
 
 
-def logged(log: ReplyLog, drafts: list[Draft]) -> list[LoggedReply]:
+def log_drafts(log: ReplyLog, drafts: list[Draft]) -> list[LoggedReply]:
     outcomes = log.append(drafts)
     assert all(isinstance(outcome, LoggedReply) for outcome in outcomes)
     return [outcome for outcome in outcomes if isinstance(outcome, LoggedReply)]
@@ -57,8 +57,8 @@ def logged(log: ReplyLog, drafts: list[Draft]) -> list[LoggedReply]:
 
 def test_what_was_logged_is_there_again_in_order(tmp_path: Path) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    logged(log, [draft(2, b"two"), draft(0, b"zero")])
-    logged(log, [upload(log.folder, 1, b"one" * 1000)])
+    log_drafts(log, [draft(2, b"two"), draft(0, b"zero")])
+    log_drafts(log, [upload(log.folder, 1, b"one" * 1000)])
     log.close(None)
     again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
     assert [(each.client_id, bytes(again.read(each))) for each in again.replies] == [
@@ -73,7 +73,7 @@ def test_what_was_logged_is_there_again_in_order(tmp_path: Path) -> None:
 
 def test_a_log_cut_off_anywhere_keeps_its_whole_records_and_goes_on(tmp_path: Path) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    first, second = logged(log, [draft(0), draft(1)])
+    first, second = log_drafts(log, [draft(0), draft(1)])
     log.close(None)
     content = (tmp_path / "x" / "replies.log").read_bytes()
     for length in [*range(0, len(content), 3), len(content)]:
@@ -83,7 +83,7 @@ def test_a_log_cut_off_anywhere_keeps_its_whole_records_and_goes_on(tmp_path: Pa
         torn = ReplyLog(tmp_path / "torn", opened=LATER, durable=True)
         whole = sum(length >= each.offset + each.num_bytes for each in (first, second))
         assert [each.client_id for each in torn.replies] == [0, 1][:whole]
-        logged(torn, [draft(7, b"more")])
+        log_drafts(torn, [draft(7, b"more")])
         torn.close(None)
         again = ReplyLog(tmp_path / "torn", opened=LATER, durable=True)
         assert [each.client_id for each in again.replies] == [*[0, 1][:whole], 7]
@@ -118,7 +118,7 @@ def test_a_whole_record_that_means_nothing_is_refused(
 
 def test_a_flipped_bit_ends_the_log_before_its_record(tmp_path: Path) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    _, second = logged(log, [draft(0), draft(1)])
+    _, second = log_drafts(log, [draft(0), draft(1)])
     log.close(None)
     path = tmp_path / "x" / "replies.log"
     content = bytearray(path.read_bytes())
@@ -131,7 +131,7 @@ def test_a_flipped_bit_ends_the_log_before_its_record(tmp_path: Path) -> None:
 
 def test_a_large_reply_whose_file_is_not_whole_does_not_count(tmp_path: Path) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    logged(log, [upload(log.folder, 1, b"one" * 1000), draft(2)])
+    log_drafts(log, [upload(log.folder, 1, b"one" * 1000), draft(2)])
     log.close(None)
     (file,) = (tmp_path / "x").glob("*.reply")
     os.truncate(file, 10)
@@ -151,7 +151,7 @@ def test_a_log_of_another_run_is_replaced(tmp_path: Path) -> None:
 
 def test_a_log_that_is_not_durable_leaves_nothing(tmp_path: Path) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=False)
-    (reply,) = logged(log, [draft(0)])
+    (reply,) = log_drafts(log, [draft(0)])
     assert log.read(reply) == b"reply"
     log.close(ClosingRecord(num_consumed=1, by_itself=True))
     assert not (tmp_path / "x").exists()
@@ -160,7 +160,7 @@ def test_a_log_that_is_not_durable_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by_itself", [True, False])
 def test_a_log_says_how_its_exchange_ended(tmp_path: Path, *, by_itself: bool) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    logged(log, [draft(0), draft(1)])
+    log_drafts(log, [draft(0), draft(1)])
     closed = ClosingRecord(num_consumed=1, by_itself=by_itself)
     log.close(closed)
     ((name, ended),) = read_exchange_logs(tmp_path, run_id="run")
@@ -177,7 +177,7 @@ def test_a_log_that_closed_by_itself_stays_closed_however_often_it_is_opened(
 ) -> None:
     """A client that was told it is late must not count after a second crash either."""
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    logged(log, [draft(0), draft(1), draft(2)])
+    log_drafts(log, [draft(0), draft(1), draft(2)])
     closed = ClosingRecord(num_consumed=2, by_itself=True)
     log.close(closed)
     content = (tmp_path / "x" / "replies.log").read_bytes()
@@ -196,7 +196,7 @@ def test_a_full_disk_refuses_replies_and_leaves_the_log_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    logged(log, [draft(0)])
+    log_drafts(log, [draft(0)])
     write = os.pwrite
     written: list[int] = []
 
@@ -211,7 +211,7 @@ def test_a_full_disk_refuses_replies_and_leaves_the_log_whole(
         outcomes = log.append([draft(1), upload(log.folder, 2, b"large" * 1000)])
     assert [type(outcome) for outcome in outcomes] == [OSError, OSError]
     assert not list(log.folder.glob("*.reply"))
-    logged(log, [draft(3)])
+    log_drafts(log, [draft(3)])
     log.close(None)
     again = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
     assert [each.client_id for each in again.replies] == [0, 3]
@@ -266,10 +266,10 @@ def test_a_disk_that_turns_read_only_refuses_replies_and_does_not_end_the_writer
 
 
 def test_a_cut_upload_goes_on_with_what_is_there(tmp_path: Path) -> None:
-    first = begun(tmp_path)
+    first = begin_upload(tmp_path)
     first.write(b"01234")
     first.close()
-    second = begun(tmp_path)
+    second = begin_upload(tmp_path)
     assert (second.offset, second.was_resumed) == (5, True)
     second.write(b"56", b"", b"789")
     assert second.digest() == compute_digest(b"0123456789")
@@ -283,7 +283,7 @@ def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
     write, at_most = os.write, iter([2, 1, 100, 4, 1])
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: next(at_most)]))
     chunks = (b"01234", b"", b"56789")
-    upload = begun(tmp_path)
+    upload = begin_upload(tmp_path)
     upload.write(*chunks)
     assert upload.offset == 10
     (path,) = tmp_path.iterdir()
@@ -294,8 +294,8 @@ def test_a_disk_that_takes_less_than_it_is_given_gets_the_rest(
 
 def test_a_client_has_one_unfinished_upload_at_a_time(tmp_path: Path) -> None:
     for digest in (b"a" * 32, b"b" * 32):
-        begun(tmp_path, digest=digest).close()
-    begun(tmp_path, client_id=11).close()
+        begin_upload(tmp_path, digest=digest).close()
+    begin_upload(tmp_path, client_id=11).close()
     assert len(list(tmp_path.glob("1-*.part"))) == 1
     assert len(list(tmp_path.glob("*.part"))) == 2
 

@@ -52,7 +52,7 @@ RECORDED = (
 )
 
 
-def recorded_request() -> bytes:
+def load_recorded_request() -> bytes:
     header = RECORDED.encode()
     header += b" " * (-(7 + len(header)) % 8)
     table = b'{"model/w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
@@ -121,7 +121,7 @@ def test_replies_are_read_by_a_coordinator_of_the_version_before() -> None:
 
 
 def test_a_request_of_the_version_before_is_read_and_trained() -> None:
-    read = decode(recorded_request())
+    read = decode(load_recorded_request())
     assert isinstance(read, TrainRequest)
     assert read.tensors["w"].tolist() == [1.0, -2.0]
     assert update_from(read.settings) == LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)
@@ -131,7 +131,7 @@ def test_a_request_of_the_version_before_is_read_and_trained() -> None:
 
 @pytest.mark.parametrize("version", [0, 3, 6, 255])
 def test_a_message_of_any_other_version_is_refused(version: int) -> None:
-    data = bytearray(recorded_request())
+    data = bytearray(load_recorded_request())
     data[2] = version
     with pytest.raises(OtherVersion, match=f"message version {version}, this side speaks 4 and 5"):
         decode(bytes(data))

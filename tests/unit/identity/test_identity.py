@@ -197,15 +197,21 @@ def test_the_bytes_can_be_read_back_so_none_is_ambiguous(signed: Signed) -> None
         value, rest = int.from_bytes(rest[:8], "big"), rest[8:]
         return value
 
-    def sized() -> bytes:
+    def make_sized() -> bytes:
         nonlocal rest
         length = number()
         value, rest = rest[:length], rest[length:]
         return value
 
-    assert sized() == b"fedlearn.v1 reply blake3"
+    assert make_sized() == b"fedlearn.v1 reply blake3"
     read = Signed(
-        sized().decode(), sized().decode(), number(), number(), number(), number(), sized()
+        make_sized().decode(),
+        make_sized().decode(),
+        number(),
+        number(),
+        number(),
+        number(),
+        make_sized(),
     )
     assert (read, rest) == (signed, b"")
 

@@ -100,7 +100,7 @@ def loss(result: LocalResult) -> float:
     return float(trainer().evaluate(result.tensors).metrics["loss"])
 
 
-def lost(hogwild: Hogwild) -> float:
+def measure_loss_share(hogwild: Hogwild) -> float:
     """Return the share of plain SGD's improvement of the loss that Hogwild fails to reach."""
     start = float(trainer().evaluate(weights()).metrics["loss"])
     plain = loss(trainer().train(weights(), context=context()))
@@ -111,14 +111,14 @@ def lost(hogwild: Hogwild) -> float:
 @pytest.mark.slow
 def test_several_processes_come_about_as_far_as_plain_sgd() -> None:
     """Within a quarter of its improvement; the largest difference ever seen was 8 %."""
-    assert abs(lost(Hogwild(trainer(), num_processes=3))) < 0.25
+    assert abs(measure_loss_share(Hogwild(trainer(), num_processes=3))) < 0.25
 
 
 @pytest.mark.slow
 def test_steps_that_are_thrown_away_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the tolerance: processes that train copies of the model improve nothing."""
     monkeypatch.setattr(ResidentModel, "share_memory", lambda *_: None)
-    assert lost(Hogwild(trainer(), num_processes=3)) == pytest.approx(1.0)
+    assert measure_loss_share(Hogwild(trainer(), num_processes=3)) == pytest.approx(1.0)
 
 
 class Counter(nn.Module):
@@ -255,7 +255,7 @@ class Own:
         raise NotImplementedError
 
 
-def normalized() -> nn.Module:
+def build_normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
 
 
@@ -265,7 +265,7 @@ def test_trainers_whose_steps_cannot_be_divided_are_refused() -> None:
     with pytest.raises(DeploymentError, match="a Own with its own training loop"):
         Hogwild(own, num_processes=2)
     with pytest.raises(DeploymentError, match=r"layer 1 \(BatchNorm1d\) has batch statistics"):
-        Hogwild(TorchTrainer.of(normalized, *examples(), device="cpu"), num_processes=2)
+        Hogwild(TorchTrainer.of(build_normalized, *examples(), device="cpu"), num_processes=2)
     with pytest.raises(ValueError, match="num_processes is 0"):
         Hogwild(trainer(), num_processes=0)
 

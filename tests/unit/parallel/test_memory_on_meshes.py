@@ -23,7 +23,7 @@ TOLERANCE = 0.2
 NUM_READ = 4
 
 
-def held(task: Task) -> StepMemory:
+def measure_held(task: Task) -> StepMemory:
     """Measure a step in this process, without the examples, which the test holds in memory."""
     engine = RankTrainer(task, device=torch.device("cpu"))
     examples = task.stream
@@ -81,7 +81,7 @@ def task_on(degree: str) -> Task:
 def test_each_process_holds_what_is_predicted(degree: str) -> None:
     """Control: the predictions for the other meshes do not fit."""
     task = task_on(degree)
-    found = in_processes(lambda: held(task), world_size=2, timeout_s=300.0)
+    found = in_processes(lambda: measure_held(task), world_size=2, timeout_s=300.0)
     mesh, stages = task.plan.spread.mesh, predicted(task)
     for rank, each in enumerate(found):
         own = stages[mesh.coordinates(rank).pipeline]

@@ -235,12 +235,12 @@ def in_one_world(cases: Sequence[Case]) -> dict[str, Outcome]:
             return [case.trained(Path(folder, str(at))) for at, case in enumerate(cases)]
 
         losses, *_ = in_processes(body, world_size=world_size, timeout_s=LIMIT_S)
-        states = [ended_in(Path(folder, str(at))) for at in range(len(cases))]
+        states = [load_final_state(Path(folder, str(at))) for at in range(len(cases))]
     ended = zip(cases, losses, states, strict=True)
     return {str(case): outcome(told, state) for case, told, state in ended}
 
 
-def ended_in(folder: Path) -> TrainingState:
+def load_final_state(folder: Path) -> TrainingState:
     """Read the state in the newest checkpoint of a folder."""
     newest = checkpoints.latest(folder)
     assert newest is not None
@@ -254,11 +254,11 @@ def without_clip(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RankTrainer, "_unscale_and_clip", lambda *_: True)
 
 
-def clipped_by_stage(patch: pytest.MonkeyPatch) -> None:
+def clip_by_stage(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RankTrainer, "_norm", lambda _, grads: sum_of_squares(grads).sqrt())
 
 
-def clipped_by_shard(patch: pytest.MonkeyPatch) -> None:
+def clip_by_shard(patch: pytest.MonkeyPatch) -> None:
     def own_squares(grads: Sequence[Tensor]) -> Tensor:
         return torch.stack([own_part(each).double().square().sum() for each in grads]).sum()
 
@@ -274,8 +274,8 @@ def without_reduce_scatter(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(FSDPModule, "set_requires_gradient_sync", lambda module, _: switch(module, False))
 
 
-def summed_over_processes(patch: pytest.MonkeyPatch) -> None:
-    def summed(bucket: Any) -> torch.futures.Future[Tensor]:  # Any: torch's own
+def sum_over_processes(patch: pytest.MonkeyPatch) -> None:
+    def sum_rows(bucket: Any) -> torch.futures.Future[Tensor]:  # Any: torch's own
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         done: torch.futures.Future[Tensor] = work.get_future().then(lambda all_: all_.value()[0])
         return done
@@ -283,17 +283,17 @@ def summed_over_processes(patch: pytest.MonkeyPatch) -> None:
     def made(module: nn.Module, **settings: Any) -> DistributedDataParallel:  # Any: torch's own
         replicas = DistributedDataParallel(module, **settings)
         # Without annotations: torch compares them with a type that it does not name.
-        replicas.register_comm_hook(None, lambda state, bucket: summed(bucket))  # noqa: ARG005
+        replicas.register_comm_hook(None, lambda state, bucket: sum_rows(bucket))  # noqa: ARG005
         return replicas
 
     patch.setattr(preparing, "DistributedDataParallel", made)
 
 
-def summed_over_examples(patch: pytest.MonkeyPatch) -> None:
-    def summed(_: RankTrainer, outputs: Tensor, labels: Tensor) -> Tensor:
+def sum_over_examples(patch: pytest.MonkeyPatch) -> None:
+    def sum_rows(_: RankTrainer, outputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(outputs, labels, reduction="sum")
 
-    patch.setattr(RankTrainer, "_loss", summed)
+    patch.setattr(RankTrainer, "_loss", sum_rows)
 
 
 def without_warmup(patch: pytest.MonkeyPatch) -> None:
@@ -337,13 +337,13 @@ CASES = [
 
 MISTAKES = [
     Case(Mesh(replicate=2), mistake=without_clip),
-    Case(Mesh(pipeline=2), micro=4, mistake=clipped_by_stage),
-    Case(Mesh(shard=2), micro=2, mistake=clipped_by_shard),
-    Case(Mesh(tensor=2), mistake=clipped_by_shard),
+    Case(Mesh(pipeline=2), micro=4, mistake=clip_by_stage),
+    Case(Mesh(shard=2), micro=2, mistake=clip_by_shard),
+    Case(Mesh(tensor=2), mistake=clip_by_shard),
     Case(Mesh(replicate=2), mistake=without_sync),
     Case(Mesh(shard=2), micro=2, mistake=without_reduce_scatter),
-    Case(Mesh(replicate=2), mistake=summed_over_processes),
-    Case(Mesh(replicate=2), mistake=summed_over_examples),
+    Case(Mesh(replicate=2), mistake=sum_over_processes),
+    Case(Mesh(replicate=2), mistake=sum_over_examples),
     Case(Mesh(replicate=2), mistake=without_warmup),
     Case(Mesh(replicate=2), mistake=without_scaled_rate),
     Case(Mesh(replicate=2), mistake=on_the_same_examples),
@@ -373,7 +373,7 @@ RECOMPUTED = [
 ]
 
 
-def accepted(world_size: int) -> Iterator[Case]:
+def iter_accepted(world_size: int) -> Iterator[Case]:
     """Yield all accepted pipelines on ``world_size`` processes, for three steps.
 
     Each mesh is combined with each schedule; for two processes, also with each number of
@@ -393,7 +393,7 @@ def accepted(world_size: int) -> Iterator[Case]:
                 yield case
 
 
-ACCEPTED = [*accepted(2), *accepted(4)]
+ACCEPTED = [*iter_accepted(2), *iter_accepted(4)]
 
 #: One training for each degree, for the default test run.
 QUICK = [
@@ -411,7 +411,7 @@ WORLDS = [QUICK, *([each for each in _LONG if each.mesh.world_size == n] for n i
 
 
 @cache
-def ended(world: int) -> Mapping[str, Outcome] | EngineError:
+def run_world(world: int) -> Mapping[str, Outcome] | EngineError:
     """Return the outcomes of a world's trainings, or its error; each world is run only once."""
     try:
         return in_one_world(WORLDS[world])
@@ -421,7 +421,7 @@ def ended(world: int) -> Mapping[str, Outcome] | EngineError:
 
 def on_mesh(case: Case) -> Outcome:
     """Return the outcome of a training, from its world."""
-    outcomes = ended(next(at for at, cases in enumerate(WORLDS) if case in cases))
+    outcomes = run_world(next(at for at, cases in enumerate(WORLDS) if case in cases))
     if isinstance(outcomes, EngineError):
         raise outcomes
     return outcomes[str(case)]
@@ -471,11 +471,11 @@ def test_some_steps_are_clipped_and_some_are_not(case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         norm = RankTrainer._norm  # noqa: SLF001 (the function under test)
 
-        def noted(one: RankTrainer, grads: Sequence[Tensor]) -> Tensor:
+        def note_call(one: RankTrainer, grads: Sequence[Tensor]) -> Tensor:
             norms.append(float(norm(one, grads)))
             return norm(one, grads)
 
-        patch.setattr(RankTrainer, "_norm", noted)
+        patch.setattr(RankTrainer, "_norm", note_call)
         alone(case.task(), until=case.num_steps)
     assert min(norms) < MAX_NORM < max(norms)
 
@@ -546,7 +546,7 @@ def test_a_checkpoint_of_one_mesh_is_gone_on_from_on_others(
         return losses
 
     losses, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)
-    assert outcome(losses, ended_in(tmp_path)).apart(plain["adamw"]) <= SAME
+    assert outcome(losses, load_final_state(tmp_path)).apart(plain["adamw"]) <= SAME
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
 
 
@@ -686,7 +686,7 @@ def test_naive_model_parallelism_computes_one_product_after_the_other(tmp_path: 
     loss = F.cross_entropy(y[:, :NUM_CLASSES], labels)
     loss.backward()
     assert losses[0] == pytest.approx(float(loss.detach()), abs=SAME)
-    ended = list(ended_in(tmp_path).model.values())
+    ended = list(load_final_state(tmp_path).model.values())
     grads = [each.grad for each in w if each.grad is not None]
     norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads))
     for before, grad, after in zip(w, grads, ended, strict=True):

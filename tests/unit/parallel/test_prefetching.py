@@ -72,7 +72,7 @@ class _Noisy(Dataset[tuple[Tensor, int]]):
         return torch.rand(WIDTH), row
 
 
-def _shuffled(*, bad: int | None = None) -> Shuffled:
+def _shuffle(*, bad: int | None = None) -> Shuffled:
     return Shuffled(DatasetData(_Noisy(bad=bad), device=_CPU), seed=Seed(5))
 
 
@@ -105,8 +105,8 @@ def test_batches_are_those_of_the_stream(tmp_path: Path, num_workers: int) -> No
     """Across passes, windows and blocks, and if a data set has no example in a batch."""
     streams: list[Stream] = [
         _stream(tmp_path),
-        _shuffled(),
-        Mixture([_stream(tmp_path), _shuffled()], weights=[1, 1], seed=Seed(1)),
+        _shuffle(),
+        Mixture([_stream(tmp_path), _shuffle()], weights=[1, 1], seed=Seed(1)),
         Mixture([_stream(tmp_path), _stream(tmp_path, seed=1)], weights=[30, 1], seed=Seed(1)),
     ]
     steps = range(11, 80)
@@ -188,7 +188,7 @@ def test_an_error_arrives_with_its_reason_where_it_is_met(tmp_path: Path, num_wo
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_a_dataset_raises_arrives(num_workers: int) -> None:
     with pytest.raises(DataError, match=r"row 3 of the dataset cannot .*: row 3 is no picture"):
-        _read(_shuffled(bad=3), num_workers=num_workers, steps=range(40))
+        _read(_shuffle(bad=3), num_workers=num_workers, steps=range(40))
 
 
 @pytest.mark.slow
@@ -245,7 +245,7 @@ def test_numbers_of_the_application_are_not_drawn() -> None:
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    _read(_shuffled(), num_workers=0, steps=range(3))
+    _read(_shuffle(), num_workers=0, steps=range(3))
     assert torch.equal(torch.rand(2), expected)
 
 

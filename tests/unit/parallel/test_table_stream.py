@@ -29,7 +29,7 @@ def _stream(path: Path, *, window_rows: int = 12, seed: int = 0) -> TableStream:
     return files.stream(seed=Seed(seed))
 
 
-def _written(folder: Path, *, sizes: list[int]) -> Path:
+def _write_groups(folder: Path, *, sizes: list[int]) -> Path:
     """Write row groups of these sizes, each to its own file; return the folder."""
     folder.mkdir(exist_ok=True)
     ends = np.cumsum([0, *sizes]).tolist()
@@ -60,7 +60,7 @@ def test_any_position_is_read_without_those_before_it(
     tmp_path: Path, sizes: list[int], window_rows: int, cuts: list[int], kind: int
 ) -> None:
     """Each example comes once per pass, and the order does not depend on where reading starts."""
-    folder = _written(tmp_path / repr(sizes), sizes=sizes)
+    folder = _write_groups(tmp_path / repr(sizes), sizes=sizes)
     stream = _stream(folder, window_rows=window_rows, seed=kind)
     num_examples = len(stream)
     assert num_examples == sum(sizes)
@@ -79,7 +79,7 @@ def test_a_window_is_row_groups_as_a_whole(
     tmp_path: Path, sizes: list[int], window_rows: int
 ) -> None:
     """Windows follow one another without gaps, and each row group is in exactly one of them."""
-    stream = _stream(_written(tmp_path / repr(sizes), sizes=sizes), window_rows=window_rows)
+    stream = _stream(_write_groups(tmp_path / repr(sizes), sizes=sizes), window_rows=window_rows)
     group_of = np.repeat(np.arange(len(sizes)), sizes)
     position, windows = 0, []
     while position < 2 * len(stream):
@@ -118,7 +118,7 @@ def test_what_fits_into_a_window_is_shuffled_as_a_whole_and_read_once(tmp_path: 
 
 def test_a_row_group_is_read_once_a_pass(tmp_path: Path) -> None:
     """Reading batch by batch does not need a window's files again: they are removed after it."""
-    folder = _written(tmp_path / "t", sizes=[10] * 12)
+    folder = _write_groups(tmp_path / "t", sizes=[10] * 12)
     stream = _stream(folder, window_rows=30)
     for start in range(0, 120, 5):
         window = stream.window(start)

@@ -28,12 +28,12 @@ def of(model: Callable[[], nn.Module], **settings: Any) -> Task:  # Any: as of t
     return replace(task_of(**settings), make_model=model)
 
 
-def normalized() -> nn.Module:
+def build_normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(OrderedDict(norm=nn.BatchNorm1d(8))))
 
 
 def frozen() -> nn.Module:
-    return normalized().eval()  # a training puts it into training mode again
+    return build_normalized().eval()  # a training puts it into training mode again
 
 
 class NoChain(nn.Module):
@@ -59,14 +59,14 @@ def odd() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
 
 
-def tied() -> nn.Sequential:
+def build_tied() -> nn.Sequential:
     chain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
     chain[2].weight = chain[0].weight
     return chain
 
 
-def tied_inside() -> nn.Module:
-    return nn.Sequential(tied(), nn.Linear(2, 2))
+def build_tied_inside() -> nn.Module:
+    return nn.Sequential(build_tied(), nn.Linear(2, 2))
 
 
 def half_frozen() -> nn.Module:
@@ -90,13 +90,17 @@ SHARDS = Mesh(shard=2)
 @pytest.mark.parametrize(
     ("model", "settings", "message"),
     [
-        (normalized, GPIPE, r"layer 1\.norm .* keeps batch statistics, .* set pipeline to 1"),
-        (normalized, {"recompute": True}, r"layer 1\.norm .* twice.* recompute to false"),
-        (tied, STAGES, r"'0\.weight' and '2\.weight' are one .* mesh pipeline 2 .* be two"),
-        (tied, {"mesh": Mesh(tensor=2)}, r"'0\.weight' and '2\.weight' are one parameter"),
+        (build_normalized, GPIPE, r"layer 1\.norm .* keeps batch statistics, .* set pipeline to 1"),
+        (build_normalized, {"recompute": True}, r"layer 1\.norm .* twice.* recompute to false"),
+        (build_tied, STAGES, r"'0\.weight' and '2\.weight' are one .* mesh pipeline 2 .* be two"),
+        (build_tied, {"mesh": Mesh(tensor=2)}, r"'0\.weight' and '2\.weight' are one parameter"),
         (half_frozen, STAGES, r"stage 0 \(0\.weight, 0\.bias\) is frozen"),
         (Scaled, {"mesh": SHARDS}, r"'scale' is a scalar .* cannot be sharded; .* shape \[1\]"),
-        (normalized, {"mesh": PAIR}, r"layer 1\.norm \(BatchNorm1d\) .* in 2 parts.*GroupNorm"),
+        (
+            build_normalized,
+            {"mesh": PAIR},
+            r"layer 1\.norm \(BatchNorm1d\) .* in 2 parts.*GroupNorm",
+        ),
         (frozen, {"num_micro_batches": 4}, r"layer 1\.norm \(BatchNorm1d\) .* in 4 parts"),
         (NoChain, STAGES, "pipeline is 2, but the model is a NoChain, .* nn.Sequential"),
         (
@@ -132,13 +136,13 @@ def test_a_model_that_does_not_fit_is_refused(
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        (normalized, {}),
+        (build_normalized, {}),
         (NoChain, {"mesh": PAIR}),
         (odd, {"mesh": Mesh(tensor=3)}),
-        (tied, {"mesh": PAIR}),
-        (tied, {"mesh": SHARDS}),
-        (tied_inside, {"mesh": SHARDS}),
-        (tied_inside, STAGES),
+        (build_tied, {"mesh": PAIR}),
+        (build_tied, {"mesh": SHARDS}),
+        (build_tied_inside, {"mesh": SHARDS}),
+        (build_tied_inside, STAGES),
         (half_frozen, {"mesh": SHARDS}),
         (Scaled, {"mesh": PAIR}),
         (odd, STAGES),
@@ -235,18 +239,18 @@ def test_a_sum_of_gradients_with_the_rate_over_p_is_their_mean() -> None:
     mean = replace(mean, plan=plan)
     num_shares = 4
 
-    def summed(outputs: Tensor, labels: Tensor) -> Tensor:
+    def sum_losses(outputs: Tensor, labels: Tensor) -> Tensor:
         return num_shares * nn.functional.cross_entropy(outputs, labels, reduction="none")
 
     rate = Sgd(learning_rate=0.1 / num_shares, momentum=0.9)
-    total = replace(mean, objective=CustomLoss(summed), plan=replace(plan, optimizer=rate))
+    total = replace(mean, objective=CustomLoss(sum_losses), plan=replace(plan, optimizer=rate))
     ours, theirs = alone(mean).model, alone(total).model
     assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) <= 1e-12
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_to_compute_again_keeps_less_and_changes_no_bit(dropout: float) -> None:
-    def kept_bytes(task: Task) -> int:
+    def measure_kept_bytes(task: Task) -> int:
         sizes = list[int]()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -260,5 +264,5 @@ def test_to_compute_again_keeps_less_and_changes_no_bit(dropout: float) -> None:
         return sum(sizes)
 
     whole, again = (task_of(dropout=dropout, recompute=each) for each in (False, True))
-    assert kept_bytes(again) < 0.2 * kept_bytes(whole)
+    assert measure_kept_bytes(again) < 0.2 * measure_kept_bytes(whole)
     assert alone(again).apart(alone(whole)) == 0.0

@@ -52,7 +52,9 @@ def updates(round_num: int) -> Tensor:
     return torch.from_numpy(directions * lengths).float()
 
 
-def settled(adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds: int) -> float:
+def settle_clip_norm(
+    adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds: int
+) -> float:
     """Run rounds without training; return the clip norm after them."""
     plan = CentralPlan(
         cohorts=FixedCohorts(NUM_CLIENTS, NUM_CLIENTS),
@@ -87,14 +89,14 @@ def settled(adaptive: AdaptiveClip, *, first: float, inner: Strategy, num_rounds
             round_num=round_num,
             attempt=0,
         )
-        params, state, metrics = _stepped(now, params, aggregate, state)
+        params, state, metrics = _step_once(now, params, aggregate, state)
         assert metrics["clip_norm"] == summed.bounds[DELTA.name]
     now = strategy.at(state)
     assert isinstance(now, AdaptivelyBoundedUpdates)
     return now.clip_norm
 
 
-def _stepped(
+def _step_once(
     strategy: Strategy, params: Params, aggregate: Aggregate, state: State
 ) -> tuple[Params, State, Mapping[str, float]]:
     stepped = strategy.step(params, aggregate, state)
@@ -112,7 +114,7 @@ def test_the_norm_settles_at_the_quantile(
 ) -> None:
     """From far below and far above, within a tenth, in spite of the noise."""
     adaptive = AdaptiveClip(quantile=quantile)
-    assert settled(adaptive, first=first, inner=inner, num_rounds=120) == pytest.approx(
+    assert settle_clip_norm(adaptive, first=first, inner=inner, num_rounds=120) == pytest.approx(
         norm, rel=0.1
     )
 
@@ -120,8 +122,8 @@ def test_the_norm_settles_at_the_quantile(
 def test_the_wrong_sign_would_be_noticed() -> None:
     """The control: the norm diverges in one direction or the other."""
     adaptive, inner = Backwards(quantile=0.5), FedAvg(SGD, weight_by_examples=False)
-    assert settled(adaptive, first=0.1, inner=inner, num_rounds=60) < 0.01
-    assert settled(adaptive, first=10.0, inner=inner, num_rounds=60) > 100.0
+    assert settle_clip_norm(adaptive, first=0.1, inner=inner, num_rounds=60) < 0.01
+    assert settle_clip_norm(adaptive, first=10.0, inner=inner, num_rounds=60) > 100.0
 
 
 @given(noise_multiplier=st.floats(1e-3, 1e3), expected=st.integers(1, 100_000))

@@ -41,16 +41,16 @@ def summing(aggregation: BoundedSum) -> BoundedUpdates:
 def read_levels(rows: Tensor, *, bound: float) -> Tensor:
     """Return the levels that each row adds on its own: shape [B, n]."""
     lane = BoundedLane(bound, rows.shape[1])
-    return torch.stack([_added(lane, row[None]) for row in rows])
+    return torch.stack([_add(lane, row[None]) for row in rows])
 
 
-def _added(lane: BoundedLane, rows: Tensor) -> Tensor:
+def _add(lane: BoundedLane, rows: Tensor) -> Tensor:
     total = torch.zeros(rows.shape[1], dtype=torch.float64)
     lane.add(total, rows)
     return total
 
 
-def summed(size: int, rows: Tensor, *, largest: int = 100) -> tuple[BoundedSum, LevelSums]:
+def sum_rows(size: int, rows: Tensor, *, largest: int = 100) -> tuple[BoundedSum, LevelSums]:
     """Return a bounded sum with bound 1, and its state after these rows."""
     aggregation = BoundedSum(bounds={"delta": 1.0}, multipliers={"delta": 1.0}, largest=largest)
     layout = Layout.of(nn.Linear(size, 1, bias=False))
@@ -97,7 +97,7 @@ def test_a_sum_is_exact_in_any_order_and_any_blocks() -> None:
     each = read_levels(rows, bound=1.0)
     expected = [sum(int(level) for level in column) for column in each.t().tolist()]
     lane = BoundedLane(1.0, 3000)
-    together, apart = _added(lane, rows), torch.zeros(3000, dtype=torch.float64)
+    together, apart = _add(lane, rows), torch.zeros(3000, dtype=torch.float64)
     for begin, end in ((20, 45), (0, 1), (1, 20)):
         lane.add(apart, list(rows[begin:end].flip(0)))
     assert together.tolist() == apart.tolist() == expected
@@ -108,8 +108,8 @@ def test_one_client_moves_a_sum_by_its_levels_whoever_the_others_are() -> None:
     others = torch.full((40, 4), 1e18)
     others[::2] *= -1.0
     mine = torch.tensor([[1e-3, -2e-3, 0.0, 5e-4]])
-    _, without = summed(4, others)
-    _, with_me = summed(4, torch.cat([others[:7], mine, others[7:]]))
+    _, without = sum_rows(4, others)
+    _, with_me = sum_rows(4, torch.cat([others[:7], mine, others[7:]]))
     moved = with_me.total.sums["delta"] - without.total.sums["delta"]
     assert moved.tolist() == read_levels(mine, bound=1.0)[0].tolist()
 
@@ -119,13 +119,13 @@ def test_a_row_that_is_not_finite_is_seen(odd: float) -> None:
     """The sums flag it, so that the caller can leave the row out."""
     rows = torch.zeros(3, 2000)
     rows[1, 1500] = odd
-    _, state = summed(2000, rows)
+    _, state = sum_rows(2000, rows)
     assert not state.total.sums["delta"].isfinite().all()
 
 
 def test_a_sum_of_nobody_is_released() -> None:
     """Like a sum over many: an error would reveal who did not report."""
-    aggregation, state = summed(3, torch.zeros(0, 3))
+    aggregation, state = sum_rows(3, torch.zeros(0, 3))
     aggregate = aggregation.finalize(state)
     assert aggregate.lanes["delta"].tolist() == [0.0, 0.0, 0.0]
     assert aggregate.num_clients == 0
@@ -133,21 +133,21 @@ def test_a_sum_of_nobody_is_released() -> None:
 
 def test_more_clients_than_were_accounted_for_are_an_error() -> None:
     """Their sum might overflow, and the accounted event would be wrong."""
-    aggregation, state = summed(2, torch.zeros(3, 2), largest=2)
+    aggregation, state = sum_rows(2, torch.zeros(3, 2), largest=2)
     with pytest.raises(ValueError, match="3 clients are in a sum for at most 2"):
         aggregation.finalize(state)
 
 
 def test_weights_are_ones() -> None:
     """Whatever number of examples the clients report."""
-    aggregation, _ = summed(2, torch.zeros(0, 2))
+    aggregation, _ = sum_rows(2, torch.zeros(0, 2))
     assert aggregation.weigh(torch.tensor([5.0, 900.0])).tolist() == [1.0, 1.0]
 
 
 # ---- What is released ---------------------------------------------------------------------
 
 
-def released(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> Aggregate:
+def release_means(noise_multiplier: float, *, lanes: dict[str, float], size: int) -> Aggregate:
     """Return the noisy means of an empty cohort, where 4 clients were expected."""
     specs = [DELTA, CONTROL][: len(lanes)]
     aggregation = BoundedSum(
@@ -207,7 +207,7 @@ def has_scale(values: Tensor, sigma: float) -> bool:
 @pytest.mark.parametrize("noise_multiplier", [0.3, 1.0, 40.0])
 def test_the_noise_is_of_the_bound_by_the_public_denominator(noise_multiplier: float) -> None:
     """By the deviation Z C / m; the test would detect a factor of 2/3 or 3/2."""
-    noise = released(noise_multiplier, lanes={"delta": 0.2}, size=40_000).lanes["delta"]
+    noise = release_means(noise_multiplier, lanes={"delta": 0.2}, size=40_000).lanes["delta"]
     sigma = noise_multiplier * 0.2 / 4
     assert has_scale(noise, sigma)
     assert not has_scale(noise * 2.0 / 3.0, sigma)
@@ -218,7 +218,7 @@ def test_the_noise_is_of_the_bound_by_the_public_denominator(noise_multiplier: f
 
 def test_each_lane_has_noise_of_its_own() -> None:
     """Scaled by its bound, with the same multiplier and independent draws."""
-    lanes = released(1.5, lanes={"delta": 0.2, "control": 3.0}, size=40_000).lanes
+    lanes = release_means(1.5, lanes={"delta": 0.2, "control": 3.0}, size=40_000).lanes
     assert has_scale(lanes["delta"], 1.5 * 0.2 / 4)
     assert has_scale(lanes["control"], 1.5 * 3.0 / 4)
     apart = np.corrcoef(lanes["delta"].numpy(), lanes["control"].numpy())[0, 1]
@@ -227,7 +227,7 @@ def test_each_lane_has_noise_of_its_own() -> None:
 
 def test_as_many_clients_are_told_as_are_expected() -> None:
     """The number that reported is never released."""
-    assert released(1.0, lanes={"delta": 1.0}, size=3).num_clients == 4
+    assert release_means(1.0, lanes={"delta": 1.0}, size=3).num_clients == 4
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ class Rule(LocalWork):
         """Do nothing."""
 
 
-def lengthened(local: LocalUpdate) -> Strategy:
+def lengthen(local: LocalUpdate) -> Strategy:
     """Return an algorithm in which one client's local update differs."""
     inner = FedAvg(SGD, weight_by_examples=False)
     return PerClient(inner, lambda client: local if client == 1 else SGD)
@@ -196,9 +196,9 @@ def test_a_client_that_would_do_more_than_is_accounted_for_is_refused() -> None:
     """Control: a client that does less is accepted."""
     longer = LocalSgd(epochs=5, batch_size=8, learning_rate=0.5)
     with pytest.raises(ValueError, match="5 epochs, but 4 are accounted for"):
-        plan().wrap_strategy(lengthened(longer)).locals_for([ClientId(0), ClientId(1)])
+        plan().wrap_strategy(lengthen(longer)).locals_for([ClientId(0), ClientId(1)])
     shorter = LocalSgd(epochs=1, batch_size=8, learning_rate=0.5)
-    strategy = plan().wrap_strategy(lengthened(shorter))
+    strategy = plan().wrap_strategy(lengthen(shorter))
     (local,) = strategy.locals_for([ClientId(1)])
     assert isinstance(local, NoisedGradients)
     assert local.inner == shorter

@@ -77,7 +77,7 @@ def test_a_strategy_without_a_norm_that_moves_is_the_same_in_all_rounds() -> Non
 # ---- Noise that is correlated over rounds -------------------------------------------------
 
 
-def banded(bands: int, *, noise_multiplier: float = 0.8) -> BandedPlan:
+def run_banded(bands: int, *, noise_multiplier: float = 0.8) -> BandedPlan:
     """Return a plan of 4 groups."""
     return BandedPlan(
         cohorts=CyclicCohorts(100, 25, 25),
@@ -96,7 +96,7 @@ def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
     inner: Strategy, bands: int, noise_multiplier: float
 ) -> None:
     """All lanes are at their bounds, in all rows of a column, in standard deviations."""
-    made = banded(bands, noise_multiplier=noise_multiplier)
+    made = run_banded(bands, noise_multiplier=noise_multiplier)
     strategy, drawn = made.wrap_strategy(inner), dict[str, float]()
     assert isinstance(strategy, BandedUpdates)
     params = Params.of(nn.Linear(3, 2))
@@ -124,13 +124,13 @@ def test_one_taking_part_moves_its_rows_by_one_over_the_multiplier(
 
 def test_noise_reaches_no_further_than_a_user_stays_away() -> None:
     """With 4 groups, over at most 4 rounds."""
-    assert len(banded(4).matrix.diagonals) == 4
+    assert len(run_banded(4).matrix.diagonals) == 4
     with pytest.raises(
         ValueError, match=r"over 5 rounds .*once in 4 rounds; lower privacy.bands to 4,"
     ):
-        banded(5)
+        run_banded(5)
     with pytest.raises(ValueError, match=r"or cohort.num_wanted to 20"):
-        banded(5)
+        run_banded(5)
 
 
 def test_a_group_is_asked_as_a_whole_and_whoever_reports_counts() -> None:
@@ -143,21 +143,21 @@ def test_a_group_is_asked_as_a_whole_and_whoever_reports_counts() -> None:
         below_minimum=BelowMinimum.RETRY,
         max_retries=3,
     )
-    made = banded(2).adapt_policy(policy)
+    made = run_banded(2).adapt_policy(policy)
     assert (made.num_wanted, made.cohort_size, made.min_reports) == (25, 25, 0)
     with pytest.raises(ValueError, match=r"over_selection is 1.2.*must not displace another"):
-        banded(2).adapt_policy(replace(policy, over_selection=1.2))
+        run_banded(2).adapt_policy(replace(policy, over_selection=1.2))
 
 
 def test_clip_norm_and_lanes_are_bounded_as_without_bands() -> None:
     """And lanes without a bound are refused."""
     strategy, without = (
-        banded(3).wrap_strategy(TWO_LANES),
+        run_banded(3).wrap_strategy(TWO_LANES),
         plan().wrap_strategy(TWO_LANES).aggregation,
     )
     assert isinstance(strategy, BandedUpdates)
     assert isinstance(without, BoundedSum)
     assert strategy.summed == replace(without, largest=25)
     with pytest.raises(ValueError, match="weighted by their numbers of examples"):
-        banded(3).wrap_strategy(FedAvg(SGD))
-    assert BandedMatrix((1,)) == banded(1).matrix
+        run_banded(3).wrap_strategy(FedAvg(SGD))
+    assert BandedMatrix((1,)) == run_banded(1).matrix

@@ -113,7 +113,7 @@ def test_fewer_rounds_are_found_after_more() -> None:
 Updates = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 
-def shown_by(
+def compute_delta(
     updates: Updates, epsilons: NDArray[np.float64], *, rate: float
 ) -> NDArray[np.float64]:
     """Return δ(ε), for ε >= 0, of a round with any updates; the noise has deviation 1.
@@ -141,8 +141,8 @@ def shown_by(
 def losses_of(updates: Updates, *, rate: float, spacing: float, num: int) -> NDArray[np.float64]:
     """Return probabilities of the losses from -num to num spacings, rounded pessimistically."""
     epsilons = np.asarray(np.arange(num + 1) * spacing, np.float64)
-    above = shown_by(updates, epsilons, rate=rate)
-    mirrored = shown_by((updates[1], updates[0]), epsilons[:0:-1], rate=rate)
+    above = compute_delta(updates, epsilons, rate=rate)
+    mirrored = compute_delta((updates[1], updates[0]), epsilons[:0:-1], rate=rate)
     low = -epsilons[:0:-1]
     deltas = np.concatenate([-np.expm1(low) + np.exp(low) * mirrored, above])
     steps = np.diff(deltas)

@@ -25,7 +25,7 @@ time.sleep(600)
 
 
 @contextmanager
-def lost(mark: str | None) -> Iterator[tuple[int, int]]:
+def start_orphan(mark: str | None) -> Iterator[tuple[int, int]]:
     """Start a process whose parent has exited; yield its pid and its descriptor."""
     environ = {name: value for name, value in os.environ.items() if name != MARK}
     marked = environ if mark is None else environ | {MARK: mark}
@@ -49,11 +49,11 @@ def test_all_with_a_mark_end_and_no_others() -> None:
     """Processes with another mark, with none, or excluded by the caller survive."""
     mark = fresh_mark()
     with (
-        lost(mark) as (_, one),
-        lost(mark) as (_, two),
-        lost(mark) as (kept, three),
-        lost(fresh_mark()) as (_, other),
-        lost(None) as (_, unmarked),
+        start_orphan(mark) as (_, one),
+        start_orphan(mark) as (_, two),
+        start_orphan(mark) as (kept, three),
+        start_orphan(fresh_mark()) as (_, other),
+        start_orphan(None) as (_, unmarked),
     ):
         end_marked(mark, but=[kept])
         assert has_ended(one, within_s=LONG_S)

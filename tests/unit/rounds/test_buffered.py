@@ -89,7 +89,7 @@ def collector(
     )
 
 
-def sent(collecting: PlainCollector) -> list[tuple[list[int], int, int]]:
+def list_prefetches(collecting: PlainCollector) -> list[tuple[list[int], int, int]]:
     assert isinstance(collecting.prefetcher, RecordedPrefetches)
     return collecting.prefetcher.sent
 
@@ -113,7 +113,7 @@ def test_who_works_on_an_older_model_is_sent_the_newest_ahead() -> None:
     """Once per round, with the last round whose request may be answered with that model."""
     collecting = collector({})
     collect(collecting, 1, 2)
-    assert sent(collecting) == [([1, 2, 0], ROUND, ROUND + LIMITS.max_staleness - 1)]
+    assert list_prefetches(collecting) == [([1, 2, 0], ROUND, ROUND + LIMITS.max_staleness - 1)]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_nobody_is_sent_ahead_what_it_is_not_asked_about_next(
     """The same holds for a synchronous round, and for a client that has the model already."""
     collecting = collector({}, limits=limits, num_there=num_there)
     collect(collecting, *in_flight)
-    assert sent(collecting) == []
+    assert list_prefetches(collecting) == []
 
 
 def test_an_update_that_was_begun_ahead_counts_as_old_as_it_is() -> None:
@@ -191,7 +191,7 @@ def test_what_was_sent_ahead_is_called_off_where_fewer_may_be_in_flight(
     collecting.congestion = InFlightLimit(most, 2, num_waiting=lambda: 0)
     collect(collecting, 0, 1, 2)
     assert num_calls_off(collecting) == expected
-    assert len(sent(collecting)) == 1 - expected
+    assert len(list_prefetches(collecting)) == 1 - expected
 
 
 def test_a_client_that_fails_whenever_it_is_asked_does_not_end_the_round() -> None:

@@ -109,7 +109,7 @@ def linear(value: float = 0.0) -> Params:
 Fails = Callable[[int, int, int], bool]
 
 
-def scripted_round(
+def script_round(
     fails: Fails | None = None,
     *,
     policy: StragglerPolicy = POLICY,
@@ -198,7 +198,7 @@ def test_a_run_records_every_round() -> None:
     """Losses are weighted by examples, virtual time adds up, and the callback gets each record."""
     told: list[RoundRecord] = []
     store = MemoryStore()
-    plan = run_plan(scripted_round(), num_rounds=3)
+    plan = run_plan(script_round(), num_rounds=3)
     seen: list[float] = []
 
     def after_round(record: RoundRecord, params: Params) -> bool:
@@ -224,10 +224,10 @@ def test_a_run_that_is_extended_on_its_way_has_the_rounds_of_one_begun_so(
     every: int, noticed_after: int
 ) -> None:
     """Whenever the extension is noticed, up to the moment at which the run would have ended."""
-    expected, whole = run(run_plan(scripted_round(), num_rounds=5, evaluate_every=every))
+    expected, whole = run(run_plan(script_round(), num_rounds=5, evaluate_every=every))
     store = MemoryStore()
     plan = replace(
-        run_plan(scripted_round(), num_rounds=3, evaluate_every=every),
+        run_plan(script_round(), num_rounds=3, evaluate_every=every),
         read_num_rounds=lambda: 5 if len(store.records) >= noticed_after else 3,
     )
     state, _ = run(plan, store=store)
@@ -253,7 +253,7 @@ def test_what_a_strategy_says_as_it_begins_stands_in_the_first_record() -> None:
     """Also if the run is killed between its first commit and its first round."""
     fed = FedAvg(LOCAL)
     begins = Begins(**{each.name: getattr(fed, each.name) for each in fields(fed)})
-    plan = run_plan(replace(scripted_round(), strategy=begins), num_rounds=2)
+    plan = run_plan(replace(script_round(), strategy=begins), num_rounds=2)
     _, store = run(plan)
     told = [record.metrics for record in store.records]
     assert told == [{"warm": 0.5, "said": 1.0, "accuracy": 0.0}, {"said": 1.0, "accuracy": 0.0}]
@@ -276,7 +276,7 @@ def test_no_metric_of_a_strategy_passes_for_the_privacy_that_was_spent() -> None
     fed = FedAvg(LOCAL)
     spends = Spends(**{each.name: getattr(fed, each.name) for each in fields(fed)})
     with pytest.raises(RoundError, match=r"Spends\.step .* 'epsilon' is the privacy spent"):
-        run(run_plan(replace(scripted_round(), strategy=spends), num_rounds=2))
+        run(run_plan(replace(script_round(), strategy=spends), num_rounds=2))
 
 
 def test_a_round_below_its_minimum_is_tried_again_with_others() -> None:
@@ -289,7 +289,7 @@ def test_a_round_below_its_minimum_is_tried_again_with_others() -> None:
         return round_num == 1 and attempt < 2
 
     policy = replace(POLICY, num_wanted=3)
-    state, store = run(run_plan(scripted_round(fails, policy=policy), num_rounds=3))
+    state, store = run(run_plan(script_round(fails, policy=policy), num_rounds=3))
     assert [record.attempt for record in store.records] == [0, 2, 0]
     assert [record.duration_s for record in store.records] == [2.0, 6.0, 2.0]
     assert state.virtual_s == 10.0
@@ -325,7 +325,7 @@ def test_who_made_an_attempt_fail_is_not_asked_in_those_after_it() -> None:
             is_over = found.aggregate is None
             return replace(found, culprits=frozenset([ClientId(1)] if is_over else []))
 
-    scripted = scripted_round(fails, policy=replace(POLICY, num_wanted=3))
+    scripted = script_round(fails, policy=replace(POLICY, num_wanted=3))
     state, _ = run(run_plan(replace(scripted, collector=Blaming(scripted.collector)), num_rounds=3))
     assert asked == [(0, 0), (1, 0), (2, 0)]
     assert state.server.params.vector.tolist() == [3.0, 3.0]
@@ -340,7 +340,7 @@ def test_each_attempt_asks_a_fresh_cohort() -> None:
         return True
 
     with pytest.raises(TooFewReports):
-        run(run_plan(scripted_round(fails, num_clients=60)))
+        run(run_plan(script_round(fails, num_clients=60)))
     assert [len(cohorts[attempt]) for attempt in (0, 1, 2)] == [3, 3, 3]
     assert len({frozenset(cohort) for cohort in cohorts.values()}) == 3
 
@@ -362,7 +362,7 @@ def test_a_run_fails_when_the_policy_says_so(
     store = MemoryStore()
     policy = replace(POLICY, below_minimum=below_minimum)
     with pytest.raises(TooFewReports, match=r"round 2: 1 usable reports .* minimum is 2") as caught:
-        run(run_plan(scripted_round(fails, policy=policy)), store=store)
+        run(run_plan(script_round(fails, policy=policy)), store=store)
     assert (caught.value.round_num, caught.value.received, caught.value.minimum) == (1, 1, 2)
     assert len(attempts) == num_attempts
     assert store.commits[-1][0].round_num == 1
@@ -380,7 +380,7 @@ def test_a_run_fails_when_the_policy_says_so(
 def test_the_error_of_a_round_names_who_failed_and_why(num_failing: int, told: str) -> None:
     """It lists the first few clients and the number of the others."""
     policy = replace(POLICY, num_wanted=8, min_reports=8, over_selection=1.0)
-    plan = scripted_round(lambda c, _, __: c < num_failing, policy=policy, num_clients=8)
+    plan = script_round(lambda c, _, __: c < num_failing, policy=policy, num_clients=8)
     with pytest.raises(TooFewReports) as caught:
         run(run_plan(plan))
     assert told in str(caught.value)
@@ -407,7 +407,7 @@ def test_a_skipped_round_counts_and_leaves_the_model() -> None:
     """It is finished, its record says that it was skipped, and the next round follows."""
     policy = replace(POLICY, below_minimum=BelowMinimum.SKIP)
     state, store = run(
-        run_plan(scripted_round(lambda c, r, _: r == 1 and c != 2, policy=policy), num_rounds=3)
+        run_plan(script_round(lambda c, r, _: r == 1 and c != 2, policy=policy), num_rounds=3)
     )
     assert [record.outcome for record in store.records] == [
         Outcome.AGGREGATED,
@@ -425,14 +425,14 @@ SKIPPING = replace(POLICY, below_minimum=BelowMinimum.SKIP)
 
 def test_a_round_without_reports_has_no_loss() -> None:
     """It is NaN, not zero."""
-    plan = scripted_round(lambda _, round_num, __: round_num == 0, policy=SKIPPING)
+    plan = script_round(lambda _, round_num, __: round_num == 0, policy=SKIPPING)
     _, store = run(run_plan(plan, num_rounds=2))
     assert math.isnan(store.records[0].train_loss)
 
 
 def test_a_run_in_which_all_clients_failed_has_failed() -> None:
     """Even if rounds may be skipped. A resumed run remembers the earlier rounds."""
-    failing = scripted_round(lambda *_: True, policy=SKIPPING)
+    failing = script_round(lambda *_: True, policy=SKIPPING)
     plan, store = run_plan(failing, num_rounds=3), MemoryStore()
     with pytest.raises(NoUpdates, match=r"in 3 rounds.*last one 0 late; . failed: battery low"):
         run(plan, store=store)
@@ -441,19 +441,19 @@ def test_a_run_in_which_all_clients_failed_has_failed() -> None:
     checkpoint, _ = store.commits[-1]
     with pytest.raises(NoUpdates, match="in 3 rounds, so the model is the initial one; mend"):
         run(plan, store=MemoryStore(), checkpoint=checkpoint)
-    well = run_plan(scripted_round(policy=SKIPPING), num_rounds=4)
+    well = run_plan(script_round(policy=SKIPPING), num_rounds=4)
     state, store = run(well, checkpoint=checkpoint)
     assert (store.status, state.server.round_num) == (RunStatus.DONE, 4)
 
 
 def test_a_run_that_was_resumed_has_the_updates_of_before() -> None:
     """Controls of the test above; a checkpoint of an earlier version does not say, so it passes."""
-    few = run_plan(scripted_round(lambda client, *_: client > 0, policy=SKIPPING), num_rounds=3)
+    few = run_plan(script_round(lambda client, *_: client > 0, policy=SKIPPING), num_rounds=3)
     assert run(few)[1].status is RunStatus.DONE, "too few reports are skipped, as the policy says"
-    first = run_plan(scripted_round(policy=SKIPPING), num_rounds=1)
+    first = run_plan(script_round(policy=SKIPPING), num_rounds=1)
     _, store = run(first)
     checkpoint, _ = store.commits[-1]
-    failing = run_plan(scripted_round(lambda *_: True, policy=SKIPPING), num_rounds=2)
+    failing = run_plan(script_round(lambda *_: True, policy=SKIPPING), num_rounds=2)
     assert run(failing, checkpoint=checkpoint)[1].status is RunStatus.DONE
     earlier = {n: v for n, v in checkpoint.values.items() if n not in ("has_asked", "has_updates")}
     old = replace(checkpoint, values=earlier)
@@ -467,7 +467,7 @@ def test_the_model_is_measured_every_k_rounds_and_at_the_end(
     every: int, evaluated: list[int]
 ) -> None:
     """And never twice; other records have no metrics."""
-    _, store = run(run_plan(scripted_round(), num_rounds=5, evaluate_every=every))
+    _, store = run(run_plan(script_round(), num_rounds=5, evaluate_every=every))
     assert [r.round_num + 1 for r in store.records if r.metrics] == evaluated
 
 
@@ -486,7 +486,7 @@ def test_the_best_model_is_kept(
 ) -> None:
     """In the declared direction; the first of equal values wins, and a NaN is never best."""
     watched = replace(NEVER, metric=metric, direction=direction)
-    state, store = run(run_plan(scripted_round(), values=values, early_stopping=watched))
+    state, store = run(run_plan(script_round(), values=values, early_stopping=watched))
     assert (state.best_value, state.best_round) == (best_value, best_round)
     assert state.best_params is not None
     assert state.best_params.vector.tolist() == [best_round] * 2
@@ -495,7 +495,7 @@ def test_the_best_model_is_kept(
 
 def test_without_any_finite_metric_there_is_no_best_model() -> None:
     """Nor is there one in the checkpoint."""
-    state, store = run(run_plan(scripted_round(), values=[math.nan] * 5))
+    state, store = run(run_plan(script_round(), values=[math.nan] * 5))
     assert state.best_params is None
     assert math.isnan(state.best_value)
     assert not any(name.startswith("best/") for name in store.commits[-1][0].tensors)
@@ -523,7 +523,7 @@ def test_a_run_stops_early(
     early_stopping: EarlyStopping, values: list[float], num_rounds: int
 ) -> None:
     """At its target, or when patience runs out; improvements below the minimum do not count."""
-    plan = run_plan(scripted_round(), values=values, num_rounds=12, early_stopping=early_stopping)
+    plan = run_plan(script_round(), values=values, num_rounds=12, early_stopping=early_stopping)
     state, store = run(plan)
     assert len(store.records) == state.server.round_num == num_rounds
     assert store.commits[-1][0].round_num == num_rounds, "the end is always committed"
@@ -535,7 +535,7 @@ def test_patience_is_lost_only_where_the_model_was_measured(every: int, num_roun
     patient = replace(NEVER, patience_rounds=3)
     values = [0.5] * 13
     plan = run_plan(
-        scripted_round(),
+        script_round(),
         values=values,
         num_rounds=12,
         evaluate_every=every,
@@ -548,7 +548,7 @@ def test_patience_is_lost_only_where_the_model_was_measured(every: int, num_roun
 
 def test_commits_are_spaced_in_real_time() -> None:
     """The first and the last state are always durable."""
-    plan = replace(run_plan(scripted_round(), num_rounds=6), checkpoint_every_s=2.0)
+    plan = replace(run_plan(script_round(), num_rounds=6), checkpoint_every_s=2.0)
     clock = plan.clock
     store = MemoryStore()
 
@@ -562,7 +562,7 @@ def test_commits_are_spaced_in_real_time() -> None:
 
 def test_a_run_that_is_told_to_end_is_done_and_durable() -> None:
     """After the round whose callback ended it, and no matter when the last commit was."""
-    plan = replace(run_plan(scripted_round(), num_rounds=6), checkpoint_every_s=math.inf)
+    plan = replace(run_plan(script_round(), num_rounds=6), checkpoint_every_s=math.inf)
     store = MemoryStore()
 
     def after_round(record: RoundRecord, params: Params) -> bool:
@@ -718,11 +718,11 @@ def test_a_checkpoint_without_the_clients_momentum_would_be_noticed() -> None:
 )
 def test_a_run_does_not_go_on_with_another_model(other: nn.Module, told: str) -> None:
     """Neither if the tensors could not take the values, nor if they could."""
-    _, whole = run(run_plan(scripted_round()))
+    _, whole = run(run_plan(script_round()))
     checkpoint, records = whole.commits[1]
     with pytest.raises(ConfigError, match=told):
         train(
-            run_plan(scripted_round()),
+            run_plan(script_round()),
             Params.of(other),
             checkpoint=checkpoint,
             store=MemoryStore(list(records)),
@@ -750,11 +750,11 @@ def test_a_run_whose_strategy_kept_numbers_for_frozen_parameters_is_refused() ->
 
 def test_a_finished_run_has_nothing_to_resume() -> None:
     """Resuming from its last commit runs no round and reports that it is done."""
-    expected, whole = run(run_plan(scripted_round()))
+    expected, whole = run(run_plan(script_round()))
     checkpoint, records = whole.commits[-1]
     store = MemoryStore(list(records))
     state = train(
-        run_plan(scripted_round()),
+        run_plan(script_round()),
         linear(),
         checkpoint=checkpoint,
         store=store,
@@ -773,7 +773,7 @@ def test_integer_buffers_stay_as_they_were() -> None:
         model.register_buffer("version", torch.tensor(2**62 + 1))
         return model
 
-    plan = run_plan(scripted_round(), num_rounds=2)
+    plan = run_plan(script_round(), num_rounds=2)
     params = Params.of(make_model())
     state, store = run(plan, params)
     checkpoint, _ = store.commits[1]

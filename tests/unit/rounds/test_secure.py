@@ -80,7 +80,9 @@ STAGES: Mapping[type, Stage] = {
 Sabotage = Callable[[ClientId, Stage, bytes], bytes | None]
 
 
-def assumed(adversary: Adversary = Adversary.ACTIVE_SERVER, *, dropout: float = 0.34) -> SecurePlan:
+def make_assumptions(
+    adversary: Adversary = Adversary.ACTIVE_SERVER, *, dropout: float = 0.34
+) -> SecurePlan:
     assumptions = Assumptions(
         adversary=adversary,
         topology=Topology.COMPLETE,
@@ -102,7 +104,7 @@ def assumed(adversary: Adversary = Adversary.ACTIVE_SERVER, *, dropout: float = 
     )
 
 
-PLAN = assumed()
+PLAN = make_assumptions()
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def mean_of(collected: CollectedRound) -> Tensor:
     return collected.aggregate.lanes["delta"]
 
 
-def expected_mean(survivors: Sequence[int], *, by_examples: bool = True) -> float:
+def compute_expected_mean(survivors: Sequence[int], *, by_examples: bool = True) -> float:
     weights = [i + 1.0 if by_examples else 1.0 for i in survivors]
     deltas = [(i + 1) / 10 for i in survivors]
     return sum(w * d for w, d in zip(weights, deltas, strict=True)) / sum(weights)
@@ -219,7 +221,9 @@ def test_the_mean_is_that_of_all_and_the_figures_are_means_too() -> None:
     """Parameters and statistics, weighted by examples; no client's own numbers are known."""
     collected = Federation.of().collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
-    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(6))), atol=1e-5)
+    assert torch.allclose(
+        mean_of(collected), torch.tensor(compute_expected_mean(range(6))), atol=1e-5
+    )
     assert collected.aggregate is not None
     assert collected.aggregate.num_clients == NUM_CLIENTS
     assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
@@ -250,7 +254,7 @@ def test_clients_that_count_the_same_send_no_weight() -> None:
     collector = Federation.of(plan=replace(PLAN, by_examples=False)).collector
     alike = replace(REQUEST, strategy=FedAvg(LOCAL, weight_by_examples=False))
     collected = collect_from(collector, COHORT, alike)
-    expected = expected_mean(range(6), by_examples=False)
+    expected = compute_expected_mean(range(6), by_examples=False)
     assert torch.allclose(mean_of(collected), torch.tensor(expected), atol=1e-5)
     assert {p.num_examples for p in collected.participations} == {round(21 / 6)}
 
@@ -262,7 +266,7 @@ def test_an_honest_but_curious_coordinator_needs_one_stage_less() -> None:
     def note(_client: ClientId, stage: Stage, _reply: bytes) -> None:
         stages.add(stage)
 
-    collected = Federation.of(note, plan=assumed(Adversary.HONEST_BUT_CURIOUS)).collect()
+    collected = Federation.of(note, plan=make_assumptions(Adversary.HONEST_BUT_CURIOUS)).collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
     assert Stage.UNMASK not in stages  # the stage whose message is the signatures
 
@@ -285,7 +289,7 @@ def test_a_client_that_is_late_before_its_vector_is_in_is_left_out(
     row = by_id(collected)[client_id]
     assert (row.status, row.reason) == (Status.LATE, f"late at the stage `{stage}`")
     left = [i for i in range(6) if i != client_id]
-    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(left)), atol=1e-5)
+    assert torch.allclose(mean_of(collected), torch.tensor(compute_expected_mean(left)), atol=1e-5)
     waited = {Stage.MASK: POLICY.deadline_s}.get(stage, 6.0)
     assert collected.duration_s == waited
 
@@ -295,7 +299,9 @@ def test_a_client_that_is_late_afterwards_is_in_the_sum(stage: Stage) -> None:
     """Its vector is in the sum, and the shares of the others are enough to unmask it."""
     collected = Federation.of(silent={ClientId(2): stage}).collect()
     assert collected.count(Status.REPORTED) == NUM_CLIENTS
-    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(6))), atol=1e-5)
+    assert torch.allclose(
+        mean_of(collected), torch.tensor(compute_expected_mean(range(6))), atol=1e-5
+    )
     late = {Stage.CONFIRM: "late at the stage `confirm`", Stage.UNMASK: ""}
     assert by_id(collected)[2].reason == late[stage]
 
@@ -306,7 +312,7 @@ def test_drop_outs_at_different_stages_add_up() -> None:
     collected = Federation.of(silent=silent).collect()
     left = [1, 2, 4, 5]
     assert [p.client_id for p in collected.participations[:4]] == left
-    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(left)), atol=1e-5)
+    assert torch.allclose(mean_of(collected), torch.tensor(compute_expected_mean(left)), atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", list(Stage))
@@ -377,7 +383,9 @@ def test_a_round_closes_with_the_vectors_it_wants() -> None:
     slow = {ClientId(i): float(i + 1) for i in range(6)}
     collected = Federation.of(policy=policy, latencies_s=slow).collect()
     assert [row.status for row in collected.participations].count(Status.LATE) == 2
-    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(range(4))), atol=1e-5)
+    assert torch.allclose(
+        mean_of(collected), torch.tensor(compute_expected_mean(range(4))), atol=1e-5
+    )
     assert collected.duration_s == 4.0
     assert [by_id(collected)[i].duration_s for i in range(4)] == [1.0, 2.0, 3.0, 4.0]
 
@@ -406,7 +414,7 @@ def cut_short(reply: bytes) -> bytes:
     return encode(SecureReply(round_num=4, message=found.message[:-1]))
 
 
-def flipped(reply: bytes) -> bytes:
+def flip(reply: bytes) -> bytes:
     found = decode(reply)
     assert isinstance(found, SecureReply)
     middle = len(found.message) // 2
@@ -454,7 +462,7 @@ def test_a_hostile_reply_is_its_sender_failing(stage: Stage, name: str) -> None:
         left = [0, 1, 2, 4, 5]
         assert row.status is Status.FAILED
     assert row.reason.startswith(f"at the stage `{stage}`: ")
-    assert torch.allclose(mean_of(collected), torch.tensor(expected_mean(left)), atol=1e-5)
+    assert torch.allclose(mean_of(collected), torch.tensor(compute_expected_mean(left)), atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", [Stage.ADVERTISE, Stage.CONFIRM])
@@ -462,7 +470,7 @@ def test_a_forged_signature_is_its_sender_failing(stage: Stage) -> None:
     """One bit of a signed message is flipped."""
 
     def sabotage(client_id: ClientId, at: Stage, reply: bytes) -> bytes | None:
-        return flipped(reply) if client_id == 3 and at is stage else None
+        return flip(reply) if client_id == 3 and at is stage else None
 
     collected = Federation.of(sabotage).collect()
     assert by_id(collected)[3].reason.startswith(f"at the stage `{stage}`: ")

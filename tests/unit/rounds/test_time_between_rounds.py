@@ -45,7 +45,7 @@ class Waiting:
         return self.draw(min(num, self.most), round_num=round_num, attempt=attempt, busy=busy)
 
 
-def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.0) -> int:
+def count_reports(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.0) -> int:
     """Count the updates in rounds, if time passes between rounds or before each draw."""
     plain = flower.over_flower(FedAvg(flower.LOCAL))
     assert isinstance(plain, PlainCollector)
@@ -88,5 +88,5 @@ def reported(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.
 @pytest.mark.parametrize("spent", ["evaluated_s", "drawn_s"])
 def test_nobody_is_late_by_what_was_waited_for_before(spent: str, *, is_buffered: bool) -> None:
     """As many report as if no time passes."""
-    found = reported(is_buffered=is_buffered, **{spent: 100.0})
-    assert found >= reported(is_buffered=is_buffered) >= 2 * NUM_ROUNDS
+    found = count_reports(is_buffered=is_buffered, **{spent: 100.0})
+    assert found >= count_reports(is_buffered=is_buffered) >= 2 * NUM_ROUNDS

@@ -70,7 +70,7 @@ FRESH = ClientState.fresh(b"r" * 16)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_state_comes_back_from_its_bytes(step: Step) -> None:
     """Compared as bytes, since sessions and secrets define no equality."""
-    state = replace(FRESH.record_release(released(TERMS), most=9), step=step)
+    state = replace(FRESH.record_release(release_step(TERMS), most=9), step=step)
     data = state.to_bytes()
     again = ClientState.from_bytes(data)
     assert again.to_bytes() == data
@@ -93,7 +93,7 @@ def test_a_damaged_state_is_refused(step: Step) -> None:
             ClientState.from_bytes(bad)
 
 
-def released(terms: Terms) -> ReleasedStep:
+def release_step(terms: Terms) -> ReleasedStep:
     return ReleasedStep(Session.of(terms, ADVERTS, directory=DIRECTORY)[0], SURVIVORS, {})
 
 
@@ -104,23 +104,31 @@ def last_of(state: ClientState) -> tuple[int, int, int]:
 
 
 def test_releases_are_counted_by_round_and_end_the_session() -> None:
-    first = FRESH.with_step(STEPS[0]).record_release(released(TERMS), most=9)
+    first = FRESH.with_step(STEPS[0]).record_release(release_step(TERMS), most=9)
     assert not first.is_in_session
     assert FRESH.with_step(STEPS[0]).is_in_session, "the control"
     assert last_of(first) == (2, 1, 1)
-    assert last_of(first.record_release(released(replace(TERMS, attempt=2)), most=9)) == (2, 2, 2)
-    assert last_of(first.record_release(released(replace(TERMS, round_num=3)), most=9)) == (3, 1, 1)
+    assert last_of(first.record_release(release_step(replace(TERMS, attempt=2)), most=9)) == (
+        2,
+        2,
+        2,
+    )
+    assert last_of(first.record_release(release_step(replace(TERMS, round_num=3)), most=9)) == (
+        3,
+        1,
+        1,
+    )
 
 
 def test_a_release_that_is_worked_on_again_after_a_crash_counts_once() -> None:
     """The history outlives the run's state, so after a crash it may be one answer ahead of it."""
-    first = FRESH.record_release(released(TERMS), most=9)
+    first = FRESH.record_release(release_step(TERMS), most=9)
     behind = replace(FRESH.with_step(STEPS[4]), releases=first.releases)
-    assert last_of(behind.record_release(released(TERMS), most=9)) == (2, 1, 1)
+    assert last_of(behind.record_release(release_step(TERMS), most=9)) == (2, 1, 1)
 
 
 def test_ending_a_session_forgets_its_secrets_but_not_the_releases() -> None:
-    state = FRESH.record_release(released(TERMS), most=9).with_step(STEPS[1])
+    state = FRESH.record_release(release_step(TERMS), most=9).with_step(STEPS[1])
     assert SECRETS[2].reveal() in state.to_bytes()
     ended = state.with_step(None)
     assert SECRETS[2].reveal() not in ended.to_bytes()

@@ -40,7 +40,7 @@ def lane(modulus_bits: int, size: int) -> Lane:
     )
 
 
-def drawn(lanes: list[Lane], *, seed: int) -> tuple[Words, ...]:
+def draw_words(lanes: list[Lane], *, seed: int) -> tuple[Words, ...]:
     rng = np.random.default_rng(seed)
     words = zeros(lanes)
     for one, into in zip(lanes, words, strict=True):
@@ -53,7 +53,7 @@ def drawn(lanes: list[Lane], *, seed: int) -> tuple[Words, ...]:
 @pytest.mark.parametrize("size", [1, 7, 65_537, SPAN_BYTES // 4 + 5, SPAN_BYTES // 2 + 3])
 def test_masks_added_and_subtracted_leave_nothing(size: int, num_threads: int) -> None:
     lanes = [lane(64, 1), lane(16, 3), lane(32, size)]
-    words = drawn(lanes, seed=0)
+    words = draw_words(lanes, seed=0)
     before = [one.copy() for one in words]
     keys = MaskKeys(plus=KEYS[:3], minus=KEYS[3:])
     fold(words, keys, num_threads=num_threads)
@@ -160,7 +160,7 @@ def test_masked_zeros_look_uniform() -> None:
 def test_packed_words_add_up_in_every_modulus() -> None:
     """An upload has exactly b bits per number."""
     lanes = [lane(bits, 9) for bits in MODULUS_BITS]
-    first, second = drawn(lanes, seed=1), drawn(lanes, seed=2)
+    first, second = draw_words(lanes, seed=1), draw_words(lanes, seed=2)
     packed = pack(lanes, first)
     assert len(packed) == sum(9 * bits // 8 for bits in MODULUS_BITS)
     sums = zeros(lanes)

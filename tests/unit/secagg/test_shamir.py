@@ -61,7 +61,7 @@ def test_fewer_shares_fit_every_secret_exactly_once() -> None:
         assert shares[:2, 0, 0].tolist() == observed.tolist()
 
 
-def solved(matrix: list[list[int]], values: list[int]) -> list[int]:
+def solve(matrix: list[list[int]], values: list[int]) -> list[int]:
     """Return the only solution of a linear system modulo p, in whole numbers.
 
     Raises:
@@ -97,7 +97,7 @@ def test_t_minus_one_shares_are_independent_of_the_secret(threshold: int) -> Non
     matrix = [[pow(x, power, PRIME) for power in range(1, threshold)] for x in points]
     seen = set()
     for limb in (0, 1, (1 << 30) - 1, *(int(y) for y in rng.integers(0, 1 << 30, 5))):
-        found = solved(matrix, [(each - limb) % PRIME for each in observed])
+        found = solve(matrix, [(each - limb) % PRIME for each in observed])
         coefficients = np.array(found, np.uint64)[:, None]
         shares = shamir.evaluate(np.array([[limb]], np.uint64), coefficients, points=points)
         assert shares[:, 0, 0].tolist() == observed
@@ -108,7 +108,7 @@ def test_t_minus_one_shares_are_independent_of_the_secret(threshold: int) -> Non
 def test_a_holder_that_stands_twice_would_tell_of_the_secret() -> None:
     """Control: two equal points make the matrix singular."""
     with pytest.raises(StopIteration):
-        solved([[3, 9], [3, 9]], [1, 2])
+        solve([[3, 9], [3, 9]], [1, 2])
 
 
 @pytest.mark.parametrize("threshold", range(2, 7))

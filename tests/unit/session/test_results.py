@@ -282,7 +282,7 @@ def test_a_setting_that_is_not_honored_is_refused_before_training() -> None:
     assert "Answering does not honor the setting 'epochs'" in reply.reason
 
 
-def evaluated(answer: Answer) -> Reply:
+def evaluate_answer(answer: Answer) -> Reply:
     request = EvaluateRequest(round_num=1, tensors=Params.of(Network()).to_tensors())
     data, _ = ClientSession(ClientId(5), Answering(answer)).handle(encode(request), b"")
     reply = decode(data)
@@ -300,14 +300,14 @@ def evaluated(answer: Answer) -> Reply:
 )
 def test_an_evaluation_is_checked_alike(answer: Answer, words: str) -> None:
     """Its number of examples and its metrics are checked."""
-    reply = evaluated(answer)
+    reply = evaluate_answer(answer)
     assert isinstance(reply, Failure)
     assert words in reply.reason
 
 
 def test_an_evaluation_of_numpys_numbers_travels() -> None:
     numbers: dict[str, Any] = {"num_examples": np.int64(3), "metrics": {"f1": np.float32(0.5)}}
-    reply = evaluated(lambda _: LocalEvaluation(**numbers))
+    reply = evaluate_answer(lambda _: LocalEvaluation(**numbers))
     assert isinstance(reply, EvaluateReply)
     assert (reply.num_examples, reply.metrics) == (3, {"f1": 0.5})
 

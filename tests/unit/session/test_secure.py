@@ -272,7 +272,7 @@ def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
     file = PinFile(path=tmp_path / "pins.json", coordinator_key=bytes(32))
     desk.sessions[0] = replace(session, pin_file=file if is_at_home else None)
 
-    def pinned() -> Pins:
+    def pin() -> Pins:
         return file.read() if is_at_home else SessionState.of(desk.states[0]).pins
 
     for attempt, (lineage, is_taken) in enumerate(
@@ -281,7 +281,7 @@ def test_a_chain_leads_to_a_new_key_wherever_pins_are_kept(
         desk.directory = {ClientId(1): lineage}
         reply = desk.told(0, desk.terms(attempt=attempt))
         assert isinstance(reply, messages.Shares) == is_taken
-    assert pinned().keys == {ClientId(1): new[1]}
+    assert pin().keys == {ClientId(1): new[1]}
 
 
 def test_pins_at_home_outlive_a_run(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def chain() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
 
 
-def normalized() -> nn.Module:
+def build_normalized() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.ReLU(), nn.Linear(7, 3))
 
 
@@ -166,7 +166,7 @@ def test_measuring_takes_a_hundredth_of_a_run(tmp_path: Path) -> None:
 def test_a_gradient_that_is_nothing_but_rounding_is_no_objection() -> None:
     """A bias before a BatchNorm has a zero gradient; Adam takes a step by its rounding error."""
 
-    def biased() -> nn.Module:
+    def build_biased() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 3))
 
     adam = LocalAdam(
@@ -181,7 +181,7 @@ def test_a_gradient_that_is_nothing_but_rounding_is_no_objection() -> None:
     )
     for seed in range(5):
         torch.manual_seed(seed)
-        small = job(biased, local=adam)
+        small = job(build_biased, local=adam)
         assert use_configured(small, ExecutorKind.VMAP).reason == "as configured"
 
 
@@ -195,7 +195,7 @@ def test_any_other_model_takes_what_was_faster(
 ) -> None:
     """By the better of two timings each, after a warm-up; the reason has the ratio."""
     clock = Ticking(9.0, sequential_s, 2 * sequential_s, 9.0, 2 * stacked_s, stacked_s)
-    small = job(normalized, num_clients=1)
+    small = job(build_normalized, num_clients=1)
     choice = choose(small, clock=clock, cache_dir=tmp_path)
     assert choice.kind is kind
     much = "fast" if kind is ExecutorKind.VMAP else "slow"
@@ -206,7 +206,7 @@ def test_any_other_model_takes_what_was_faster(
 @pytest.mark.slow
 def test_a_probe_is_cached(tmp_path: Path) -> None:
     """The second choice reads no clock and is equal; another update rule is timed separately."""
-    small = job(normalized, num_clients=1)
+    small = job(build_normalized, num_clients=1)
     cache = tmp_path / "new folder"
     first = choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=cache)
     assert choose(small, clock=Ticking(), cache_dir=cache) == first
@@ -351,9 +351,9 @@ class Suspicious(Plain):
         return super().forward(x)
 
 
-def hooked() -> nn.Module:
+def build_hooked() -> nn.Module:
     """Build a chain with a hook that counts calls."""
-    model, calls = normalized(), list[int]()
+    model, calls = build_normalized(), list[int]()
 
     def count(_module: nn.Module, _inputs: object, outputs: Tensor) -> Tensor:
         calls.append(1)
@@ -390,7 +390,7 @@ def growing() -> nn.Module:
         (DeepByTorch, "draws random numbers"),
         (DeepByItsOwn, "changes 'generator' of the model"),
         (Suspicious, "Error: no stand-ins"),
-        (hooked, "changes '_forward_hooks' of the model"),
+        (build_hooked, "changes '_forward_hooks' of the model"),
         (alternating, "a second model of make_model"),
         (Branching, "RuntimeError"),
     ],
@@ -518,7 +518,7 @@ def test_layers_whose_dtypes_do_not_fit_are_named(tmp_path: Path) -> None:
 def test_a_model_in_float64_takes_features_in_float32(tmp_path: Path) -> None:
     """With the stacked executor as well as the sequential one."""
     clock = Ticking(*_STACKED_WINS)
-    wide = job(lambda: normalized().double(), num_clients=1)
+    wide = job(lambda: build_normalized().double(), num_clients=1)
     assert choose(wide, clock=clock, cache_dir=tmp_path).kind is ExecutorKind.VMAP
 
 
@@ -561,19 +561,19 @@ def test_executors_are_made_by_name() -> None:
 
 def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
     """It is never replaced silently, and the error suggests an alternative."""
-    assert use_configured(job(normalized), ExecutorKind.VMAP).reason == "as configured"
+    assert use_configured(job(build_normalized), ExecutorKind.VMAP).reason == "as configured"
     assert use_configured(job(Branching), ExecutorKind.SEQUENTIAL).reason == "as configured"
     with pytest.raises(EngineError, match='use "auto" or "sequential"'):
         use_configured(job(Branching), ExecutorKind.VMAP)
     with pytest.raises(EngineError):
-        use_configured(job(normalized), ExecutorKind.FUSED)
+        use_configured(job(build_normalized), ExecutorKind.FUSED)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 3, None])
 @pytest.mark.parametrize("kind", [ExecutorKind.VMAP, ExecutorKind.FUSED])
 def test_small_batches_are_no_objection(kind: ExecutorKind, batch_size: int | None) -> None:
     """The trial uses batches no larger than the clients' own."""
-    make_model = chain if kind is ExecutorKind.FUSED else normalized
+    make_model = chain if kind is ExecutorKind.FUSED else build_normalized
     small = job(make_model, local=replace(PLAIN, batch_size=batch_size))
     assert use_configured(small, kind).reason == "as configured"
 
@@ -581,7 +581,7 @@ def test_small_batches_are_no_objection(kind: ExecutorKind, batch_size: int | No
 @pytest.mark.slow
 def test_a_damaged_cache_entry_counts_as_none(tmp_path: Path) -> None:
     """The next choice measures again, and replaces it."""
-    small = job(normalized, num_clients=1)
+    small = job(build_normalized, num_clients=1)
     first = choose(small, clock=Ticking(*_STACKED_WINS), cache_dir=tmp_path)
     (entry,) = tmp_path.iterdir()
     assert json.loads(entry.read_text()) == {"sequential_s": 1.0, "stacked_s": 0.25}
@@ -599,7 +599,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     """The folder cannot be created: the timings are used, but not cached."""
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    small = job(normalized, num_clients=1)
+    small = job(build_normalized, num_clients=1)
     clock = Ticking(*_STACKED_WINS)
     assert choose(small, clock=clock, cache_dir=blocked / "cache").kind is ExecutorKind.VMAP
     with pytest.raises(StopIteration):

@@ -60,7 +60,7 @@ def run_afresh(script: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def said(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
+def merge_reports(done: subprocess.CompletedProcess[str]) -> dict[str, object]:
     """Merge everything that the script reported into one table."""
     table: dict[str, object] = {}
     for line in done.stdout.splitlines():
@@ -134,7 +134,7 @@ def test_workers_add_up_and_hear_the_first(run: Run) -> None:
         """
     )
     assert done.returncode == 0, done.stderr
-    table = said(done)
+    table = merge_reports(done)
     assert table["sums"] == [[3.0, 3.0, 3.0], 3 * 2**40 + 3]
     assert table["votes"] == 3
     assert_gone(table["pids"])
@@ -167,7 +167,7 @@ def test_a_worker_that_dies_ends_the_run(end: str, explanation: str, run: Run) -
             say(error=str(error))
         """
     )
-    table = said(done)
+    table = merge_reports(done)
     assert "lost another worker" in str(table.get("error")), done.stderr
     assert "fedlearn resume" in str(table["error"])
     assert explanation in done.stderr
@@ -225,7 +225,7 @@ def test_a_group_keeps_values_that_another_dtype_cannot_hold(run: Run) -> None:
         dist.destroy_process_group()
         """
     )
-    losses = said(done).get("losses")
+    losses = merge_reports(done).get("losses")
     assert isinstance(losses, list), done.stderr
     assert float(losses[0]) == pytest.approx(0.1, rel=1e-14)
     assert losses[1:] == ["inf", "inf", "nan"]
@@ -239,7 +239,7 @@ def test_a_worker_leaves_garbage_that_it_inherits_alone() -> None:
     """
     script = dedent(INHERITED) + "say(gone=launch(collected, num_workers=3, environment={}))"
     done = run_afresh(script)
-    assert said(done)["gone"] == [3, 2, 2], done.stderr
+    assert merge_reports(done)["gone"] == [3, 2, 2], done.stderr
 
 
 @pytest.mark.slow
@@ -255,8 +255,8 @@ if not child:
 say(status=os.waitpid(child, 0)[1], held=left() is not None)
 """
     done = run_afresh(dedent(INHERITED) + fork)
-    assert said(done)["held"], done.stderr
-    assert said(done)["status"] != 0
+    assert merge_reports(done)["held"], done.stderr
+    assert merge_reports(done)["status"] != 0
 
 
 def test_an_error_of_the_first_process_ends_the_others(run: Run) -> None:
@@ -275,7 +275,7 @@ def test_an_error_of_the_first_process_ends_the_others(run: Run) -> None:
             say(error=repr(error))
         """
     )
-    table = said(done)
+    table = merge_reports(done)
     assert table["error"] == "KeyError('mine')"
     assert_gone(table["pids"])
 
@@ -295,7 +295,7 @@ def test_killing_the_first_process_leaves_no_orphan(waiting: str, run: Run) -> N
         """
     )
     assert done.returncode == -9
-    assert_gone(said(done)["pids"])
+    assert_gone(merge_reports(done)["pids"])
 
 
 def test_a_process_that_is_still_running_would_be_noticed() -> None:

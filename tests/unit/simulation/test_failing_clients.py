@@ -67,7 +67,7 @@ def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def normed() -> nn.Module:
+def build_normed() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
@@ -105,8 +105,8 @@ def failures(found: fl.Run, num: int = 0) -> dict[int, str]:
     [
         (plain, "fused", {int(np.flatnonzero(OWNERS == CULPRIT)[3]): 7}),
         (plain, "vmap", {int(np.flatnonzero(OWNERS == CULPRIT)[3]): 7}),
-        (normed, "vmap", {}),
-        (normed, "sequential", {}),
+        (build_normed, "vmap", {}),
+        (build_normed, "sequential", {}),
     ],
 )
 def test_one_client_fails_and_the_others_give_what_they_give_without_it(
@@ -122,7 +122,7 @@ def test_one_client_fails_and_the_others_give_what_they_give_without_it(
         assert "batch of one example" not in failures(found, num)[CULPRIT]
     want = without.weights(best=False)
     # A stacked block keeps the memory layout of the first attempt, so rounding differs.
-    atol = 1e-6 if make is normed and executor == "vmap" else 0.0
+    atol = 1e-6 if make is build_normed and executor == "vmap" else 0.0
     for name, value in found.weights(best=False).items():
         torch.testing.assert_close(value, want[name], rtol=0.0, atol=atol)
 
@@ -140,7 +140,7 @@ def test_one_client_fails_and_the_others_give_what_they_give_without_it(
     ],
 )
 def test_every_kind_of_round_goes_on(settings: dict[str, Any]) -> None:
-    found = run(normed, data(), **settings)
+    found = run(build_normed, data(), **settings)
     told = failures(found) | failures(found, 1)
     assert "ValueError: Expected more than 1 value per channel" in told.pop(CULPRIT)
     assert not told
@@ -206,7 +206,7 @@ def test_a_mistake_of_all_ends_the_run_at_once_with_its_place() -> None:
 @pytest.mark.slow
 def test_too_few_reports_end_the_run_by_the_cohorts_own_rule() -> None:
     with pytest.raises(RoundError, match="5"):
-        run(normed, data(), stragglers={"min_reports": 5, "below_minimum": "fail"})
+        run(build_normed, data(), stragglers={"min_reports": 5, "below_minimum": "fail"})
 
 
 def test_a_client_that_cannot_be_evaluated_is_left_out() -> None:
@@ -254,8 +254,8 @@ def test_clients_with_a_last_batch_of_one_are_named_before_the_first_round(
 ) -> None:
     told = "1 of 5 clients have a last batch of one example, which layer 1 (BatchNorm1d) may fail"
     for make, drop_last, is_told in (
-        (normed, False, True),
-        (normed, True, False),
+        (build_normed, False, True),
+        (build_normed, True, False),
         (plain, False, False),
     ):
         local = fl.LocalSgd(epochs=1, batch_size=3, learning_rate=0.1, drop_last=drop_last)

@@ -310,7 +310,7 @@ def test_an_archive_of_numbers_to_regress_on_has_no_classes(tmp_path: Path) -> N
         _from_archive(path, test=("x", "z"))
 
 
-def _written(path: Path, *, labels: ArrayLike) -> Path:
+def _write_idx(path: Path, *, labels: ArrayLike) -> Path:
     clients = np.arange(np.size(labels)) // 2
     table = pa.table({"user": clients, "a": clients + 0.5, "b": clients, "digit": labels})
     pq.write_table(table, path)
@@ -319,8 +319,8 @@ def _written(path: Path, *, labels: ArrayLike) -> Path:
 
 def _from_parquet(folder: Path, *, train: ArrayLike, test: ArrayLike) -> FederatedData:
     return from_parquet(
-        _written(folder / "train.parquet", labels=train),
-        test_path=_written(folder / "test.parquet", labels=test),
+        _write_idx(folder / "train.parquet", labels=train),
+        test_path=_write_idx(folder / "test.parquet", labels=test),
         client="user",
         label="digit",
         features=None,

@@ -31,7 +31,7 @@ LABELS = np.arange(NUM) % 3
 TEST = (FEATURES[:6] + 0.5, LABELS[:6])
 
 
-def divided(
+def divide_data(
     partition: Division,
     *,
     seed: int = 0,
@@ -74,16 +74,16 @@ def of_dataset(_: Path) -> FederatedData:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda _: divided(Iid(4), seed=1),
-        lambda _: divided(Iid(7)),
-        lambda _: divided(Dirichlet(4, alpha=1.0, min_examples=1)),
-        lambda _: divided(Shards(4, shards_per_client=2)),
-        lambda _: divided(Natural()),
-        lambda _: divided(Bootstrap(num_clients=1_000_000, examples_per_client=3)),
-        lambda _: divided(Iid(4), rows=slice(None, None, -1)),
-        lambda _: divided(Iid(4), features=FEATURES.astype(np.int64)),
-        lambda _: divided(Iid(4), features=FEATURES.astype(np.float64)),
-        lambda _: divided(Iid(4), seed=2, shape=(2, 2)),
+        lambda _: divide_data(Iid(4), seed=1),
+        lambda _: divide_data(Iid(7)),
+        lambda _: divide_data(Dirichlet(4, alpha=1.0, min_examples=1)),
+        lambda _: divide_data(Shards(4, shards_per_client=2)),
+        lambda _: divide_data(Natural()),
+        lambda _: divide_data(Bootstrap(num_clients=1_000_000, examples_per_client=3)),
+        lambda _: divide_data(Iid(4), rows=slice(None, None, -1)),
+        lambda _: divide_data(Iid(4), features=FEATURES.astype(np.int64)),
+        lambda _: divide_data(Iid(4), features=FEATURES.astype(np.float64)),
+        lambda _: divide_data(Iid(4), seed=2, shape=(2, 2)),
         of_npz,
         of_parquet,
         of_dataset,
@@ -93,7 +93,7 @@ def test_the_same_examples_have_one_name(
     make: Callable[[Path], FederatedData], tmp_path: Path
 ) -> None:
     """With other seeds, divisions, orders, dtypes, shapes and files, and other users each time."""
-    expected = fingerprint_of(divided(Iid(4)).population)
+    expected = fingerprint_of(divide_data(Iid(4)).population)
     found = fingerprint_of(make(tmp_path).population)
     assert found.name == expected.name
     assert found.is_stable
@@ -105,9 +105,9 @@ def test_users_are_the_same_in_any_order() -> None:
     renamed = from_arrays(
         FEATURES[::-1], LABELS[::-1], groups=-groups[::-1], partition=Natural(), seed=3, test=TEST
     )
-    users = fingerprint_of(divided(Natural()).population).users
+    users = fingerprint_of(divide_data(Natural()).population).users
     assert fingerprint_of(renamed.population).users == users
-    assert fingerprint_of(divided(Iid(12)).population).users != users
+    assert fingerprint_of(divide_data(Iid(12)).population).users != users
 
 
 def test_a_few_rows_of_a_large_set_are_known_again() -> None:

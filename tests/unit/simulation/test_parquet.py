@@ -58,7 +58,7 @@ def _table(owners: NDArray[np.int64] | list[str], *, features: Tensor | None = N
     )
 
 
-def _written(path: Path, *, table: pa.Table | None = None, row_group_size: int = 3) -> Path:
+def _write_parquet(path: Path, *, table: pa.Table | None = None, row_group_size: int = 3) -> Path:
     table = _table(np.sort(_OWNERS)) if table is None else table
     pq.write_table(table, path, row_group_size=row_group_size)
     return path
@@ -100,7 +100,7 @@ def test_a_parquet_file_gives_each_client_its_rows(
     tmp_path: Path, row_group_size: int, cache_bytes: int
 ) -> None:
     """Whatever the row group size and the cache size; clients may span row groups."""
-    path = _written(tmp_path / "train.parquet", row_group_size=row_group_size)
+    path = _write_parquet(tmp_path / "train.parquet", row_group_size=row_group_size)
     population = _parquet(path, cache_bytes=cache_bytes)
     assert population.num_clients == 4
     for asked in ([2, 0, 3, 1], [1, 2], [3]):
@@ -110,8 +110,8 @@ def test_a_parquet_file_gives_each_client_its_rows(
 def test_a_folder_is_one_table_and_clients_may_span_its_files(tmp_path: Path) -> None:
     """The order of the files is that of their names."""
     table = _table(np.sort(_OWNERS))
-    _written(tmp_path / "part-1.parquet", table=table.slice(3))
-    _written(tmp_path / "part-0.parquet", table=table.slice(0, 3))
+    _write_parquet(tmp_path / "part-1.parquet", table=table.slice(3))
+    _write_parquet(tmp_path / "part-0.parquet", table=table.slice(0, 3))
     _assert_owners(_parquet(tmp_path), asked=[1, 3, 0, 2])
 
 
@@ -119,7 +119,7 @@ def test_clients_may_be_named_by_strings(tmp_path: Path) -> None:
     """Clients are numbered in order of appearance; dictionary-encoded names work as well."""
     names = pa.array(["zoe", "ada", "kim", "bo"]).take(pa.array(np.sort(_OWNERS)))
     for kind, column in (("plain", names), ("dictionary", names.dictionary_encode())):
-        path = _written(tmp_path / f"{kind}.parquet", table=_table(column))
+        path = _write_parquet(tmp_path / f"{kind}.parquet", table=_table(column))
         population = _parquet(path)
         assert [population.name_of(client) for client in range(4)] == ["zoe", "ada", "kim", "bo"]
         _assert_owners(population, asked=[1, 0])
@@ -136,7 +136,7 @@ def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
         features=InputColumns(names=["a", "b"], shape=(1, 2), dtype=torch.float64),
         label="digit",
     )
-    population = _parquet(_written(tmp_path / "t.parquet", table=table), columns=columns)
+    population = _parquet(_write_parquet(tmp_path / "t.parquet", table=table), columns=columns)
     _assert_owners(population, asked=[3, 2])
     loaded = population.load(np.array([2]))
     assert require_single_input(loaded.features).shape == (3, 1, 2)
@@ -145,7 +145,7 @@ def test_several_numeric_columns_make_a_feature_vector(tmp_path: Path) -> None:
 
 def test_the_cache_keeps_the_row_groups_used_last(tmp_path: Path) -> None:
     """A cached row group is not read again; one that was evicted is."""
-    path = _written(tmp_path / "t.parquet", row_group_size=2)  # 4 groups of 2 x (8 + 8) bytes
+    path = _write_parquet(tmp_path / "t.parquet", row_group_size=2)  # 4 groups of 2 x (8 + 8) bytes
     population = _parquet(path, cache_bytes=64)
     population.load(np.array([0]))
     population.load(np.array([3]))
@@ -161,7 +161,7 @@ def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
     features = torch.zeros(80_000, 100)
     flat = pa.FixedSizeListArray.from_arrays(pa.array(features.numpy().ravel()), 100)
     table = pa.table({"user": owners, "pixels": flat, "digit": owners % 3})
-    path = _written(tmp_path / "t.parquet", table=table, row_group_size=1000)
+    path = _write_parquet(tmp_path / "t.parquet", table=table, row_group_size=1000)
     columns = TableColumns(
         client="user",
         features=InputColumns(names=["pixels"], shape=(100,), dtype=torch.float32),
@@ -178,13 +178,13 @@ def test_a_streamed_population_is_not_held_in_memory(tmp_path: Path) -> None:
 
 def test_rows_not_grouped_by_client_are_refused(tmp_path: Path) -> None:
     """Within one file and across files; the message says how to sort."""
-    scattered = _written(tmp_path / "t.parquet", table=_table(_OWNERS))
+    scattered = _write_parquet(tmp_path / "t.parquet", table=_table(_OWNERS))
     with pytest.raises(DataError, match=r"'user' 0 appears in several places; sort first"):
         _parquet(scattered)
     folder = tmp_path / "folder"
     folder.mkdir()
     for part in range(2):
-        _written(folder / f"{part}.parquet")
+        _write_parquet(folder / f"{part}.parquet")
     with pytest.raises(DataError, match="not grouped by client"):
         _parquet(folder)
 
@@ -194,12 +194,14 @@ def test_bad_values_in_parquet_are_refused_when_loaded(tmp_path: Path) -> None:
     features = _features()[np.argsort(_OWNERS)]
     features[4] = float("nan")
     names = pa.array(["zoe", "ada", "kim", "bo"]).take(pa.array(np.sort(_OWNERS)))
-    population = _parquet(_written(tmp_path / "t.parquet", table=_table(names, features=features)))
+    population = _parquet(
+        _write_parquet(tmp_path / "t.parquet", table=_table(names, features=features))
+    )
     _assert_owners(population, asked=[0, 1])
     with pytest.raises(DataError, match=r"row 4 of client 2 \(user 'kim'\) has a feature"):
         population.load(np.array([1, 2]))
     with pytest.raises(DataError, match=r"row 4 of client 2 \(user 2\) has the label 2"):
-        _parquet(_written(tmp_path / "u.parquet"), num_classes=2).load(np.array([2]))
+        _parquet(_write_parquet(tmp_path / "u.parquet"), num_classes=2).load(np.array([2]))
 
 
 @pytest.mark.parametrize("column", ["user", "pixels", "digit"])
@@ -209,7 +211,7 @@ def test_missing_values_in_parquet_are_refused(tmp_path: Path, column: str) -> N
     array = table[column].combine_chunks()
     holed = pa.concat_arrays([array.slice(0, 7), pa.nulls(1, array.type)])
     table = table.set_column(table.schema.get_field_index(column), column, holed)
-    path = _written(tmp_path / "t.parquet", table=table)
+    path = _write_parquet(tmp_path / "t.parquet", table=table)
     with pytest.raises(DataError, match=f"column '{column}' .*missing"):
         _parquet(path).load(np.array([3]))
 
@@ -226,7 +228,7 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
         "have no rows": table.slice(0, 0),
     }
     for number, (message, malformed) in enumerate(other.items()):
-        path = _written(tmp_path / f"{number}.parquet", table=malformed)
+        path = _write_parquet(tmp_path / f"{number}.parquet", table=malformed)
         with pytest.raises(DataError, match=message):
             _parquet(path)
     wide = TableColumns(
@@ -235,7 +237,7 @@ def test_a_table_of_another_form_is_refused(tmp_path: Path) -> None:
         label="digit",
     )
     with pytest.raises(DataError, match="hold 2 numbers per example"):
-        _parquet(_written(tmp_path / "wide.parquet"), columns=wide)
+        _parquet(_write_parquet(tmp_path / "wide.parquet"), columns=wide)
 
 
 def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
@@ -271,7 +273,7 @@ def test_all_kinds_of_population_agree(tmp_path: Path) -> None:
             partition=Partition.of_owners(_OWNERS[order], num_clients=4),
             num_classes=3,
         ),
-        _parquet(_written(tmp_path / "t.parquet")),
+        _parquet(_write_parquet(tmp_path / "t.parquet")),
     ]
     for population in populations:
         _assert_owners(population, asked=[3, 0, 2, 1])
@@ -296,7 +298,7 @@ def test_columns_take_shape_and_dtype_from_the_schema(tmp_path: Path) -> None:
         ),
     }
     for number, ((shape, dtype), table) in enumerate(of_columns.items()):
-        (columns,) = _of_file(_written(tmp_path / f"{number}.parquet", table=table)).inputs
+        (columns,) = _of_file(_write_parquet(tmp_path / f"{number}.parquet", table=table)).inputs
         assert (columns.shape, columns.dtype) == (shape, dtype)
 
 
@@ -307,7 +309,7 @@ def test_nested_lists_become_images(tmp_path: Path) -> None:
         pa.FixedSizeListArray.from_arrays(pa.array(pixels.numpy()), 3), 2
     )
     table = _table(np.sort(_OWNERS)).set_column(1, "pixels", nested)
-    path = _written(tmp_path / "t.parquet", table=table)
+    path = _write_parquet(tmp_path / "t.parquet", table=table)
     columns = _of_file(path)
     assert columns.inputs[0].shape == (2, 3)
     assert torch.equal(
@@ -321,18 +323,22 @@ def test_an_index_that_pandas_wrote_is_no_feature(tmp_path: Path) -> None:
     """Sorting by client in pandas leaves one, and it would reveal the order of the rows."""
     table = _table(np.sort(_OWNERS)).append_column("__index_level_0__", pa.array(range(8)))
     pandas = b'{"index_columns": ["__index_level_0__"], "columns": [], "column_indexes": []}'
-    path = _written(tmp_path / "t.parquet", table=table.replace_schema_metadata({"pandas": pandas}))
+    path = _write_parquet(
+        tmp_path / "t.parquet", table=table.replace_schema_metadata({"pandas": pandas})
+    )
     assert _of_file(path).inputs[0].names == ("pixels",)
 
 
 def test_columns_that_are_not_there_are_refused(tmp_path: Path) -> None:
     """The client, the label or a feature is missing, or no column is left for features."""
-    path = _written(tmp_path / "t.parquet")
+    path = _write_parquet(tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"no column 'age'; it has \['user', 'pixels', 'digit'\]"):
         _of_file(path, features=["age"])
     with pytest.raises(DataError, match="no column 'who'"):
         TableColumns.of_file(path, client="who", label="digit", features=None)
-    bare = _written(tmp_path / "u.parquet", table=_table(np.sort(_OWNERS)).drop_columns(["pixels"]))
+    bare = _write_parquet(
+        tmp_path / "u.parquet", table=_table(np.sort(_OWNERS)).drop_columns(["pixels"])
+    )
     with pytest.raises(DataError, match="no column for features"):
         _of_file(bare)
 
@@ -340,7 +346,7 @@ def test_columns_that_are_not_there_are_refused(tmp_path: Path) -> None:
 def test_a_column_of_text_among_all_is_refused_by_name(tmp_path: Path) -> None:
     """It is neither left out silently nor encoded by a guess."""
     table = _table(np.sort(_OWNERS)).append_column("city", pa.array(["x"] * 8))
-    path = _written(tmp_path / "t.parquet", table=table)
+    path = _write_parquet(tmp_path / "t.parquet", table=table)
     with pytest.raises(DataError, match=r"'city' is string; .* name the feature columns without"):
         read_parquet(path, columns=_of_file(path))
 
@@ -348,14 +354,14 @@ def test_a_column_of_text_among_all_is_refused_by_name(tmp_path: Path) -> None:
 def test_a_test_table_is_read_whole_without_a_client_column(tmp_path: Path) -> None:
     """All rows of all files, in order; integer labels are classes, float labels are not."""
     table = _table(np.sort(_OWNERS)).drop_columns(["user"])
-    _written(tmp_path / "0.parquet", table=table.slice(0, 5), row_group_size=2)
-    _written(tmp_path / "1.parquet", table=table.slice(5))
+    _write_parquet(tmp_path / "0.parquet", table=table.slice(0, 5), row_group_size=2)
+    _write_parquet(tmp_path / "1.parquet", table=table.slice(5))
     examples = read_parquet(tmp_path, columns=_COLUMNS)
     assert require_single_input(examples.features)[:, 0].tolist() == np.sort(_OWNERS).tolist()
     assert examples.labels.tolist() == (np.sort(_OWNERS) % 3).tolist()
     assert (examples.num_classes, examples.groups) == (3, None)
     floats = table.set_column(1, "digit", pa.array(np.linspace(0.0, 1.0, 8)))
-    path = _written(tmp_path / "floats", table=floats)
+    path = _write_parquet(tmp_path / "floats", table=floats)
     regression = read_parquet(path, columns=_COLUMNS)
     assert (regression.num_classes, regression.labels.dtype) == (None, torch.float32)
 
@@ -364,18 +370,18 @@ def test_fractions_are_not_cut_off_to_the_integers_of_another_file(tmp_path: Pat
     """The first file defines the dtype; a later file that does not fit it is refused."""
     owners = np.sort(_OWNERS)
     whole = pa.table({"user": owners, "age": owners, "digit": owners % 3})
-    path = _written(tmp_path / "0.parquet", table=whole)
+    path = _write_parquet(tmp_path / "0.parquet", table=whole)
     columns = _of_file(path)
     assert require_single_input(read_parquet(path, columns=columns).features).dtype == torch.int64
     halves = whole.set_column(1, "age", pa.array(owners + 0.5))
-    _written(tmp_path / "1.parquet", table=halves)
+    _write_parquet(tmp_path / "1.parquet", table=halves)
     with pytest.raises(DataError, match=r"'age' is double, which torch\.int64 would round"):
         read_parquet(tmp_path, columns=columns)
 
 
 def test_an_empty_test_table_is_refused(tmp_path: Path) -> None:
     """There are no examples to evaluate on, and no class to count."""
-    path = _written(tmp_path / "t.parquet", table=_table(np.sort(_OWNERS)).slice(0, 0))
+    path = _write_parquet(tmp_path / "t.parquet", table=_table(np.sort(_OWNERS)).slice(0, 0))
     with pytest.raises(DataError, match="have no rows"):
         read_parquet(path, columns=_COLUMNS)
     with pytest.raises(DataError, match="have no rows"):
@@ -385,26 +391,26 @@ def test_an_empty_test_table_is_refused(tmp_path: Path) -> None:
 def test_classes_are_counted_over_all_files(tmp_path: Path) -> None:
     """The largest label may be anywhere; float labels are not classes."""
     table = _table(np.sort(_OWNERS))
-    _written(tmp_path / "0.parquet", table=table)
+    _write_parquet(tmp_path / "0.parquet", table=table)
     assert num_classes_in(tmp_path, columns=_COLUMNS) == 3
     late = table.set_column(2, "digit", pa.array([0] * 7 + [6]))
-    _written(tmp_path / "1.parquet", table=late)
+    _write_parquet(tmp_path / "1.parquet", table=late)
     assert num_classes_in(tmp_path, columns=_COLUMNS) == 7
-    _written(tmp_path / "2.parquet", table=table.set_column(2, "digit", pa.array([0.5] * 8)))
+    _write_parquet(tmp_path / "2.parquet", table=table.set_column(2, "digit", pa.array([0.5] * 8)))
     assert num_classes_in(tmp_path, columns=_COLUMNS) is None
 
 
 def test_clients_of_two_types_are_refused(tmp_path: Path) -> None:
     """1 in one file and "1" in another may or may not be the same client."""
-    _written(tmp_path / "0.parquet")
-    _written(tmp_path / "1.parquet", table=_table(["x"] * 8))
+    _write_parquet(tmp_path / "0.parquet")
+    _write_parquet(tmp_path / "1.parquet", table=_table(["x"] * 8))
     with pytest.raises(DataError, match="is int64 here and large_string there"):
         _parquet(tmp_path)
 
 
 def test_a_damaged_row_group_is_refused(tmp_path: Path) -> None:
     """Its bytes are overwritten, although the footer is intact."""
-    path = _written(tmp_path / "t.parquet")
+    path = _write_parquet(tmp_path / "t.parquet")
     population = _parquet(path)
     content = path.read_bytes()
     path.write_bytes(content[:4] + b"\xff" * (len(content) // 3) + content[4 + len(content) // 3 :])
@@ -414,7 +420,7 @@ def test_a_damaged_row_group_is_refused(tmp_path: Path) -> None:
 
 def test_a_forked_process_reads_after_its_parent_has(tmp_path: Path) -> None:
     """A simulation forks its workers after it has read the index."""
-    population = _parquet(_written(tmp_path / "t.parquet"))
+    population = _parquet(_write_parquet(tmp_path / "t.parquet"))
     _assert_owners(population, asked=[0, 3])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 on: forking with threads

@@ -63,7 +63,7 @@ def plan(
     return replace(made, policy=policy, collector=engine, is_retried=True)
 
 
-def begun(made: RoundPlan) -> ServerState:
+def start_state(made: RoundPlan) -> ServerState:
     return made.init(Params.of(nn.Linear(2, 1, bias=False)).with_vector(torch.zeros(2)))
 
 
@@ -72,7 +72,7 @@ def step(made: RoundPlan, state: ServerState, *, attempt: int = 0) -> RoundResul
 
 
 def run(made: RoundPlan, *, num_rounds: int) -> tuple[ServerState, list[CollectedRound]]:
-    state, rounds = begun(made), list[CollectedRound]()
+    state, rounds = start_state(made), list[CollectedRound]()
     for _ in range(num_rounds):
         state, collected, _ = step(made, state)
         rounds.append(collected)
@@ -161,7 +161,7 @@ def test_where_nobody_is_late_it_is_the_synchronous_round_to_the_bit() -> None:
     assert isinstance(semi.collector, Engine)
     synchronous = replace(semi, collector=replace(semi.collector, round_mode=None))
     for kept, made in zip(states, (semi, synchronous), strict=True):
-        state = begun(made)
+        state = start_state(made)
         for _ in range(4):
             state, collected, _ = step(made, state)
             kept.append(state)
@@ -176,7 +176,7 @@ def test_too_few_reports_lose_nothing() -> None:
     policy = replace(POLICY, min_reports=3, deadline_s=8.0, over_selection=1.0)
     executor = ToTheirOwn()
     made = plan(executor, policy=policy)
-    state, first, _ = step(made, begun(made))
+    state, first, _ = step(made, start_state(made))
     assert first.aggregate is None
     assert first.count(Status.REPORTED) == 1  # client 2 after 5.7 s; the others take longer
     assert {each.client_id for each in state.pending} == {0, 1, 2, 3}
@@ -197,7 +197,7 @@ def test_a_round_that_can_ask_nobody_closes_as_soon_as_those_at_work_have_answer
         POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=6, deadline_s=deadline_s
     )
     made = plan(ToTheirOwn(), policy=policy, behavior=Table(seconds=seconds))
-    state, first, _ = step(made, begun(made))
+    state, first, _ = step(made, start_state(made))
     assert first.count(Status.LATE) == NUM_CLIENTS
     assert first.duration_s == deadline_s
     state, second, _ = step(made, state, attempt=1)
@@ -214,7 +214,7 @@ def test_a_round_whose_clients_have_all_answered_before_closes_at_once() -> None
         POLICY, num_wanted=NUM_CLIENTS, over_selection=1.0, min_reports=2, deadline_s=10.0
     )
     made = plan(ToTheirOwn(), policy=policy, behavior=Table(seconds=never))
-    state, _, _ = step(made, begun(made))
+    state, _, _ = step(made, start_state(made))
     state = replace(state, pending=tuple(each for each in state.pending if each.client_id == 0))
     nobody = replace(made, draw=lambda *_, **__: ())
     _, again, _ = step(nobody, state, attempt=1)

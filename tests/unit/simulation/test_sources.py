@@ -90,7 +90,7 @@ def test_the_seed_alone_decides_what_is_held_out() -> None:
     assert not torch.equal(first, other)
 
 
-def _labeled(labels: Tensor, *, num_classes: int | None) -> Examples:
+def _label(labels: Tensor, *, num_classes: int | None) -> Examples:
     return Examples(
         features=torch.arange(len(labels)).float()[:, None],
         labels=labels,
@@ -102,7 +102,7 @@ def _labeled(labels: Tensor, *, num_classes: int | None) -> Examples:
 def test_a_split_holds_out_of_every_class_alike_and_keeps_rows_together() -> None:
     """A tenth of each class; every row is in one part, with its label and its group."""
     labels = torch.tensor([0] * 80 + [1] * 20)
-    data = _labeled(labels, num_classes=2).split(fraction=0.1, seed=Seed(0))
+    data = _label(labels, num_classes=2).split(fraction=0.1, seed=Seed(0))
     assert torch.bincount(data.test.labels).tolist() == [8, 2]
     rows = torch.cat(
         [require_single_input(part.features)[:, 0].long() for part in (data.train, data.test)]
@@ -119,7 +119,7 @@ def test_a_split_holds_out_of_every_class_alike_and_keeps_rows_together() -> Non
 @pytest.mark.parametrize("shape", [(100,), (100, 3)])
 def test_a_split_without_classes_holds_out_of_all(shape: tuple[int, ...]) -> None:
     """Floats and labels of several values cannot be split by class."""
-    data = _labeled(torch.rand(shape), num_classes=None).split(fraction=0.25, seed=Seed(0))
+    data = _label(torch.rand(shape), num_classes=None).split(fraction=0.25, seed=Seed(0))
     assert (len(data.train.labels), len(data.test.labels)) == (75, 25)
 
 
@@ -139,7 +139,7 @@ def test_a_split_needs_two_parts(fraction: float) -> None:
 
 def test_train_and_test_have_the_same_classes() -> None:
     """A model has a fixed number of outputs."""
-    two, three = (_labeled(torch.tensor([0, 1]), num_classes=number) for number in (2, 3))
+    two, three = (_label(torch.tensor([0, 1]), num_classes=number) for number in (2, 3))
     with pytest.raises(DataError, match="num_classes is 2 for training and 3 for the test"):
         TrainTest(train=two, test=three)
 

@@ -53,7 +53,7 @@ def policy_of(num_wanted: int, deadline_s: float) -> StragglerPolicy:
     )
 
 
-def played(
+def run_in_engine(
     durations_s: Sequence[float], kinds: Sequence[str], policy: StragglerPolicy
 ) -> tuple[list[Participation], float, list[int]]:
     """Run a round in the engine; also return the trained clients, in order."""
@@ -78,7 +78,7 @@ def played(
     return list(outcome.participations), outcome.duration_s, [each for each, _ in executor.trained]
 
 
-def collected(
+def collect(
     durations_s: Sequence[float], kinds: Sequence[str], policy: StragglerPolicy
 ) -> tuple[list[Participation], float]:
     """Run the same round over a channel."""
@@ -117,14 +117,14 @@ def test_a_played_round_is_the_round_over_a_channel(
     """The same reports and failures in the same order, the same late clients, the same duration."""
     policy = policy_of(num_wanted, deadline_s)
     durations_s, kinds = [t for t, _ in clients], [k for _, k in clients]
-    expected, closed_s = collected(durations_s, kinds, policy)
-    found, played_s, _ = played(durations_s, kinds, policy)
-    assert settled(found) == settled(expected)
+    expected, closed_s = collect(durations_s, kinds, policy)
+    found, played_s, _ = run_in_engine(durations_s, kinds, policy)
+    assert describe_rows(found) == describe_rows(expected)
     assert late(found) == late(expected)
     assert played_s == closed_s
 
 
-def settled(rows: list[Participation]) -> list[str]:
+def describe_rows(rows: list[Participation]) -> list[str]:
     return [repr(row) for row in rows if row.status is not Status.LATE]
 
 
@@ -134,7 +134,7 @@ def late(rows: list[Participation]) -> set[int]:
 
 def test_only_those_are_trained_whom_the_round_needs() -> None:
     """Ten of thirteen; none is trained in vain."""
-    rows, closed_s, trained = played(range(13), [SOUND] * 13, policy_of(10, 100.0))
+    rows, closed_s, trained = run_in_engine(range(13), [SOUND] * 13, policy_of(10, 100.0))
     assert trained == list(range(10))
     assert closed_s == 9.0
     assert late(rows) == {10, 11, 12}
@@ -143,7 +143,7 @@ def test_only_those_are_trained_whom_the_round_needs() -> None:
 def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
     """It is trained in a second wave, and the round closes later."""
     kinds = [SOUND, UNSOUND, SOUND, UNSOUND, SOUND]
-    rows, closed_s, trained = played(range(5), kinds, policy_of(2, 100.0))
+    rows, closed_s, trained = run_in_engine(range(5), kinds, policy_of(2, 100.0))
     assert trained == [0, 1, 2]
     assert closed_s == 2.0
     assert [row.status for row in rows] == ["reported", "failed", "reported", "late", "late"]
@@ -152,7 +152,7 @@ def test_the_next_to_arrive_takes_the_place_of_an_unsound_client() -> None:
 
 def test_a_client_that_drops_is_never_trained() -> None:
     """It fails at the time of its report, if the round is still open."""
-    rows, _, trained = played([0.0, 1.0, 2.0], [DROPS, SOUND, DROPS], policy_of(1, 9.0))
+    rows, _, trained = run_in_engine([0.0, 1.0, 2.0], [DROPS, SOUND, DROPS], policy_of(1, 9.0))
     assert trained == [1]
     assert [row.status for row in rows] == ["failed", "reported", "late"]
     assert rows[0].reason == DROPPED_OUT
@@ -161,7 +161,7 @@ def test_a_client_that_drops_is_never_trained() -> None:
 @pytest.mark.parametrize(("deadline_s", "num_reported"), [(2.0, 3), (1.9999, 2)])
 def test_the_deadline_itself_is_in_time(deadline_s: float, num_reported: int) -> None:
     """A reply at exactly that time counts; late clients have the duration that they would take."""
-    rows, closed_s, _ = played(range(4), [SOUND] * 4, policy_of(4, deadline_s))
+    rows, closed_s, _ = run_in_engine(range(4), [SOUND] * 4, policy_of(4, deadline_s))
     assert sum(row.status is Status.REPORTED for row in rows) == num_reported
     assert closed_s == deadline_s
     assert [row.duration_s for row in rows] == [0.0, 1.0, 2.0, 3.0]

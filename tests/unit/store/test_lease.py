@@ -51,7 +51,7 @@ def a_lease(database: Database, holder: str, clock: VirtualClock | None = None) 
     return Lease(database, RUN.name, holder=holder, ttl_s=TTL_S, clock=clock)
 
 
-def taken_over(database: Database) -> tuple[Lease, Lease]:
+def take_over(database: Database) -> tuple[Lease, Lease]:
     """Return a holder that does not know that it was replaced, and the new holder."""
     old, clock = a_lease(database, "old"), VirtualClock()
     new = a_lease(database, "new", clock)
@@ -223,7 +223,7 @@ def test_waiting_ends_when_it_is_told_to(database: Database) -> None:
 
 def test_a_holder_that_was_taken_over_writes_nothing(database: Database) -> None:
     """Neither rounds nor the run's status nor the journal. It gets an error."""
-    old, new = taken_over(database)
+    old, new = take_over(database)
     run_id = find_deployment(database, RUN.name).run_id
     run = database.run(RUN.name, guard=old.guard)
     journal = StoredJournal(database, RUN.name, guard=old.guard)
@@ -305,7 +305,7 @@ def test_a_run_that_begins_anew_is_another_one_to_its_clients(
 
 def test_the_new_holder_writes(database: Database) -> None:
     """Control: the guard of the lease that is held."""
-    _, new = taken_over(database)
+    _, new = take_over(database)
     run = database.run(RUN.name, guard=new.guard)
     journal = StoredJournal(database, RUN.name, guard=new.guard)
     journal.open(OPENED)

@@ -200,12 +200,12 @@ def test_nothing_is_left_behind() -> None:
         assert path.exists()
     assert not path.parent.exists()
 
-    async def refused() -> None:
+    async def raise_refusal() -> None:
         _, writer = await asyncio.open_connection(*address.split(":"))
         writer.close()
 
     with pytest.raises(ConnectionRefusedError):
-        asyncio.run(refused())
+        asyncio.run(raise_refusal())
 
 
 def test_a_coordinator_that_goes_away_comes_back_where_it_was(

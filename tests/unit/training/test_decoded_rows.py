@@ -35,14 +35,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "t.parquet"
 
 
-def opened(path: Path) -> RowGroups:
+def open_rows(path: Path) -> RowGroups:
     """Open the table without a cache in memory."""
     columns = columns_of_file(path, label="y", features={"x": ["x"], "who": ["who"]})
     table = Table.at(path, columns)
     return RowGroups(table, groups=table.sizes(), cache_bytes=0, keeps_decoded=True)
 
 
-def taken(rows: RowGroups, wanted: list[int]) -> list[list[float]]:
+def take_rows(rows: RowGroups, wanted: list[int]) -> list[list[float]]:
     """Return each tensor's values in these rows."""
     features, labels = rows.take(np.array(wanted, np.int64))
     assert isinstance(features, dict)
@@ -52,25 +52,25 @@ def taken(rows: RowGroups, wanted: list[int]) -> list[list[float]]:
 @pytest.mark.parametrize("wanted", [[3, 4, 5, 9, 8, 8, 21, 0], list(range(_NUM_ROWS)), [7]])
 def test_rows_are_the_same_from_disk(path: Path, wanted: list[int]) -> None:
     """At first some are cached, then all, in any order; the file itself is read once."""
-    rows = opened(path)
-    taken(rows, [5, 17])
-    assert taken(rows, wanted) == [wanted] * 3
-    assert taken(rows, wanted) == [wanted] * 3
-    taken(rows, list(range(_NUM_ROWS)))
+    rows = open_rows(path)
+    take_rows(rows, [5, 17])
+    assert take_rows(rows, wanted) == [wanted] * 3
+    assert take_rows(rows, wanted) == [wanted] * 3
+    take_rows(rows, list(range(_NUM_ROWS)))
     path.unlink()
-    assert taken(rows, wanted) == [wanted] * 3
+    assert take_rows(rows, wanted) == [wanted] * 3
 
 
 def test_a_forked_process_needs_not_decode_again(path: Path) -> None:
     """The parent reads what a worker has decoded, and the other way round."""
-    rows = opened(path)
+    rows = open_rows(path)
     child = os.fork()
     if not child:
-        taken(rows, list(range(_NUM_ROWS)))
+        take_rows(rows, list(range(_NUM_ROWS)))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     path.unlink()
-    assert taken(rows, [20, 2]) == [[20, 2]] * 3
+    assert take_rows(rows, [20, 2]) == [[20, 2]] * 3
 
 
 def test_a_full_disk_costs_time_and_nothing_else(
@@ -81,10 +81,10 @@ def test_a_full_disk_costs_time_and_nothing_else(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    rows = opened(path)
+    rows = open_rows(path)
     monkeypatch.setattr(os, "pwrite", full)
     with capture_logs() as logs:
-        assert [taken(rows, [1, 9]) for _ in range(2)] == [[[1, 9]] * 3] * 2
+        assert [take_rows(rows, [1, 9]) for _ in range(2)] == [[[1, 9]] * 3] * 2
     assert [("TMPDIR" in each["event"], each["why"]) for each in logs] == [
         (True, os.strerror(errno.ENOSPC))
     ]

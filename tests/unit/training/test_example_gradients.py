@@ -39,11 +39,11 @@ class Words(nn.Module):
         return found
 
 
-def scaled(outputs: Tensor, labels: Tensor) -> Tensor:
+def scale_loss(outputs: Tensor, labels: Tensor) -> Tensor:
     return SCALE * F.cross_entropy(outputs, labels, reduction="none")
 
 
-LOSS = CustomLoss(scaled)
+LOSS = CustomLoss(scale_loss)
 
 
 def mlp() -> nn.Module:
@@ -65,7 +65,7 @@ LABELS = torch.arange(NUM_EXAMPLES) % 3
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-def made(name: str) -> nn.Module:
+def build_model(name: str) -> nn.Module:
     """Build the named model; each call returns equal weights."""
     torch.manual_seed(0)
     return MODELS[name][0]()
@@ -113,7 +113,7 @@ class Opacus:
     def clipped(self, features: Tensor, labels: Tensor) -> list[Tensor]:
         """Return the sums of clipped gradients."""
         self.optimizer.zero_grad()
-        scaled(self.module(features), labels).mean().backward()
+        scale_loss(self.module(features), labels).mean().backward()
         self.optimizer.clip_and_accumulate()
         return [parameter.summed_grad for parameter in self.module.parameters()]
 
@@ -121,7 +121,7 @@ class Opacus:
         """Take a step by the mean of a batch's clipped gradients."""
         self.optimizer.zero_grad()
         self.optimizer.expected_batch_size = len(labels)
-        scaled(self.module(features), labels).mean().backward()
+        scale_loss(self.module(features), labels).mean().backward()
         self.optimizer.step()
 
 
@@ -131,15 +131,15 @@ def test_clipped_sums_are_those_of_opacus(name: str) -> None:
     """Within 1e-6; control: sums clipped after summing differ."""
     features = MODELS[name][1]
     keys = torch.zeros(NUM_EXAMPLES, dtype=torch.int64)
-    grads, losses = by_example(made(name), LOSS)(features, LABELS, keys=keys)
+    grads, losses = by_example(build_model(name), LOSS)(features, LABELS, keys=keys)
     is_real = torch.ones(1, NUM_EXAMPLES, dtype=torch.bool)
     found = [each * RULE.level for each in RULE.clip([grad[None] for grad in grads], is_real)]
-    expected = Opacus(made(name), rate=1.0, momentum=0.0).clipped(features, LABELS)
+    expected = Opacus(build_model(name), rate=1.0, momentum=0.0).clipped(features, LABELS)
     assert difference(found, expected) < 1e-6
     total = [grad.sum(0) for grad in grads]
     norm = torch.cat([value.flatten() for value in total]).norm()
     assert difference([value * CLIP * NUM_EXAMPLES / norm for value in total], expected) > 1e-2
-    torch.testing.assert_close(losses, scaled(made(name)(features), LABELS))
+    torch.testing.assert_close(losses, scale_loss(build_model(name)(features), LABELS))
 
 
 @every_model
@@ -147,7 +147,7 @@ def test_clipped_sums_are_those_of_opacus(name: str) -> None:
 def test_a_local_training_is_that_of_opacus(name: str) -> None:
     """Two epochs with momentum and a ragged last batch; control: clipping by batch differs."""
     features = MODELS[name][1]
-    opacus = Opacus(made(name), rate=RATE, momentum=0.5)
+    opacus = Opacus(build_model(name), rate=RATE, momentum=0.5)
     for rows in batch_positions(
         SGD, seed=Seed(3), round_num=1, client_id=2, num_examples=NUM_EXAMPLES
     ):
@@ -159,9 +159,9 @@ def test_a_local_training_is_that_of_opacus(name: str) -> None:
         context = TrainContext(
             client_id=ClientId(2), round_num=1, settings=settings_of(rule), seed=Seed(3), state={}
         )
-        trainer = TorchTrainer.of(lambda: made(name), features, LABELS, objective=LOSS)
+        trainer = TorchTrainer.of(lambda: build_model(name), features, LABELS, objective=LOSS)
         trained[rule] = list(
-            trainer.train(made(name).state_dict(), context=context).tensors.values()
+            trainer.train(build_model(name).state_dict(), context=context).tensors.values()
         )
     for found, other in zip(trained[RULE], expected, strict=True):
         torch.testing.assert_close(found, other, rtol=0.0, atol=1e-6)

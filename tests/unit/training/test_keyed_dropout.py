@@ -18,7 +18,7 @@ def network(rate: float = 0.5) -> nn.Sequential:
     return nn.Sequential(nn.Dropout(rate), nn.Sequential(nn.Dropout(rate), nn.Identity()))
 
 
-def dropped(model: nn.Module, dropouts: KeyedDropouts, *, seed: int, step: int) -> torch.Tensor:
+def drop_values(model: nn.Module, dropouts: KeyedDropouts, *, seed: int, step: int) -> torch.Tensor:
     dropouts.set_key(int(step_keys([Seed(seed)], step + 1)[0, step]))
     ones: torch.Tensor = model(torch.ones(64, 100))
     return ones
@@ -29,10 +29,10 @@ def test_the_same_key_drops_the_same_units() -> None:
     model = network()
     dropouts = KeyedDropouts(model)
     before = torch.random.get_rng_state()
-    first = dropped(model, dropouts, seed=0, step=0)
-    assert torch.equal(dropped(model, dropouts, seed=0, step=0), first)
-    assert not torch.equal(dropped(model, dropouts, seed=0, step=1), first)
-    assert not torch.equal(dropped(model, dropouts, seed=1, step=0), first)
+    first = drop_values(model, dropouts, seed=0, step=0)
+    assert torch.equal(drop_values(model, dropouts, seed=0, step=0), first)
+    assert not torch.equal(drop_values(model, dropouts, seed=0, step=1), first)
+    assert not torch.equal(drop_values(model, dropouts, seed=1, step=0), first)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
@@ -73,7 +73,7 @@ def test_shares_draw_from_a_generator_by_keys_of_their_own() -> None:
 def test_layers_drop_different_units() -> None:
     """With one key for both, the product would keep half of the units instead of a quarter."""
     model = network()
-    kept = dropped(model, KeyedDropouts(model), seed=0, step=0) != 0.0
+    kept = drop_values(model, KeyedDropouts(model), seed=0, step=0) != 0.0
     assert abs(float(kept.float().mean()) - 0.25) < 0.03
 
 
@@ -81,7 +81,7 @@ def test_layers_drop_different_units() -> None:
 def test_the_rate_and_the_scale_are_those_of_torch(rate: float) -> None:
     """About ``rate`` of the units are zero, the others are scaled by 1 / (1 - rate)."""
     model = nn.Sequential(nn.Dropout(rate))
-    outputs = dropped(model, KeyedDropouts(model), seed=3, step=0)
+    outputs = drop_values(model, KeyedDropouts(model), seed=3, step=0)
     share = float((outputs == 0.0).float().mean())
     assert abs(share - rate) < 4 * (rate * (1 - rate) / outputs.numel()) ** 0.5
     assert bool(torch.isclose(outputs[outputs != 0.0], torch.tensor(1 / (1 - rate))).all())
@@ -91,7 +91,7 @@ def test_the_rate_and_the_scale_are_those_of_torch(rate: float) -> None:
 def test_extreme_rates_keep_all_or_nothing(rate: float, expected: float) -> None:
     """No division by zero."""
     model = nn.Sequential(nn.Dropout(rate))
-    outputs = dropped(model, KeyedDropouts(model), seed=3, step=0)
+    outputs = drop_values(model, KeyedDropouts(model), seed=3, step=0)
     assert bool((outputs == expected).all())
 
 
@@ -109,7 +109,7 @@ def test_nothing_is_dropped_in_evaluation() -> None:
     """As in torch; installing the masks does not change a layer's mode."""
     model = network().eval()
     dropouts = KeyedDropouts(model)
-    assert bool((dropped(model, dropouts, seed=0, step=0) == 1.0).all())
+    assert bool((drop_values(model, dropouts, seed=0, step=0) == 1.0).all())
     assert len(dropouts) == 2
     assert sum(isinstance(each, KeyedDropout) for each in model.modules()) == 2
 

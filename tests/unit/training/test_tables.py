@@ -17,12 +17,12 @@ from tests.tables import WIDTH, table, write
 _KINDS = ["parquet", "arrow", "feather"]
 
 
-def _opened(path: Path) -> Table:
+def _open_table(path: Path) -> Table:
     return Table.at(path, columns_of_file(path, label="y", features=None))
 
 
 def _rows(path: Path, *, cache_bytes: int = 10**6) -> RowGroups:
-    opened = _opened(path)
+    opened = _open_table(path)
     return RowGroups(opened, groups=opened.sizes(), cache_bytes=cache_bytes)
 
 
@@ -33,7 +33,7 @@ def _assert_rows(rows: RowGroups, asked: list[int]) -> None:
     assert require_single_input(features).shape == (len(asked), WIDTH)
 
 
-def _replaced(column: str, values: pa.Array) -> pa.Table:
+def _replace_column(column: str, values: pa.Array) -> pa.Table:
     whole = table(range(8))
     return whole.set_column(whole.schema.get_field_index(column), column, values)
 
@@ -109,7 +109,7 @@ def test_a_file_cut_short_is_refused(tmp_path: Path, kind: str) -> None:
     with pytest.raises(DataError, match=rf"{kind}, row group 3 cannot be read as .*; write it"):
         rows.take(np.array([3999]))
     with pytest.raises(DataError, match=rf"t\.{kind} cannot be read as"):
-        _opened(path)
+        _open_table(path)
 
 
 def test_a_changed_page_is_refused_by_its_checksum(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_stream_of_arrow_is_refused_with_the_remedy(tmp_path: Path) -> None:
     with pyarrow.ipc.new_stream(str(path), table(range(4)).schema) as stream:
         stream.write_table(table(range(4)))
     with pytest.raises(DataError, match=r"cannot be read as Arrow: .*write_feather"):
-        _opened(path)
+        _open_table(path)
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -157,7 +157,7 @@ def test_missing_values_are_refused_by_file_row_group_and_column(
 ) -> None:
     values = table(range(8))[column].combine_chunks()
     holed = pa.concat_arrays([values.slice(0, 6), pa.nulls(2, values.type)])
-    path = write(tmp_path / f"t.{kind}", _replaced(column, holed), row_group_size=4)
+    path = write(tmp_path / f"t.{kind}", _replace_column(column, holed), row_group_size=4)
     rows = _rows(path)
     _assert_rows(rows, [3, 0])
     with pytest.raises(DataError, match=rf"t\.{kind}, row group 1: column '{column}' has missing"):
@@ -167,13 +167,13 @@ def test_missing_values_are_refused_by_file_row_group_and_column(
 @pytest.mark.parametrize("kind", _KINDS)
 def test_columns_of_another_form_are_refused(tmp_path: Path, kind: str) -> None:
     """Ragged lists and text are refused by name, and so is a missing column."""
-    ragged = _replaced("x", pa.array([[1.0], [1.0, 2.0]] * 4))
+    ragged = _replace_column("x", pa.array([[1.0], [1.0, 2.0]] * 4))
     path = write(tmp_path / f"ragged.{kind}", ragged, row_group_size=4)
     with pytest.raises(DataError, match=r"feature column 'x' is list.*fixed-size lists"):
-        _opened(path)
-    text = _replaced("y", pa.array(["a"] * 8))
+        _open_table(path)
+    text = _replace_column("y", pa.array(["a"] * 8))
     path = write(tmp_path / f"text.{kind}", text, row_group_size=4)
     with pytest.raises(DataError, match=r"label column 'y' is string; cast it"):
-        _opened(path)
+        _open_table(path)
     with pytest.raises(DataError, match=r"no column 'z'; it has \['x', 'y'\]"):
         columns_of_file(path, label="z", features=None)

@@ -595,13 +595,13 @@ def test_a_thread_that_dies_ends_the_run() -> None:
 # ---- Authenticity -------------------------------------------------------------------------
 
 
-def forged(message: Message, reply: Message) -> Message:
+def forge(message: Message, reply: Message) -> Message:
     """Return another model under the client's signature."""
     lie = encode(EvaluateReply(round_num=3, num_examples=10**6, metrics={}))
     return with_content(reply, header_of(reply), lie)
 
 
-def unsigned(message: Message, reply: Message) -> Message:
+def remove_signature(message: Message, reply: Message) -> Message:
     return with_content(reply, {"client_id": 1}, build_payload(reply))
 
 
@@ -610,11 +610,11 @@ def garbage(message: Message, reply: Message) -> Message:
     return reply
 
 
-def oversized(message: Message, reply: Message) -> Message:
+def send_oversized(message: Message, reply: Message) -> Message:
     return with_content(reply, header_of(reply), b"x" * (1 << 21))
 
 
-@pytest.mark.parametrize("change", [forged, unsigned, garbage, oversized])
+@pytest.mark.parametrize("change", [forge, remove_signature, garbage, send_oversized])
 def test_a_reply_that_is_not_the_clients_is_refused(change: Tamper) -> None:
     """It is counted, and the round continues without it."""
     made = channel(HinderedGrid(VirtualClock(), tamper=of_client(1, change)))
@@ -729,7 +729,7 @@ def test_mods_of_flower_are_around_the_client() -> None:
     """They run in order for each message; a reply that one changes after signing is refused."""
     heard: list[str] = []
 
-    def named(name: str) -> Mod:
+    def import_by_name(name: str) -> Mod:
         def mod(
             message: Message, context: Context, call_next: Callable[[Message, Context], Message]
         ) -> Message:
@@ -742,9 +742,13 @@ def test_mods_of_flower_are_around_the_client() -> None:
         message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
         reply = call_next(message, context)
-        return forged(message, reply) if message.metadata.message_type != "query" else reply
+        return forge(message, reply) if message.metadata.message_type != "query" else reply
 
-    app = client_app(lambda *_: counting, settings_of=dict, mods=[named("first"), named("second")])
+    app = client_app(
+        lambda *_: counting,
+        settings_of=dict,
+        mods=[import_by_name("first"), import_by_name("second")],
+    )
     assert not reasons(ask(channel(HinderedGrid(VirtualClock(), app=app))))
     assert heard == ["first query", "second query"] * 3 + ["first evaluate", "second evaluate"] * 3
     app = client_app(lambda *_: counting, settings_of=dict, mods=[lying])

@@ -148,11 +148,11 @@ async def serving(
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
+    async def run_bounded() -> None:
         async with asyncio.timeout(TIMEOUT_S):
             await test()
 
-    asyncio.run(bounded())
+    asyncio.run(run_bounded())
 
 
 def connecting(address: str, *, stall_timeout_s: float = 60.0) -> GatewayConnection:
@@ -824,12 +824,15 @@ def test_an_upload_sends_what_the_coordinator_does_not_have(tmp_path: Path, offs
 
 
 def test_a_reply_that_was_settled_before_is_not_sent_again(tmp_path: Path) -> None:
-    async def settled(gateway: Gateway, context: Context) -> None:
+    async def wait_until_settled(gateway: Gateway, context: Context) -> None:
         await context.read()
         await tell(context, ACCEPTED)
 
     async def test() -> None:
-        async with serving(Gateway(upload=settled)) as address, connecting(address) as connection:
+        async with (
+            serving(Gateway(upload=wait_until_settled)) as address,
+            connecting(address) as connection,
+        ):
             receipt = await connection.upload(ENVELOPE, tmp_path / "need not even be there")
             assert receipt == ACCEPTED.receipt
 
@@ -1071,7 +1074,7 @@ def _enrols(authority: Authority, subject: Identity | None = None) -> Handler:
     return handle
 
 
-def invited(address: str, authority: Authority) -> Invitation:
+def invite(address: str, authority: Authority) -> Invitation:
     return Invitation(
         name="hospital-a",
         addresses=(address,),
@@ -1088,7 +1091,7 @@ def test_an_invitation_is_redeemed_for_a_certificate_that_opens_the_gateway(tmp_
     async def test() -> None:
         gateway = Gateway(enrol=_enrols(authority))
         async with serving(gateway, authority=authority, client_certificates=False) as address:
-            certificate_pem, client_id = await enrol(address, invited(address, authority), identity)
+            certificate_pem, client_id = await enrol(address, invite(address, authority), identity)
         assert client_id == 7
         credentials = Credentials(
             ca_pem=authority.ca_pem,
@@ -1113,7 +1116,7 @@ def test_an_enrolment_that_is_refused_or_wrong_or_unheard_is_told_apart(tmp_path
     async def test() -> None:
         gateway = Gateway(enrol=_enrols(authority))
         async with serving(gateway, authority=authority, client_certificates=False) as address:
-            invitation = invited(address, authority)
+            invitation = invite(address, authority)
             with pytest.raises(EnrolmentRefused, match="the invitation was used"):
                 await enrol(address, replace(invitation, token=b"other"), identity)
             with pytest.raises(ConnectionError):  # an impostor never sees the token
