@@ -25,7 +25,7 @@ from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.site import Site
 from fedlearn.parallel.jobs import Folder, Job, digest_of, read_job, train
-from fedlearn.parallel.server_steps import with_state
+from fedlearn.parallel.server_steps import load_trained
 from fedlearn.parallel.task import Evaluation, Progress, Task, TrainingState
 from fedlearn.parallel.worker import train_as_rank
 from fedlearn.simulation.cluster import read_torchrun_size
@@ -268,7 +268,7 @@ def _build_measure(components: Components) -> Callable[[TrainingState], Mapping[
     )
     evaluator = build_central_evaluator(components.test, model, Alone(), batch_size=batch_size)
     params = build_initial_params(components, cpu)
-    return lambda state: evaluator.evaluate(with_state(params, state), round_num=0)
+    return lambda state: evaluator.evaluate(load_trained(params, state), round_num=0)
 
 
 @contextmanager

@@ -95,14 +95,14 @@ def restore(engine: RankTrainer, checkpoint: Path) -> None:
     # load() copies into these tensors, which are those of the model and the optimizer.
     tensors = engine.tensors() | {PROGRESS: engine.progress()}
     try:
-        there = _names(checkpoint)
+        there = _read_metadata(checkpoint)
         # A checkpoint without optimizer state leaves the optimizer new.
         if not any(name.startswith(OPTIMIZER) for name in there):
             tensors = {n: each for n, each in tensors.items() if not n.startswith(OPTIMIZER)}
-        with _as_asked():
+        with _silence_single_process_warning():
             load(tensors, checkpoint_id=checkpoint, no_dist=engine.world_size == 1)
     except _UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from error
+        raise _build_error(checkpoint, error) from error
     engine.set_progress(tensors[PROGRESS])
     engine.agree()
 
@@ -120,10 +120,10 @@ def write(tensors: Mapping[str, Tensor], checkpoint: Path, *, is_alone: bool) ->
         StoreError: The checkpoint cannot be written; what was written of it will be ignored.
     """
     try:
-        with _as_asked():
+        with _silence_single_process_warning():
             save_tensors(dict(tensors), checkpoint_id=checkpoint, no_dist=is_alone)
     except (CheckpointException, OSError) as error:
-        raise StoreError(f"{checkpoint} cannot be written ({_cause(error)})") from error
+        raise StoreError(f"{checkpoint} cannot be written ({_describe_cause(error)})") from error
 
 
 def read(checkpoint: Path) -> TrainingState:
@@ -135,37 +135,37 @@ def read(checkpoint: Path) -> TrainingState:
     try:
         tensors = {
             name: torch.empty(each.size, dtype=each.properties.dtype)
-            for name, each in _names(checkpoint).items()
+            for name, each in _read_metadata(checkpoint).items()
         }
-        with _as_asked():
+        with _silence_single_process_warning():
             load(tensors, checkpoint_id=checkpoint, no_dist=True)
     except _UNREADABLE as error:
-        raise _unreadable(checkpoint, error) from error
+        raise _build_error(checkpoint, error) from error
     return state_of(tensors)
 
 
 @contextmanager
-def _as_asked() -> Iterator[None]:
+def _silence_single_process_warning() -> Iterator[None]:
     """Silence torch's warning about writing or reading in one process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or")
         yield
 
 
-def _names(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+def _read_metadata(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     """Return the metadata of a checkpoint's tensors, by name."""
     found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     return {n: each for n, each in found.items() if isinstance(each, TensorStorageMetadata)}
 
 
-def _unreadable(checkpoint: Path, error: BaseException) -> StoreError:
+def _build_error(checkpoint: Path, error: BaseException) -> StoreError:
     return StoreError(
-        f"{checkpoint} cannot be read ({_cause(error)}); remove the folder to continue from the "
-        "checkpoint before it, or to restart the training"
+        f"{checkpoint} cannot be read ({_describe_cause(error)}); remove the folder to continue "
+        "from the checkpoint before it, or to restart the training"
     )
 
 
-def _cause(error: BaseException) -> str:
+def _describe_cause(error: BaseException) -> str:
     """Describe an error in one line; if it is Ctrl-C, raise it instead."""
     if isinstance(error, CheckpointException):  # its own text is a traceback
         error = next(iter(error.failures.values()))[0]

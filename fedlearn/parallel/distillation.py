@@ -153,10 +153,10 @@ class Distillation(FullAggregation):
         rows = [updates.lanes["delta"][each] for each in order]
         members = [fresh.with_vector((base + row).cpu()) for row in rows]
         student = fresh.with_vector((base + lanes["delta"]).cpu())
-        lanes["delta"] = self._taught(student, members).to(base) - base
+        lanes["delta"] = self._train_student(student, members).to(base) - base
         return lanes
 
-    def _taught(self, student: Params, members: Sequence[Params]) -> Tensor:
+    def _train_student(self, student: Params, members: Sequence[Params]) -> Tensor:
         """Train the student on the members' predictions; return its vector: [P]."""
         task, done = self.task, self.num_rounds * self.num_steps
         until, watch = done + self.num_steps, self.watch

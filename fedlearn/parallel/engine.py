@@ -23,11 +23,11 @@ from fedlearn.core.features import (
 from fedlearn.errors import ConfigError, DataError, Diverged
 from fedlearn.parallel.loss_scale import LossScale
 from fedlearn.parallel.mesh import MeshPosition
-from fedlearn.parallel.norms import by_mesh, own_part, sum_of_squares
-from fedlearn.parallel.optimizers import groups_of
+from fedlearn.parallel.norms import get_own_part, group_by_mesh, sum_of_squares
+from fedlearn.parallel.optimizers import group_parameters
 from fedlearn.parallel.parts import recompute
 from fedlearn.parallel.plan import TrainingPrecision
-from fedlearn.parallel.prefetching import Batch, read_ahead
+from fedlearn.parallel.prefetching import Batch, prefetch
 from fedlearn.parallel.prepared_model import PreparedModel
 from fedlearn.parallel.task import Progress, Task, TrainingState
 
@@ -76,7 +76,7 @@ class RankTrainer:
                 "the model has no parameter to train: all are frozen (requires_grad is False); "
                 "leave some of them trainable"
             )
-        self._optimizer = plan.optimizer.over(groups_of(self._parameters.values()))
+        self._optimizer = plan.optimizer.over(group_parameters(self._parameters.values()))
         _prime(self._optimizer)
         is_scaled = plan.spread.precision is TrainingPrecision.FLOAT16
         self._scale = LossScale(plan.spread.initial_loss_scale) if is_scaled else None
@@ -88,7 +88,9 @@ class RankTrainer:
             from fedlearn.parallel.preparing import schedule  # noqa: PLC0415 (seconds)
 
             assert self._grid is not None  # there are several processes
-            self._schedule = schedule(self._wrapped, plan.spread, self._grid, loss=self._loss)
+            self._schedule = schedule(
+                self._wrapped, plan.spread, self._grid, loss=self._compute_loss
+            )
 
     # ---- state -----------------------------------------------------------------------------
 
@@ -138,7 +140,7 @@ class RankTrainer:
             assert self._grid is not None  # there are several processes
             group = self._grid["replicate"].get_group()
             for each in self.tensors().values():
-                dist.broadcast(own_part(each), group=group, group_src=0)
+                dist.broadcast(get_own_part(each), group=group, group_src=0)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long one collective operation waits for another process of the training."""
@@ -171,7 +173,7 @@ class RankTrainer:
         # draw alike, or the layers that each of them has as a whole would come to differ.
         torch.manual_seed(plan.seed.derive("step", self.step_num, self._share, stage).value)
         self._optimizer.zero_grad()
-        loss = self._gradients()
+        loss = self._compute_gradients()
         self._require_alike()
         if self._scale is not None or plan.gradient_clip_norm is not None:
             is_finite = self._unscale_and_clip(plan.gradient_clip_norm)
@@ -194,7 +196,7 @@ class RankTrainer:
         if 0 < self._place.pipeline < plan.spread.mesh.pipeline - 1:
             yield  # stages in the middle use neither features nor labels
             return
-        with read_ahead(
+        with prefetch(
             task.stream,
             steps=range(self.step_num, until),
             share=lambda step: plan.positions(step, self._share),
@@ -204,7 +206,7 @@ class RankTrainer:
         ) as self._batches:
             yield
 
-    def _gradients(self) -> Tensor:
+    def _compute_gradients(self) -> Tensor:
         """Run the forward and backward passes of a step, one micro-batch after another."""
         spread = self.task.plan.spread
         if self._schedule is not None:
@@ -212,19 +214,22 @@ class RankTrainer:
         features, labels = next(self._batches)
         num_parts, total = spread.num_micro_batches, torch.zeros((), dtype=torch.float64)
         total = total.to(self.device)
-        for at, (part, targets) in enumerate(_parts(features, labels, num_parts)):
+        for at, (part, targets) in enumerate(_split_micro_batches(features, labels, num_parts)):
             # Gradients are summed over processes only in the backward pass of the last one.
             with self._wrapped.sum_gradients(at == num_parts - 1):
                 # Divided by the number of parts, whose gradients add up to that of the batch's mean
                 # loss.
-                with self._passes(), self._fitting(part, targets):
-                    loss = self._loss(call_module(self._wrapped.called, part), targets) / num_parts
+                with self._autocast_passes(), self._convert_model_errors(part, targets):
+                    loss = (
+                        self._compute_loss(call_module(self._wrapped.called, part), targets)
+                        / num_parts
+                    )
                 (loss if self._scale is None else loss * self._scale.value).backward()
             total += loss.detach()
         return total
 
     @contextmanager
-    def _fitting(self, features: Features, labels: Tensor) -> Iterator[None]:
+    def _convert_model_errors(self, features: Features, labels: Tensor) -> Iterator[None]:
         """Raise DataError if the model or the loss cannot process the examples."""
         # With several processes, a RuntimeError may also mean that another process has died.
         errors = (IndexError, TypeError, ValueError, *([RuntimeError] * (self.world_size == 1)))
@@ -284,7 +289,7 @@ class RankTrainer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         # The schedule itself has gradients summed after its last micro-batch. In its first step it
         # also runs the stage once more to infer shapes, and that pass must not start a sum.
-        with self._passes(), self._wrapped.sum_gradients(False):
+        with self._autocast_passes(), self._wrapped.sum_gradients(False):
             if 0 < stage < last:
                 self._schedule.step()
                 return total
@@ -296,12 +301,12 @@ class RankTrainer:
             self._schedule.step(target=labels, losses=losses)
         return total + torch.stack([each.detach().double() for each in losses]).mean()
 
-    def _loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
+    def _compute_loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         # A loss in half precision would round away small differences.
         wide = outputs if outputs.itemsize > 2 else outputs.float()  # noqa: PLR2004 (bytes)
         return mean_loss(self.task.objective, wide, labels)
 
-    def _passes(self) -> AbstractContextManager[object]:
+    def _autocast_passes(self) -> AbstractContextManager[object]:
         """Return the autocast context of forward passes; none under FSDP2, which casts itself."""
         spread = self.task.plan.spread
         if spread.precision.half is None or spread.mesh.is_sharded:
@@ -312,7 +317,7 @@ class RankTrainer:
         """Unscale and clip the gradients; return False if the loss scale made them overflow."""
         grads = [each.grad for each in self._parameters.values() if each.grad is not None]
         scale = 1.0 if self._scale is None else self._scale.value
-        norm = self._norm(grads) / scale
+        norm = self._compute_norm(grads) / scale
         if self._scale is not None:
             # The norm covers the gradients of all ranks, so all of them skip the step, or none
             # does.
@@ -323,11 +328,11 @@ class RankTrainer:
         factor = torch.full_like(norm, 1.0 / scale)
         if limit is not None:
             factor = factor * (limit / norm).clamp(max=1.0).nan_to_num(1.0)
-        for members in by_mesh(grads):
+        for members in group_by_mesh(grads):
             torch._foreach_mul_(members, float(factor))
         return True
 
-    def _norm(self, grads: Sequence[Tensor]) -> Tensor:
+    def _compute_norm(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the L2 norm of the whole model's gradient: float64, a scalar."""
         squares = sum_of_squares(grads).to(self.device)
         if self.task.plan.spread.mesh.pipeline > 1:
@@ -405,7 +410,7 @@ def run(
         Diverged: A later loss is not finite.
     """
     losses, began_s = list[Tensor](), clock.now_s()
-    with _own_randomness(engine.device), engine.reading(until=until):
+    with _isolate_randomness(engine.device), engine.reading(until=until):
         while engine.step_num < until and not (evaluator is not None and evaluator.is_over):
             losses.append(engine.take_step())
             # Later losses are checked only with each report, since each check waits for the device
@@ -437,8 +442,8 @@ def run(
 def state_of(tensors: Mapping[str, Tensor]) -> TrainingState:
     """Build a training's state from the tensors of a checkpoint, by their names there."""
     return TrainingState(
-        model=_under(tensors, _MODEL),
-        optimizer=_under(tensors, OPTIMIZER),
+        model=_select_prefix(tensors, _MODEL),
+        optimizer=_select_prefix(tensors, OPTIMIZER),
         progress=tensors[PROGRESS],
     )
 
@@ -450,17 +455,19 @@ def tensors_of(state: TrainingState) -> dict[str, Tensor]:
     return model | optimizer | {PROGRESS: state.progress}
 
 
-def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
 
 
 @contextmanager
-def _own_randomness(device: torch.device) -> Iterator[None]:
+def _isolate_randomness(device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 
-def _parts(features: Features, labels: Tensor, number: int) -> Iterator[tuple[Features, Tensor]]:
+def _split_micro_batches(
+    features: Features, labels: Tensor, number: int
+) -> Iterator[tuple[Features, Tensor]]:
     size = len(labels) // number
     for start in range(0, len(labels), size):
         rows = slice(start, start + size)

@@ -87,7 +87,7 @@ class EvaluationResults:
         return self._best if self._folder is None else read_best(self._folder)
 
     def _add(self, state: TrainingState, value: float) -> None:
-        row, best = _EvaluationRow(state.step_num, value), self._best_row()
+        row, best = _EvaluationRow(state.step_num, value), self._find_best_row()
         is_best = self._evaluation.goal.improves(value, math.nan if best is None else best.value)
         self._rows.append(row)
         if self._folder is None:
@@ -98,9 +98,9 @@ class EvaluationResults:
             _write_best(self._folder, state)
         write_durably(_rows_path(self._folder), json.dumps(self._rows).encode(), raises=StoreError)
         if is_best:
-            _forget_all_but(self._folder, row.step)
+            _remove_all_but(self._folder, row.step)
 
-    def _best_row(self) -> _EvaluationRow | None:
+    def _find_best_row(self) -> _EvaluationRow | None:
         best: _EvaluationRow | None = None
         for each in self._rows:
             known = math.nan if best is None else best.value
@@ -108,7 +108,7 @@ class EvaluationResults:
         return best
 
     def _is_over(self) -> bool:
-        best, patience = self._best_row(), self._evaluation.patience
+        best, patience = self._find_best_row(), self._evaluation.patience
         if best is not None and self._evaluation.goal.reaches(best.value):
             return True
         since = [each for each in self._rows if best is None or each.step > best.step]
@@ -139,7 +139,7 @@ def _write_best(folder: Path, state: TrainingState) -> None:
     checkpoints.write(tensors_of(state), path, is_alone=True)
 
 
-def _forget_all_but(folder: Path, step: int) -> None:
+def _remove_all_but(folder: Path, step: int) -> None:
     for path in _best_path(folder).iterdir():
         if path.name != f"step-{step}":
             shutil.rmtree(path)

@@ -47,7 +47,7 @@ class Group:
         """
         travels_as_it_is = len(tensors) == 1 and tensors[0].is_contiguous()
         message = tensors[0] if travels_as_it_is else _pack(tensors)
-        with self._noticing_losses():
+        with self._convert_errors():
             self._backend.allreduce([message]).wait()
         if not travels_as_it_is:
             _unpack(message, tensors)
@@ -60,7 +60,7 @@ class Group:
         """
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         data, size = data.to(self._device), torch.tensor([len(data)], device=self._device)
-        with self._noticing_losses():
+        with self._convert_errors():
             # The size first, since the other processes must allocate the memory.
             self._backend.broadcast(size, 0).wait()
             if self.rank > 0:
@@ -72,7 +72,7 @@ class Group:
         return received
 
     @contextmanager
-    def _noticing_losses(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -116,11 +116,11 @@ def _unpack(packed: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.copy_(total.view(tensor.shape))
 
 
-def backend_for(devices: Mapping[int, str]) -> str:
+def choose_backend(devices: Mapping[int, str]) -> str:
     """Choose the backend for processes on these devices: NCCL only if each has its own GPU.
 
     Example:
-        >>> backend_for({0: "cuda:0", 1: "cuda:1"}), backend_for({0: "cuda:0", 1: "cuda:0"})
+        >>> choose_backend({0: "cuda:0", 1: "cuda:1"}), choose_backend({0: "cuda:0", 1: "cuda:0"})
         ('nccl', 'gloo')
     """
     are_apart = len(set(devices.values())) == len(devices)
@@ -156,7 +156,7 @@ def join_group(
     """
     store = _c10d.FileStore(str(file), world_size)
     store.set_timeout(meeting)
-    make = _nccl if backend == "nccl" else _gloo
+    make = _create_nccl if backend == "nccl" else _create_gloo
     try:
         group = Group(rank, world_size, make(store, rank, world_size, timeout), device)
     except RuntimeError as error:
@@ -168,7 +168,7 @@ def join_group(
     return group
 
 
-def _gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _create_gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     gloo = _c10d.ProcessGroupGloo
     options = gloo._Options()  # noqa: SLF001 - the only way to set the address
     options._devices = [gloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
@@ -176,7 +176,7 @@ def _gloo(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     return gloo(store, rank, world_size, options)
 
 
-def _nccl(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
+def _create_nccl(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     # A timeout should raise an error, not end the process.
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     # All processes are on this machine.

@@ -191,16 +191,16 @@ def train(
     folder = Folder(job.folder)
     if mesh.world_size > 1:
         begin(job, folder, start)
-        last = _apart(job, folder, mesh.world_size, control=control, report=report)
+        last = _run_under_torchrun(job, folder, mesh.world_size, control=control, report=report)
         return finish_job(job, outcome(task, folder, last))
     if job.needs_folder:
         begin(job, folder, start)
     else:
         shutil.rmtree(job.folder, ignore_errors=True)  # left by another job, if at all
-    engine = RankTrainer(task, device=device_of({}))
+    engine = RankTrainer(task, device=get_rank_device({}))
     if start is not None:
         engine.adopt(start)
-    said = spec_of(job, start)
+    said = build_spec(job, start)
     best = follow(engine, folder, job=said, saves_last=job.is_kept, control=control, report=report)
     return finish_job(job, engine.state() if best is None else best)
 
@@ -222,7 +222,7 @@ def finish_job(job: Job, state: TrainingState) -> TrainingState:
     return state
 
 
-def device_of(environ: Mapping[str, str]) -> torch.device:
+def get_rank_device(environ: Mapping[str, str]) -> torch.device:
     """Return the device of a process: its own GPU, or the CPU.
 
     Raises:
@@ -285,7 +285,7 @@ def follow(
     )
     if saves_last:
         files.save()
-        files.forget_all_but_the_last()
+        files.remove_old_checkpoints()
     return evaluator.watch.best() if evaluator is not None and engine.rank == 0 else None
 
 
@@ -316,7 +316,7 @@ class _Files:
         self.engine.set_timeout(self._timeout)
 
     @contextmanager
-    def patiently(self) -> Iterator[None]:
+    def extend_timeout(self) -> Iterator[None]:
         """Extend the timeout to ``PATIENCE`` while the block runs."""
         self.engine.set_timeout(PATIENCE)
         yield
@@ -328,11 +328,11 @@ class _Files:
             return
         from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
-        with self.patiently():
+        with self.extend_timeout():
             checkpoints.save(self.engine, self._folder.checkpoints, keep=_KEPT)
         self._saved = self.engine.step_num
 
-    def forget_all_but_the_last(self) -> None:
+    def remove_old_checkpoints(self) -> None:
         """Remove all checkpoints but the newest."""
         from fedlearn.parallel import checkpoints  # noqa: PLC0415 (seconds)
 
@@ -372,11 +372,11 @@ class _Evaluator:
         """Evaluate the model; return the metrics in rank 0, and none in the other ranks."""
         if self.watch.is_kept:
             self.files.save()
-        with self.files.patiently():
+        with self.files.extend_timeout():
             return self.watch.evaluate(engine, self.files.state())
 
 
-def spec_of(job: Job, start: TrainingState | None) -> JobSpec:
+def build_spec(job: Job, start: TrainingState | None) -> JobSpec:
     """Describe a job to its processes.
 
     Descriptions with the same identity and start belong to the same job, which may be resumed.
@@ -427,13 +427,13 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
         ConfigError: The training has already taken more steps than the job asks for.
         StoreError: The folder cannot be created, or its job file is damaged.
     """
-    new = spec_of(job, start)
+    new = build_spec(job, start)
     with explain_disk_errors(folder.path, raises=StoreError):
         old = read_job(folder)
         if old and (old.identity, old.start) == (new.identity, new.start):
             _require_steps_left(job, folder)
             folder.failure.unlink(missing_ok=True)
-            write_durably(folder.job, _content(new), raises=StoreError)
+            write_durably(folder.job, _encode_spec(new), raises=StoreError)
             return
         shutil.rmtree(folder.path, ignore_errors=True)
         folder.path.mkdir(parents=True)
@@ -442,10 +442,10 @@ def begin(job: Job, folder: Folder, start: TrainingState | None) -> None:
 
             checkpoints.write(tensors_of(start), folder.start, is_alone=True)
         # The job file comes last, because it marks the folder as complete.
-        write_durably(folder.job, _content(new), raises=StoreError)
+        write_durably(folder.job, _encode_spec(new), raises=StoreError)
 
 
-def _content(spec: JobSpec) -> bytes:
+def _encode_spec(spec: JobSpec) -> bytes:
     return json.dumps(asdict(spec), sort_keys=True).encode()
 
 
@@ -464,7 +464,7 @@ def _require_steps_left(job: Job, folder: Folder) -> None:
         )
 
 
-def _apart(
+def _run_under_torchrun(
     job: Job,
     folder: Folder,
     world_size: int,
@@ -485,7 +485,7 @@ def _apart(
         start_module(
             _TETHERED,
             *command,
-            environ=_environment(world_size),
+            environ=_build_environment(world_size),
             python=sys.executable,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -506,7 +506,7 @@ def _apart(
     if process.returncode or result is None:
         raise EngineError(
             f"the training in {folder.path} failed (exit code {process.returncode}), after at "
-            f"most {job.max_restarts} restarts; {_last_words(folder)}"
+            f"most {job.max_restarts} restarts; {_describe_failure(folder)}"
         )
     return result
 
@@ -570,7 +570,7 @@ def _end(process: "subprocess.Popen[bytes]", reader: threading.Thread) -> None:
     process.wait()
 
 
-def _last_words(folder: Folder) -> str:
+def _describe_failure(folder: Folder) -> str:
     """Describe why a job failed: by the last error of a rank, or by the end of the log."""
     if folder.error.exists():
         return f"a process failed: {folder.error.read_text()}"
@@ -584,7 +584,7 @@ def _read_final_error(folder: Folder) -> Exception:
     return made
 
 
-def _environment(world_size: int) -> dict[str, str]:
+def _build_environment(world_size: int) -> dict[str, str]:
     environ = dict(os.environ)
     prepare_for_mkl(environ)
     environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))

@@ -33,16 +33,16 @@ class StepMemory:
     peak: int
 
 
-def tensors_in(values: object) -> Iterator[Tensor]:
+def iter_tensors(values: object) -> Iterator[Tensor]:
     """Yield the tensors in lists, tuples and dicts, at any depth."""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, list | tuple):
         for each in values:
-            yield from tensors_in(each)
+            yield from iter_tensors(each)
     elif isinstance(values, Mapping):
         for each in values.values():
-            yield from tensors_in(each)
+            yield from iter_tensors(each)
 
 
 class LiveTensors(TorchDispatchMode):
@@ -61,7 +61,7 @@ class LiveTensors(TorchDispatchMode):
 
     def __init__(self, *, apart: Iterable[Tensor], gradients_of: Iterable[Tensor] = ()) -> None:
         TorchDispatchMode.__init__(self)
-        self._apart = {id(each): each for each in map(storage_of, apart)}
+        self._apart = {id(each): each for each in map(get_storage, apart)}
         self._gradients_of = list(gradients_of)
         self._alive: dict[int, weakref.ref[Any]] = {}  # Any: torch's storages
         self.most = self.most_with_gradients = 0
@@ -82,7 +82,7 @@ class LiveTensors(TorchDispatchMode):
     ) -> Any:
         # Count after the operation, when its inputs and outputs are alive together.
         made = func(*args, **(kwargs or {}))
-        for each in tensors_in((args, kwargs or {}, made)):
+        for each in iter_tensors((args, kwargs or {}, made)):
             self._follow(each)
         now, gradients = self._bytes()
         self.most = max(self.most, now)
@@ -90,7 +90,7 @@ class LiveTensors(TorchDispatchMode):
         return made
 
     def _follow(self, tensor: Tensor) -> None:
-        storage = storage_of(tensor)
+        storage = get_storage(tensor)
         key, alive = id(storage), self._alive
         # The entry must go with the storage, whose id may then be used for another one.
         if key not in self._apart and key not in alive:
@@ -98,7 +98,7 @@ class LiveTensors(TorchDispatchMode):
 
     def _bytes(self) -> tuple[int, int]:
         """Return the bytes that are alive now: all but the gradients, and the gradients."""
-        found = (storage_of(each.grad) for each in self._gradients_of if each.grad is not None)
+        found = (get_storage(each.grad) for each in self._gradients_of if each.grad is not None)
         gradients = {id(each): each.nbytes() for each in found}
         now = sum(
             storage.nbytes()
@@ -108,14 +108,14 @@ class LiveTensors(TorchDispatchMode):
         return now, sum(gradients.values())
 
 
-def storage_of(tensor: Tensor) -> Any:  # Any: torch's untyped storage
+def get_storage(tensor: Tensor) -> Any:  # Any: torch's untyped storage
     """Return the storage of a tensor, or of this process's part of a distributed tensor."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage()
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the total bytes of tensors, counting shared memory once."""
-    storages = {id(each): each for each in map(storage_of, tensors)}
+    storages = {id(each): each for each in map(get_storage, tensors)}
     return sum(each.nbytes() for each in storages.values())
 
 
@@ -137,7 +137,7 @@ def measure_step(
     step()  # creates the optimizer's state, which is counted by itself
     parameters = list(module.parameters())
     fixed = [*parameters, *module.buffers()]
-    state = list(tensors_in(dict(optimizer.state)))
+    state = list(iter_tensors(dict(optimizer.state)))
     optimizer.zero_grad()
     live = LiveTensors(apart=[*fixed, *state, *apart], gradients_of=parameters)
     before = passes = passes_peak = 0

@@ -23,7 +23,7 @@ from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.cluster import Alone
 from fedlearn.errors import DeploymentError, EngineError, ProcessesParted, SettingsRefused
-from fedlearn.parallel.local_world import in_forks
+from fedlearn.parallel.local_world import run_in_forks
 from fedlearn.training.torch_trainer import Take, TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -68,7 +68,7 @@ class Hogwild:
     ) -> None:
         if num_processes < 1:
             raise ValueError(f"num_processes is {num_processes}; give a number >= 1")
-        self._trainer = _divisible(trainer)
+        self._trainer = _require_divisible(trainer)
         self._num_processes, self._is_locked = num_processes, is_locked
         self._is_shared = False
 
@@ -107,7 +107,7 @@ class Hogwild:
         if not self._is_shared:
             self._trainer.share_memory(tensors)
             self._is_shared = True
-        return self._trainer.train_with(Alone(), tensors, context=context, turns=self._by_turns)
+        return self._trainer.train_with(Alone(), tensors, context=context, turns=self._divide_steps)
 
     def evaluate(
         self, tensors: Mapping[str, Tensor], *, control: TaskControl = UNATTENDED
@@ -115,7 +115,7 @@ class Hogwild:
         """Evaluate with the trainer, in this process."""
         return self._trainer.evaluate(tensors, control=control)
 
-    def _by_turns(self, take: Take, losses: Tensor, *, control: TaskControl) -> None:
+    def _divide_steps(self, take: Take, losses: Tensor, *, control: TaskControl) -> None:
         """Divide the steps among forks; see :class:`~fedlearn.training.torch_trainer.Turns`."""
         losses.share_memory_()
         done = torch.zeros(self._num_processes, 2, dtype=torch.float64).share_memory_()
@@ -123,7 +123,7 @@ class Hogwild:
         bodies = [partial(self._take_some, take, rank, turn, done) for rank in range(len(done))]
         look = partial(_look, control, done, num_steps=len(losses))
         try:
-            in_forks(bodies, timeout_s=math.inf, meanwhile=look)
+            run_in_forks(bodies, timeout_s=math.inf, meanwhile=look)
         except EngineError as error:
             # Drop the process's own message, which may contain training data: this error goes to
             # the coordinator.
@@ -176,7 +176,7 @@ def _look(control: TaskControl, done: Tensor, *, num_steps: int) -> None:
         control.report(fraction=total / num_steps, loss=float(losses[counts > 0.0].mean()))
 
 
-def _divisible(trainer: LocalTrainer) -> TorchTrainer:
+def _require_divisible(trainer: LocalTrainer) -> TorchTrainer:
     """Return the trainer if several processes can take its steps; else raise DeploymentError."""
     if not isinstance(trainer, TorchTrainer) or type(trainer).train is not TorchTrainer.train:
         raise DeploymentError(

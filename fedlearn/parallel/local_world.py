@@ -46,7 +46,7 @@ class _Failed:
     where: str
 
 
-def in_processes(
+def run_in_processes(
     body: Callable[[], ResultT], *, world_size: int, timeout_s: float
 ) -> list[ResultT]:
     """Run ``body`` in every process of a new torch.distributed world; return the results by rank.
@@ -71,7 +71,7 @@ def in_processes(
         ...     mine = torch.tensor(dist.get_rank())
         ...     dist.all_reduce(mine)
         ...     return int(mine)
-        >>> in_processes(body, world_size=3, timeout_s=60.0)
+        >>> run_in_processes(body, world_size=3, timeout_s=60.0)
         [3, 3, 3]
     """
     if world_size < 1:
@@ -84,10 +84,12 @@ def in_processes(
     with TemporaryDirectory(prefix="fedlearn-world-") as folder:
         store = Path(folder) / "store"
         joins = [_Join(store, rank, world_size, timeout_s) for rank in range(world_size)]
-        return in_forks([partial(_join_and_run, join, body) for join in joins], timeout_s=timeout_s)
+        return run_in_forks(
+            [partial(_join_and_run, join, body) for join in joins], timeout_s=timeout_s
+        )
 
 
-def in_forks(
+def run_in_forks(
     bodies: Sequence[Callable[[], ResultT]],
     *,
     timeout_s: float,
@@ -104,13 +106,13 @@ def in_forks(
         meanwhile: Called from time to time while they run; an error that it raises ends them.
 
     Raises:
-        EngineError: As :func:`in_processes`.
+        EngineError: As :func:`run_in_processes`.
 
     Example:
-        >>> in_forks([lambda: 1, lambda: 2], timeout_s=60.0)
+        >>> run_in_forks([lambda: 1, lambda: 2], timeout_s=60.0)
         [1, 2]
     """
-    with run_forks([partial(_be_rank, body) for body in bodies]) as ranks:
+    with run_forks([partial(_run_rank, body) for body in bodies]) as ranks:
         return _collect_results(ranks, timeout_s=timeout_s, meanwhile=meanwhile)
 
 
@@ -132,7 +134,7 @@ def _collect_results(
             outcome: _Done[ResultT] | _Failed | None = _receive_outcome(links[rank])
             if outcome is None:
                 raise EngineError(
-                    f"rank {rank} of {len(links)} {_ending(ranks[rank].wait())}, "
+                    f"rank {rank} of {len(links)} {_describe_exit(ranks[rank].wait())}, "
                     "and the others were stopped"
                 )
             outcomes[rank] = outcome
@@ -163,7 +165,7 @@ def _receive_outcome(link: Link) -> _Done[ResultT] | _Failed | None:
     return outcome
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     return f"died of {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
 
@@ -196,9 +198,9 @@ def loopback() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
-def _be_rank(body: Callable[[], object], link: Link) -> None:
+def _run_rank(body: Callable[[], object], link: Link) -> None:
     torch.set_num_threads(1)
-    link.send_bytes(_outcome(body))
+    link.send_bytes(_run_and_pickle(body))
     link.poll(None)  # wait to be killed: exiting now would cut off ranks that are not done
 
 
@@ -207,7 +209,7 @@ def _join_and_run(join: Callable[[], None], body: Callable[[], ResultT]) -> Resu
     return body()
 
 
-def _outcome(body: Callable[[], object]) -> bytes:
+def _run_and_pickle(body: Callable[[], object]) -> bytes:
     """Run ``body``; return its pickled result or error."""
     try:
         return pickle.dumps(_Done(body()))

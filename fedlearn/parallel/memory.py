@@ -43,10 +43,10 @@ from fedlearn.core.features import (
 )
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import ConfigError
-from fedlearn.parallel.live_tensors import LiveTensors, bytes_of, storage_of, tensors_in
+from fedlearn.parallel.live_tensors import LiveTensors, bytes_of, get_storage, iter_tensors
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import MakesOptimizer
-from fedlearn.parallel.parts import blocks_of, cuts_of, find_blocks_to_shard, stage_of
+from fedlearn.parallel.parts import find_blocks, find_blocks_to_shard, find_cuts, stage_of
 from fedlearn.parallel.plan import Spread, TrainingPlan
 
 
@@ -169,7 +169,7 @@ def predict(
         ConfigError: The model cannot be divided as the plan asks, or its forward pass or the loss
             reads the values of tensors.
     """
-    with _without_data():
+    with _convert_model_errors():
         module = without_data(make_model)()
         # Which operations autocast runs in half precision depends on the device, which "meta"
         # tensors do not have.
@@ -179,11 +179,12 @@ def predict(
                 module, plan, features=features, labels=labels, objective=objective, device=device
             )
     return tuple(
-        _memory(stage, plan, index=index, device=device) for index, stage in enumerate(stages)
+        _predict_stage(stage, plan, index=index, device=device)
+        for index, stage in enumerate(stages)
     )
 
 
-def _memory(stage: "_StageTrace", plan: TrainingPlan, *, index: int, device: str) -> Memory:
+def _predict_stage(stage: "_StageTrace", plan: TrainingPlan, *, index: int, device: str) -> Memory:
     spread = plan.spread
     mesh, parts = spread.mesh, spread.num_micro_batches
     is_sharded = _is_sharded(mesh)
@@ -191,22 +192,24 @@ def _memory(stage: "_StageTrace", plan: TrainingPlan, *, index: int, device: str
     parameters = sum(each.bytes for each in weights) + stage.buffers
     gradients = sum(each.bytes for each in weights if each.is_trained)
     state, update = _count_step_bytes(weights, plan.optimizer, in_lists=device != "cpu")
-    on_the_way = _on_the_way(spread, index)
-    kept, moments = _moments(stage.segments, recompute=spread.recompute)
-    others = stage.batch * parts + (on_the_way - 1) * kept
+    on_the_way = _count_live_micro_batches(spread, index)
+    forward_saved, moments = _find_moments(stage.segments, recompute=spread.recompute)
+    others = stage.batch * parts + (on_the_way - 1) * forward_saved
     activations = others + max(now for now, _ in moments)
-    staying = _messages(stage, spread, index) + (gradients if _is_replicated(mesh) else 0)
+    staying = _count_message_bytes(stage, spread, index) + (
+        gradients if _is_replicated(mesh) else 0
+    )
     transient = staying + (_count_gathered_bytes(stage, spread) if is_sharded else 0)
     if spread.offload:
         peak = activations + transient
     else:
         own = {key: each.bytes for key, each in zip(stage.weights, weights, strict=True)}
-        passes = [others + _rising(moments, own)]  # the first backward pass
+        passes = [others + _find_gradient_peak(moments, own)]  # the first backward pass
         # Of the later ones, with complete gradients, the one with most micro-batches in flight.
         if parts > on_the_way:
             passes.append(activations + gradients)
         elif parts > 1:
-            passes.append(activations - kept + gradients)
+            passes.append(activations - forward_saved + gradients)
         # P + S plus the larger of the two sums, as at the top of this module.
         peak = parameters + state + max(max(passes) + transient, gradients + update + staying)
     return Memory(
@@ -231,7 +234,7 @@ def _is_replicated(mesh: Mesh) -> bool:
     return mesh.data > 1 and not _is_sharded(mesh)
 
 
-def _on_the_way(spread: Spread, index: int) -> int:
+def _count_live_micro_batches(spread: Spread, index: int) -> int:
     """Return the number of micro-batches whose activations a stage keeps at once."""
     mesh, parts = spread.mesh, spread.num_micro_batches
     if mesh.pipeline == 1:
@@ -240,11 +243,11 @@ def _on_the_way(spread: Spread, index: int) -> int:
     return parts if spread.schedule == "gpipe" else min(parts, mesh.pipeline - index)
 
 
-def _messages(stage: "_StageTrace", spread: Spread, index: int) -> int:
+def _count_message_bytes(stage: "_StageTrace", spread: Spread, index: int) -> int:
     """Return the bytes of a stage's buffers for tensors that it receives and sends."""
     first, last = index == 0, index == spread.mesh.pipeline - 1
     received = (0 if first else stage.inputs) + (0 if last else stage.outputs)
-    sent = 0 if last else stage.outputs * _on_the_way(spread, index)
+    sent = 0 if last else stage.outputs * _count_live_micro_batches(spread, index)
     return received * spread.num_micro_batches + sent
 
 
@@ -315,7 +318,7 @@ def _count_step_bytes(
         if in_lists and "foreach" in group:
             group["foreach"] = True
     stepping.step()  # makes the state
-    state = list(tensors_in(dict(stepping.state)))
+    state = list(iter_tensors(dict(stepping.state)))
     gradients = [each.grad for each in trained if each.grad is not None]
     with LiveTensors(apart=[*trained, *gradients, *state]) as live:
         stepping.step()
@@ -382,7 +385,7 @@ class _StageTrace:
     segments: Sequence[_Segment]
 
 
-def _moments(
+def _find_moments(
     segments: Iterable[_Segment], *, recompute: bool
 ) -> tuple[int, list[tuple[int, Collection[int]]]]:
     """Return the bytes that a forward pass saves, and the bytes alive at each operation.
@@ -391,21 +394,21 @@ def _moments(
         The bytes saved; and for each operation, in the order of the forward pass, the most bytes of
         activations at it in either pass, and the parameters whose gradients it makes.
     """
-    kept: dict[int, int] = {}
+    forward_saved: dict[int, int] = {}
     moments: list[tuple[int, Collection[int]]] = []
     casts = total = 0
     for segment in segments:
-        own, held = kept, total
+        own, held = forward_saved, total
         # Its inputs stay; the rest is saved again, and freed, when the block is recomputed.
         if recompute and segment.is_block:
-            total += _add(kept, segment.inputs)
-            own, held, casts = dict(kept), total, casts + segment.casts
+            total += _add(forward_saved, segment.inputs)
+            own, held, casts = dict(forward_saved), total, casts + segment.casts
         for operation in segment.operations:
             forward = total + casts + operation.made
             held += _add(own, operation.saved)
             backward = held + operation.working
             moments.append((max(forward, backward), operation.gradients))
-            total = held if own is kept else total
+            total = held if own is forward_saved else total
     return total, moments
 
 
@@ -416,11 +419,13 @@ def _add(known: dict[int, int], further: Mapping[int, int]) -> int:
     return sum(new.values())
 
 
-def _rising(moments: Sequence[tuple[int, Collection[int]]], own: Mapping[int, int]) -> int:
+def _find_gradient_peak(
+    moments: Sequence[tuple[int, Collection[int]]], own: Mapping[int, int]
+) -> int:
     """Return the peak of activations plus gradients, while gradients appear one by one.
 
     Args:
-        moments: Bytes and gradients by operation, from :func:`_moments`.
+        moments: Bytes and gradients by operation, from :func:`_find_moments`.
         own: Bytes of each parameter's gradient that a process keeps.
     """
     made: dict[int, int] = {}
@@ -442,15 +447,15 @@ class _OperationRecorder(TorchDispatchMode):
 
     def __init__(self, module: nn.Module, given: Iterable[Tensor]) -> None:
         TorchDispatchMode.__init__(self)
-        self._weights = {id(storage_of(each)): each for each in module.parameters()}
-        self._free = {id(storage_of(each)): each for each in (*module.buffers(), *given)}
+        self._weights = {id(get_storage(each)): each for each in module.parameters()}
+        self._free = {id(get_storage(each)): each for each in (*module.buffers(), *given)}
         self._alive: list[Any] = []  # Any: torch's storages, kept so that ids stay unique
         self._used: set[int] = set()
         self.segments = [_Segment(is_block=False)]
 
     def enter(self, _module: nn.Module, args: object, kwargs: object) -> None:
         """Begin a block; a hook before its forward pass."""
-        inputs = self._sizes(tensors_in((args, kwargs)))
+        inputs = self._measure_sizes(iter_tensors((args, kwargs)))
         self.segments.append(_Segment(is_block=True, inputs=inputs))
 
     def leave(self, *_: object) -> None:
@@ -459,7 +464,7 @@ class _OperationRecorder(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Record a tensor that is saved for the backward pass."""
-        self.segments[-1].operations[-1].saved |= self._sizes([tensor])
+        self.segments[-1].operations[-1].saved |= self._measure_sizes([tensor])
         return tensor
 
     # Any: the arguments and results of any operation.
@@ -471,13 +476,13 @@ class _OperationRecorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        self._note(list(tensors_in((args, kwargs or {}))), list(tensors_in(made)))
+        self._note(list(iter_tensors((args, kwargs or {}))), list(iter_tensors(made)))
         return made
 
     def _note(self, read: Sequence[Tensor], made: Sequence[Tensor]) -> None:
         segment, weights = self.segments[-1], self._weights
-        sources = {id(storage_of(each)): each for each in read}
-        new = [each for each in made if id(storage_of(each)) not in sources]
+        sources = {id(get_storage(each)): each for each in read}
+        new = [each for each in made if id(get_storage(each)) not in sources]
         used = [key for key in sources if key in weights]
         segment.weights += [key for key in used if key not in self._used]
         self._used |= set(used)
@@ -493,8 +498,8 @@ class _OperationRecorder(TorchDispatchMode):
             segment.casts += size
         segment.operations.append(_Operation(made=size, working=working, gradients=gradients))
 
-    def _sizes(self, tensors: Iterable[Tensor]) -> dict[int, int]:
-        storages = [storage_of(each) for each in tensors]
+    def _measure_sizes(self, tensors: Iterable[Tensor]) -> dict[int, int]:
+        storages = [get_storage(each) for each in tensors]
         self._alive += storages
         sizes = {id(each): each.nbytes() for each in storages}
         return {
@@ -511,14 +516,14 @@ def without_data(make_model: Callable[[], nn.Module]) -> Callable[[], nn.Module]
     """
 
     def make() -> nn.Module:
-        with _without_data(), torch.device("meta"):
+        with _convert_model_errors(), torch.device("meta"):
             return make_model()
 
     return make
 
 
 @contextmanager
-def _without_data() -> Iterator[None]:
+def _convert_model_errors() -> Iterator[None]:
     """Raise ConfigError for errors of a model or loss that runs on tensors without data."""
     try:
         yield
@@ -565,7 +570,7 @@ def _trace_stages(
             each for block in find_blocks_to_shard(part).values() for each in block.parameters()
         }
         weights = {
-            id(storage_of(each)): _Weight(
+            id(get_storage(each)): _Weight(
                 shape=tuple(each.shape),
                 dtype=dtype,
                 is_trained=each.requires_grad,
@@ -609,7 +614,7 @@ def _trace_operations(module: nn.Module, tracer: _OperationRecorder) -> Iterator
     """Show the tracer every operation in the context, and where blocks begin and end."""
     hooks = [
         hook
-        for block in blocks_of(module).values()
+        for block in find_blocks(module).values()
         for hook in (
             block.register_forward_pre_hook(tracer.enter, with_kwargs=True),
             block.register_forward_hook(tracer.leave),
@@ -648,9 +653,9 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
 
 def _narrow(module: nn.Module, degree: int) -> None:
     """Reduce each cut layer to the columns or rows of one process."""
-    for name, cut in cuts_of(module, degree).items():
+    for name, cut in find_cuts(module, degree).items():
         layer = module.get_submodule(name)
-        assert isinstance(layer, nn.Linear)  # checked by cuts_of
+        assert isinstance(layer, nn.Linear)  # checked by find_cuts
         along = 0 if cut.along == "columns" else 1
         whole = {"weight": layer.weight, "bias": layer.bias if along == 0 else None}
         for key, old in whole.items():

@@ -27,7 +27,7 @@ class Mixture:
     Positions are divided into blocks. At the end of each block, stream i has supplied the share w_i
     of all examples so far, rounded up or down. Within a block, a permutation assigns places to
     streams. Each stream is read in its own order and starts over after a full pass, so a small data
-    set with a large weight is seen more often (:func:`passes_over`).
+    set with a large weight is seen more often (:func:`count_passes`).
 
     Args:
         streams: At least one stream; all have the same inputs, shapes and dtypes.
@@ -59,7 +59,7 @@ class Mixture:
 
     def __init__(self, streams: Sequence[Stream], *, weights: Sequence[float], seed: Seed) -> None:
         self.streams, self._seed = tuple(streams), seed
-        self._shares = _shares(weights, num_streams=len(self.streams))
+        self._shares = _compute_shares(weights, num_streams=len(self.streams))
         # A block has room for an example of each stream. Otherwise, by rounding, a stream's total
         # might be lower after a block than before it.
         self.block_length = max(_BLOCK, math.ceil(1 / min(self._shares)))
@@ -89,7 +89,7 @@ class Mixture:
             parts: Each stream's examples at its :meth:`parts`; ``None`` for an empty range.
             positions: The positions of the batch.
         """
-        owners = self._owners(positions)
+        owners = self._find_owners(positions)
         given = [(np.flatnonzero(owners == i), part) for i, part in enumerate(parts) if part]
         if len(given) == 1:
             return given[0][1]
@@ -116,14 +116,14 @@ class Mixture:
         owners = np.repeat(np.arange(len(self._shares)), np.subtract(ends[1], ends[0]))
         return self._seed.derive("block", number).numpy().permutation(owners)
 
-    def _owners(self, positions: range) -> NDArray[np.int64]:
+    def _find_owners(self, positions: range) -> NDArray[np.int64]:
         length = self.block_length
         return np.concatenate(
             [self._blocks[number][places] for number, places in passes(positions, length)]
         )
 
 
-def passes_over(
+def count_passes(
     lengths: Sequence[int], *, weights: Sequence[float], num_examples: int
 ) -> list[float]:
     """Return the number of passes over each data set of a mixture: w_i T / n_i.
@@ -137,7 +137,7 @@ def passes_over(
         DataError: The weights are not those of a :class:`Mixture`.
 
     Example:
-        >>> common_crawl, others = passes_over([410, 89], weights=[0.6, 0.4], num_examples=300)
+        >>> common_crawl, others = count_passes([410, 89], weights=[0.6, 0.4], num_examples=300)
         >>> f"{common_crawl:.2f}"
         '0.44'
 
@@ -145,12 +145,12 @@ def passes_over(
         Brown et al., 2020, `Language Models are Few-Shot Learners
         <https://arxiv.org/abs/2005.14165>`_ (Table 2.2).
     """
-    shares = _shares(weights, num_streams=len(lengths))
+    shares = _compute_shares(weights, num_streams=len(lengths))
     pairs = zip(shares, lengths, strict=True)
     return [float(share * num_examples / length) for share, length in pairs]
 
 
-def _shares(weights: Sequence[float], *, num_streams: int) -> list[Fraction]:
+def _compute_shares(weights: Sequence[float], *, num_streams: int) -> list[Fraction]:
     if not weights or len(weights) != num_streams:
         raise DataError(
             f"{len(weights)} weights for {num_streams} data sets; give one weight per data set, "
@@ -187,7 +187,7 @@ def _round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def _require_alike(streams: Sequence[Stream]) -> None:
-    forms = [_form(*stream.batch(range(1))) for stream in streams]
+    forms = [_describe_form(*stream.batch(range(1))) for stream in streams]
     for place, form in enumerate(forms):
         if form != forms[0]:
             raise DataError(
@@ -196,7 +196,7 @@ def _require_alike(streams: Sequence[Stream]) -> None:
             )
 
 
-def _form(features: Features, labels: Tensor) -> str:
+def _describe_form(features: Features, labels: Tensor) -> str:
     tensors = name_inputs(features) | {"labels": labels}
     each = [f"{name} {list(value.shape[1:])} {value.dtype}" for name, value in tensors.items()]
     return ", ".join(each)

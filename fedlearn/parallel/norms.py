@@ -10,25 +10,25 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 
-def mesh_of(tensor: Tensor) -> Any:  # Any: torch's mesh, whose import takes seconds
+def get_mesh(tensor: Tensor) -> Any:  # Any: torch's mesh, whose import takes seconds
     """Return the mesh over which a tensor is spread; ``None``: this process has all of it."""
     return getattr(tensor, "device_mesh", None)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def get_own_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor, without a copy."""
-    if mesh_of(tensor) is None:
+    if get_mesh(tensor) is None:
         return tensor
     spread: Any = tensor  # Any: a DTensor, whose import takes seconds
     part: Tensor = spread.to_local()
     return part
 
 
-def by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def group_by_mesh(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Group tensors by their mesh, since a single torch operation cannot mix meshes."""
     groups: dict[object, list[Tensor]] = defaultdict(list)
     for each in tensors:
-        groups[mesh_of(each)].append(each)
+        groups[get_mesh(each)].append(each)
     return list(groups.values())
 
 
@@ -39,11 +39,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     groups: dict[Any, list[Tensor]] = defaultdict(list)  # Any: a mesh and placements, or None
     for each in tensors:
-        mesh = mesh_of(each)
+        mesh = get_mesh(each)
         groups[None if mesh is None else (mesh, getattr(each, "placements", ()))].append(each)
     total = torch.zeros((), dtype=torch.float64)
     for place, members in groups.items():
-        squares = get_total_norm([own_part(each) for each in members]).double().square()
+        squares = get_total_norm([get_own_part(each) for each in members]).double().square()
         if place is not None:
             mesh, placements = place
             for dim, placement in enumerate(placements):

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Probability, Ranged, Whole
-from fedlearn.parallel.norms import by_mesh, sum_of_squares
+from fedlearn.parallel.norms import group_by_mesh, sum_of_squares
 
 #: Parameter groups with their settings, as torch's optimizers take them.
 Groups: TypeAlias = list[dict[str, Any]]  # Any: torch's own
@@ -224,6 +224,6 @@ class Rate(Ranged):
         return peak * (self.final + (1.0 - self.final) * left)
 
 
-def groups_of(parameters: Iterable[nn.Parameter]) -> Groups:
+def group_parameters(parameters: Iterable[nn.Parameter]) -> Groups:
     """Group parameters by their mesh, since torch's optimizers cannot mix meshes in a group."""
-    return [{"params": members} for members in by_mesh(list(parameters))]
+    return [{"params": members} for members in group_by_mesh(list(parameters))]

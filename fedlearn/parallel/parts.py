@@ -60,7 +60,7 @@ class CutsTensors(Protocol):
         """Return the cut of each linear layer that is cut, by the layer's name in the module."""
 
 
-def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
+def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """Return the blocks of a model by name: the modules to shard or recompute as a whole.
 
     The layers of a stack are blocks, wherever the stack is. A stack is an ``nn.ModuleList``,
@@ -71,17 +71,17 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.ModuleList([nn.Linear(2, 2)]))
-        >>> list(blocks_of(model))
+        >>> list(find_blocks(model))
         ['0', '2.0']
         >>> layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, batch_first=True)
         >>> encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        >>> list(blocks_of(nn.Sequential(nn.Linear(3, 4), encoder)))
+        >>> list(find_blocks(nn.Sequential(nn.Linear(3, 4), encoder)))
         ['0', '1.layers.0', '1.layers.1']
     """
-    return dict(_blocks(module, ""))
+    return dict(_iter_blocks(module, ""))
 
 
-def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _iter_blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     children = {name: each for name, each in module.named_children() if _num_parameters(each)}
     # Attention uses the weights of its linear layer without calling the layer, so the hooks with
     # which FSDP gathers parameters would not run.
@@ -89,7 +89,7 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
         return
     for name, child in children.items():
         if _holds_blocks(child, in_stack=_is_stack(module), is_only=len(children) == 1):
-            yield from _blocks(child, f"{prefix}{name}.")
+            yield from _iter_blocks(child, f"{prefix}{name}.")
         else:
             yield prefix + name, child
 
@@ -126,15 +126,15 @@ def find_blocks_to_shard(module: nn.Module) -> dict[str, nn.Module]:
     gathered with the model itself. If the parameter were gathered with one block, it would be
     missing in the other.
     """
-    blocks = blocks_of(module)
+    blocks = find_blocks(module)
     owners = defaultdict[nn.Parameter, set[str]](set)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners[parameter].add(_block_of(name, blocks))
+        owners[parameter].add(_find_block(name, blocks))
     shared = {name for names in owners.values() if len(names) > 1 for name in names}
     return {name: block for name, block in blocks.items() if name not in shared}
 
 
-def _block_of(parameter: str, blocks: Iterable[str]) -> str:
+def _find_block(parameter: str, blocks: Iterable[str]) -> str:
     """Return the name of the block that contains a parameter; empty if no block does."""
     return next((name for name in blocks if parameter.startswith(f"{name}.")), "")
 
@@ -146,7 +146,7 @@ def recompute(module: nn.Module) -> None:
         Chen et al., 2016, `Training Deep Nets with Sublinear Memory Cost
         <https://arxiv.org/abs/1604.06174>`_.
     """
-    for block in blocks_of(module).values():
+    for block in find_blocks(module).values():
         # Replace the method instead of wrapping the module, so that parameters keep their names.
         # The reentrant variant would lose the gradients if no input requires one.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -171,9 +171,11 @@ def stage_of(module: nn.Module, index: int, num_stages: int) -> nn.Module:
         >>> [[name for name, _ in stage_of(chain, at, 2).named_children()] for at in range(2)]
         [['0', '1'], ['2', '3']]
     """
-    names = _stages(module, num_stages)[index]
-    kept = OrderedDict((name, child) for name, child in module.named_children() if name in names)
-    return nn.Sequential(kept).train(module.training)
+    names = _divide_stages(module, num_stages)[index]
+    own_children = OrderedDict(
+        (name, child) for name, child in module.named_children() if name in names
+    )
+    return nn.Sequential(own_children).train(module.training)
 
 
 def require_whole(module: nn.Module, mesh: Mesh) -> None:
@@ -199,7 +201,7 @@ def require_whole(module: nn.Module, mesh: Mesh) -> None:
                 f"pipeline is {mesh.pipeline}, but stage {place} ({', '.join(named)}) is frozen, "
                 "and each stage must train something; lower pipeline"
             )
-        cuts = cuts_of(part, mesh.tensor) if mesh.tensor > 1 else {}
+        cuts = find_cuts(part, mesh.tensor) if mesh.tensor > 1 else {}
         for name, each in named.items():
             if mesh.is_sharded and not each.dim():
                 raise ConfigError(
@@ -225,7 +227,7 @@ def _find_tied_names(module: nn.Module) -> list[list[str]]:
     return [found for found in names.values() if len(found) > 1]
 
 
-def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:
+def find_cuts(module: nn.Module, degree: int) -> dict[str, Cut]:
     """Return the cut of each linear layer over ``degree`` processes, by the layer's name.
 
     A module may declare its cuts (:class:`CutsTensors`). Otherwise, two linear layers of an
@@ -237,10 +239,10 @@ def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:
 
     Example:
         >>> chain = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
-        >>> {name: cut.along for name, cut in cuts_of(chain, 2).items()}
+        >>> {name: cut.along for name, cut in find_cuts(chain, 2).items()}
         {'0': 'columns', '2': 'rows'}
     """
-    cuts = dict(_cuts(module, ""))
+    cuts = dict(_iter_cuts(module, ""))
     if not cuts:
         raise ConfigError(
             f"tensor is {degree}, but the model has neither two linear layers with only "
@@ -263,7 +265,7 @@ def cuts_of(module: nn.Module, degree: int) -> dict[str, Cut]:
     return cuts
 
 
-def _cuts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Cut]]:
+def _iter_cuts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Cut]]:
     if isinstance(module, CutsTensors):
         for name, cut in module.tensor_cuts().items():
             yield prefix + name, cut
@@ -278,7 +280,7 @@ def _cuts(module: nn.Module, prefix: str) -> Iterator[tuple[str, Cut]]:
             before = name if before is None else None
         elif not isinstance(child, _ELEMENTWISE):
             before = None
-            yield from _cuts(child, f"{prefix}{name}.")
+            yield from _iter_cuts(child, f"{prefix}{name}.")
 
 
 def _is_chain(module: nn.Module) -> bool:
@@ -286,14 +288,14 @@ def _is_chain(module: nn.Module) -> bool:
     return type(module).forward is nn.Sequential.forward
 
 
-def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
+def _divide_stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
     if not _is_chain(module):
         raise ConfigError(
             f"pipeline is {num_stages}, but the model is a {type(module).__name__}, which may "
             "call its parts in any order; make it an nn.Sequential in which each layer takes the "
             "output of the one before it, or set pipeline to 1"
         )
-    units = _units(module)
+    units = _group_children(module)
     if len(units) < num_stages:
         raise ConfigError(
             f"pipeline is {num_stages}, but the model has {len(units)} layers with parameters; a "
@@ -306,7 +308,7 @@ def _stages(module: nn.Module, num_stages: int) -> Sequence[Sequence[str]]:
     ]
 
 
-def _units(module: nn.Module) -> list[list[str]]:
+def _group_children(module: nn.Module) -> list[list[str]]:
     """Group the names of children: each group has one child with parameters.
 
     Children without parameters join the group before them, or the first group.

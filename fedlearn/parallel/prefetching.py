@@ -40,12 +40,12 @@ from fedlearn.processes.forks import exit_with_parent
 
 Batch: TypeAlias = tuple[Features, Tensor]
 
-_AHEAD = 2  # results of each reader that wait to be used
+_PREFETCHED = 2  # results of each reader that wait to be used
 _MOST_STEPS = 4096  # served by one request: a small share of a mixture uses up a window slowly
 
 
 @contextmanager
-def read_ahead(
+def prefetch(
     stream: Stream,
     *,
     steps: range,
@@ -81,14 +81,14 @@ def read_ahead(
     """
     sources = stream.streams if isinstance(stream, Mixture) else (stream,)
     # Two iterators over one plan, the readers' ahead of the other by what is prefetched.
-    for_readers, for_batches = tee((step, _parts(stream, share(step))) for step in steps)
+    for_readers, for_batches = tee((step, _split_positions(stream, share(step))) for step in steps)
     loader = DataLoader(
         _Readable(sources),
         batch_size=None,
-        sampler=_requests(sources, for_readers),
+        sampler=_iter_requests(sources, for_readers),
         num_workers=num_workers,
-        multiprocessing_context=_context() if num_workers else None,
-        prefetch_factor=_AHEAD if num_workers else None,
+        multiprocessing_context=_choose_context() if num_workers else None,
+        prefetch_factor=_PREFETCHED if num_workers else None,
         pin_memory=device.type == "cuda",
         worker_init_fn=_end_with_parent,
         generator=torch.Generator(),  # else it would draw from the application's generator
@@ -99,7 +99,7 @@ def read_ahead(
     try:
         yield (
             (move_to_device(features, device), _check_labels(labels, check).to(device))
-            for features, labels in _batches(stream, read, for_batches, share)
+            for features, labels in _iter_batches(stream, read, for_batches, share)
         )
     finally:
         # Explicitly, since the traceback of an error that propagates keeps the iterator alive, and
@@ -164,19 +164,21 @@ _Wanted: TypeAlias = tuple[int, Sequence[range]]
 """A step, and the positions of each source that it needs."""
 
 
-def _parts(stream: Stream, positions: range) -> Sequence[range]:
+def _split_positions(stream: Stream, positions: range) -> Sequence[range]:
     return stream.parts(positions) if isinstance(stream, Mixture) else [positions]
 
 
-def _requests(sources: Sequence[Stream], wanted: Iterable[_Wanted]) -> Iterator[_Request]:
+def _iter_requests(sources: Sequence[Stream], wanted: Iterable[_Wanted]) -> Iterator[_Request]:
     """Yield the requests to all sources, in the order of the first step that needs each."""
     each = zip(sources, tee(wanted, len(sources)), strict=True)
-    requests = [_requests_of(source, i, steps) for i, (source, steps) in enumerate(each)]
+    requests = [_iter_source_requests(source, i, steps) for i, (source, steps) in enumerate(each)]
     # Results come in the order of the requests, so this order bounds how many of them wait.
     return heapq.merge(*requests, key=attrgetter("step"))
 
 
-def _requests_of(source: Stream, place: int, wanted: Iterable[_Wanted]) -> Iterator[_Request]:
+def _iter_source_requests(
+    source: Stream, place: int, wanted: Iterable[_Wanted]
+) -> Iterator[_Request]:
     request, end = None, 0
     for step, parts in wanted:
         rest = parts[place]
@@ -199,7 +201,7 @@ def _end(source: Stream, positions: range) -> int:
     return positions.stop
 
 
-def _batches(
+def _iter_batches(
     stream: Stream,
     readings: Iterator[tuple[int, Batch]],
     wanted: Iterable[_Wanted],
@@ -254,7 +256,7 @@ def _concatenate(batches: Sequence[Batch]) -> Batch:
     return features, torch.cat([labels for _, labels in batches])
 
 
-def _context() -> BaseContext:
+def _choose_context() -> BaseContext:
     if "forkserver" not in get_all_start_methods():  # on Windows
         return get_context("spawn")
     context = get_context("forkserver")

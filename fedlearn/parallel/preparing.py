@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fedlearn.core.randomness import Seed
 from fedlearn.parallel.mesh import NAMES, Mesh
-from fedlearn.parallel.parts import Cut, cuts_of, find_blocks_to_shard, stage_of
+from fedlearn.parallel.parts import Cut, find_blocks_to_shard, find_cuts, stage_of
 from fedlearn.parallel.plan import Spread
 from fedlearn.parallel.prepared_model import PreparedModel
 
@@ -61,7 +61,7 @@ def prepare_model(module: nn.Module, spread: Spread, grid: DeviceMesh, stage: in
     if mesh.pipeline > 1:
         module = stage_of(module, stage, mesh.pipeline)
     if mesh.tensor > 1:
-        cuts = cuts_of(module, mesh.tensor)
+        cuts = find_cuts(module, mesh.tensor)
         styles = {name: _STYLES[cut.along]() for name, cut in cuts.items()}
         parallelize_module(module, grid["tensor"], styles)
         _OwnMasks(grid["tensor"].get_local_rank()).between(module, cuts)
@@ -175,7 +175,7 @@ def _shard_model(
         offload = CPUOffloadPolicy(pin_memory=grid.device_type != "cpu")
     shard = partial(fully_shard, mesh=over, mp_policy=precision, offload_policy=offload)
     for each in (*blocks, module):
-        each.register_forward_hook(_no_view)
+        each.register_forward_hook(_copy_view)
     # Blocks first: the call for the whole model takes the parameters that are left.
     for block in blocks:
         shard(block)
@@ -189,7 +189,7 @@ def _shard_model(
     return PreparedModel(module, module, sum_gradients)
 
 
-def _no_view(_module: nn.Module, _inputs: object, output: object) -> object:
+def _copy_view(_module: nn.Module, _inputs: object, output: object) -> object:
     """Forward hook that copies a module's output if it is a view, as a linear layer's may be.
 
     If the next layer changed a view in place, FSDP's own hook would miss the gradient, and would

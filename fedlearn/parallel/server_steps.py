@@ -46,32 +46,34 @@ class ServerSteps(StrategyWrapper):
 
     def init(self, params: Params) -> State:
         """Return the inner strategy's state, and that of a training without any steps."""
-        return {**self.inner.init(params), **_without_model(TrainingState(model={}), 0)}
+        return {**self.inner.init(params), **_build_state(TrainingState(model={}), 0)}
 
     def begin(self, params: Params) -> StepResult:
         """Train the model before the first round; return it with the strategy's state."""
-        standing, metrics = TrainingState(model=params.to_tensors()), {}
+        server_state, metrics = TrainingState(model=params.to_tensors()), {}
         if self.num_steps:
-            standing, loss = self.train(standing, self.num_steps)
-            params, metrics = with_state(params, standing), {"warm_start_loss": loss}
+            server_state, loss = self.train(server_state, self.num_steps)
+            params, metrics = load_trained(params, server_state), {"warm_start_loss": loss}
         if not self.every_rounds:
-            standing = replace(standing, optimizer={})  # no later training needs it
+            server_state = replace(server_state, optimizer={})  # no later training needs it
         # The inner strategy begins with the trained model.
         begun = self.inner.begin(params)
-        state = {**begun.state, **_without_model(standing, 0)}
+        state = {**begun.state, **_build_state(server_state, 0)}
         return StepResult(begun.params, state, {**begun.metrics, **metrics})
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the inner strategy's step; after every k-th round, train the new model."""
         stepped = self.inner.step(params, aggregate, self.inner_state(state))
         num_rounds = int(state[_ROUNDS]) + 1
-        standing = _standing(stepped.params, state)
+        server_state = _load_training(stepped.params, state)
         if not self.every_rounds or num_rounds % self.every_rounds:
-            return replace(stepped, state={**stepped.state, **_without_model(standing, num_rounds)})
-        trained, loss = self.train(standing, standing.step_num + self.round_steps)
+            return replace(
+                stepped, state={**stepped.state, **_build_state(server_state, num_rounds)}
+            )
+        trained, loss = self.train(server_state, server_state.step_num + self.round_steps)
         return StepResult(
-            with_state(stepped.params, trained),
-            {**stepped.state, **_without_model(trained, num_rounds)},
+            load_trained(stepped.params, trained),
+            {**stepped.state, **_build_state(trained, num_rounds)},
             {**stepped.metrics, "server_loss": loss},
         )
 
@@ -80,14 +82,14 @@ def _is_own(name: str) -> bool:
     return name in (_PROGRESS, _ROUNDS) or name.startswith(_OPTIMIZER)
 
 
-def _without_model(standing: TrainingState, num_rounds: int) -> dict[str, Tensor]:
+def _build_state(server_state: TrainingState, num_rounds: int) -> dict[str, Tensor]:
     """Return the state of the training to store: all but the model, which the run stores."""
-    optimizer = {_OPTIMIZER + name: value for name, value in standing.optimizer.items()}
+    optimizer = {_OPTIMIZER + name: value for name, value in server_state.optimizer.items()}
     rounds = torch.tensor(num_rounds, dtype=torch.int64)
-    return {_PROGRESS: standing.progress, _ROUNDS: rounds, **optimizer}
+    return {_PROGRESS: server_state.progress, _ROUNDS: rounds, **optimizer}
 
 
-def _standing(params: Params, state: State) -> TrainingState:
+def _load_training(params: Params, state: State) -> TrainingState:
     optimizer = {
         name.removeprefix(_OPTIMIZER): value.cpu()
         for name, value in state.items()
@@ -98,7 +100,7 @@ def _standing(params: Params, state: State) -> TrainingState:
     )
 
 
-def with_state(params: Params, trained: TrainingState) -> Params:
+def load_trained(params: Params, trained: TrainingState) -> Params:
     """Return the trained model as parameters like these, including its buffers."""
     model: Mapping[str, Tensor] = trained.model
     vector = params.layout.pack(model, out=torch.empty_like(params.vector))

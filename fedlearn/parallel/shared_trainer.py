@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.errors import DeploymentError, ProcessesParted
-from fedlearn.parallel.workers import Resumed, WorkerProcess, Workers
+from fedlearn.parallel.workers import ResumeControl, WorkerProcess, Workers
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -46,7 +46,7 @@ class SharedTrainer:
         self._start = start
         processes = start()  # first: they load their examples while this process does
         try:
-            self._trainer = _shareable(make_trainer(), num_workers=len(processes) + 1)
+            self._trainer = _require_shareable(make_trainer(), num_workers=len(processes) + 1)
             self._workers: Workers | None = Workers.meeting(processes, self._trainer)
         except BaseException:
             _end(processes)
@@ -83,11 +83,11 @@ class SharedTrainer:
             DeploymentError: A new worker exited, or created a different trainer.
             FedlearnError: Any other error of the trainer.
         """
-        workers = self._ready()
+        workers = self._get_workers()
         # Loaded once and sent to all: processes that resumed from different steps would not meet
         # again.
         saved = context.control.load()
-        own = replace(context, control=Resumed(context.control, saved))
+        own = replace(context, control=ResumeControl(context.control, saved))
         try:
             workers.begin(tensors, context=context, saved=saved)
             result = self._train(tensors, own, workers)
@@ -98,7 +98,7 @@ class SharedTrainer:
         except BaseException:
             # After a cancellation or an error that all share, the workers wait for the next
             # training. One that does not answer may be stuck in a sum, so all are replaced.
-            if not workers.have_parted():
+            if not workers.wait_until_ready():
                 self.close()
             raise
         return result
@@ -126,7 +126,7 @@ class SharedTrainer:
                 raise ProcessesParted(words) from error
             raise
 
-    def _ready(self) -> Workers:
+    def _get_workers(self) -> Workers:
         if self._workers is None:
             processes = self._start()
             try:
@@ -142,7 +142,7 @@ def _end(processes: Sequence[WorkerProcess]) -> None:
         process.end()
 
 
-def _shareable(trainer: LocalTrainer, *, num_workers: int) -> TorchTrainer:
+def _require_shareable(trainer: LocalTrainer, *, num_workers: int) -> TorchTrainer:
     """Return the trainer if several processes can share its trainings.
 
     Raises:

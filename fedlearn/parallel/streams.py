@@ -103,16 +103,16 @@ class LastUsed(Generic[T]):
 
     def __init__(self, make: Callable[[int], T]) -> None:
         self._make = make
-        self._kept: dict[int, T] = {}
+        self._cache: dict[int, T] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_kept": {}}  # not pickled: another process computes its own
+        return self.__dict__ | {"_cache": {}}  # not pickled: another process computes its own
 
     def __getitem__(self, number: int) -> T:
         # Popped and put back last, so that the first entry is the one to forget.
-        value = self._kept.pop(number, None)
+        value = self._cache.pop(number, None)
         value = self._make(number) if value is None else value
-        self._kept = dict([*self._kept.items()][-1:]) | {number: value}
+        self._cache = dict([*self._cache.items()][-1:]) | {number: value}
         return value
 
 

@@ -160,16 +160,18 @@ class Task:
             )
 
     def _require_saving(self) -> None:
-        kept, kept_anyway = (self._activations(recompute=each) for each in (False, True))
-        if kept is not None and kept == kept_anyway:
+        num_plain, num_recomputing = (
+            self._predict_activations(recompute=each) for each in (False, True)
+        )
+        if num_plain is not None and num_plain == num_recomputing:
             raise ConfigError(
-                f"recompute saves nothing: with or without it, a process keeps {kept:,} bytes of "
-                "activations of this model; set recompute to false, or group the layers of each "
+                f"recompute saves nothing: with or without it, a process keeps {num_plain:,} bytes "
+                "of activations of this model; set recompute to false, or group the layers of each "
                 "part of the model in a module, and these modules in an nn.ModuleList or "
                 "nn.Sequential"
             )
 
-    def _activations(self, *, recompute: bool) -> int | None:
+    def _predict_activations(self, *, recompute: bool) -> int | None:
         """Predict the most bytes that a process keeps; ``None`` if the model cannot be traced."""
         from fedlearn.parallel.memory import predict  # noqa: PLC0415 (seconds)
 

@@ -26,12 +26,12 @@ from fedlearn.parallel.jobs import (
     Folder,
     Job,
     begin,
-    device_of,
+    build_spec,
     finish_job,
     follow,
+    get_rank_device,
     outcome,
     require_job,
-    spec_of,
 )
 from fedlearn.parallel.task import Progress, Task, TrainingState
 from fedlearn.training.trainer import UNATTENDED
@@ -57,7 +57,7 @@ def main() -> None:
         _write_whole(folder.failure, f"{type(error).__name__}\n{error}")
         sys.exit(1)
     except Exception as error:
-        if _would_come_again(error):
+        if _is_repeatable(error):
             _write_whole(folder.failure, f"{EngineError.__name__}\n{describe_error(error)}")
             sys.exit(1)
         if not folder.error.exists():  # the first rank that fails has the cause
@@ -73,7 +73,7 @@ def _write_whole(path: Path, text: str) -> None:
     written.rename(path)  # atomic: readers see the whole text or no file
 
 
-def _would_come_again(error: Exception) -> bool:
+def _is_repeatable(error: Exception) -> bool:
     """Tell whether an error would occur again after a restart.
 
     If another rank has died, torch raises a RuntimeError where it waits for that rank. This error,
@@ -117,7 +117,7 @@ def train_as_rank(
         begin(job, folder, start)
     dist.barrier()
     engine = RankTrainer(task, device=device)
-    said = spec_of(job, start)
+    said = build_spec(job, start)
     follow(engine, folder, job=said, saves_last=True, control=UNATTENDED, report=report)
     dist.destroy_process_group()
     if engine.rank > 0:
@@ -135,7 +135,7 @@ def join() -> torch.device:
     Raises:
         ConfigError: There are fewer GPUs than processes.
     """
-    backend, device = "gloo", device_of(os.environ)
+    backend, device = "gloo", get_rank_device(os.environ)
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)

@@ -31,7 +31,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DeploymentError, FedlearnError, ProcessesParted
-from fedlearn.parallel.group import Group, backend_for, join_group
+from fedlearn.parallel.group import Group, choose_backend, join_group
 from fedlearn.processes.forks import keep_from_forks
 from fedlearn.processes.starting import start_linked
 from fedlearn.training.torch_trainer import TorchTrainer
@@ -127,7 +127,7 @@ class Workers:
         """
         ours, devices = trainer.plan(), {0: str(trainer.device)}
         for rank, worker in enumerate(processes, start=1):
-            who = _who(rank, processes)
+            who = _name_worker(rank, processes)
             try:
                 # Sent once the worker has built its trainer, so this also waits for that.
                 said = json.loads(worker.link.recv_bytes())
@@ -140,7 +140,7 @@ class Workers:
                     "process, with the same examples in the same order: seed their split"
                 )
             devices[rank] = said["device"]
-        backend, world_size = backend_for(devices), len(processes) + 1
+        backend, world_size = choose_backend(devices), len(processes) + 1
         with TemporaryDirectory(prefix="fedlearn-") as folder:
             file = Path(folder) / "met"
             for worker in processes:
@@ -192,7 +192,9 @@ class Workers:
                 worker.link.send_bytes(head)
                 worker.link.send_bytes(body)
             except OSError as error:
-                raise ProcessesParted(f"{_who(rank, self.processes)} {worker.ending()}") from error
+                raise ProcessesParted(
+                    f"{_name_worker(rank, self.processes)} {worker.ending()}"
+                ) from error
 
     def agree(self, result: LocalResult) -> None:
         """Wait for all workers, and check that their results have the same bits as this one.
@@ -205,13 +207,13 @@ class Workers:
         ours, answers = _digest(result), [_answer(worker) for worker in self.processes]
         for rank, (worker, answer) in enumerate(zip(self.processes, answers, strict=True), start=1):
             if answer.get("digest") != ours:
-                words = _words(answer, worker) or (
+                words = _describe_answer(answer, worker) or (
                     "has a different model after the training; its steps must depend only on the "
                     "gradients and on context.seed, and its buffers must not hold batch statistics"
                 )
-                raise ProcessesParted(f"{_who(rank, self.processes)} {words}")
+                raise ProcessesParted(f"{_name_worker(rank, self.processes)} {words}")
 
-    def have_parted(self) -> bool:
+    def wait_until_ready(self) -> bool:
         """Tell whether all workers have ended a cancelled training, and are ready for the next."""
         return all(_answer(worker) for worker in self.processes)
 
@@ -219,8 +221,8 @@ class Workers:
         """Name the first worker that has failed or exited, and say how; ``None`` if none has."""
         found = [(rank, _answer(each), each) for rank, each in enumerate(self.processes, start=1)]
         for rank, answer, worker in found:
-            if (words := _words(answer, worker)) is not None:
-                return f"{_who(rank, self.processes)} {words}"
+            if (words := _describe_answer(answer, worker)) is not None:
+                return f"{_name_worker(rank, self.processes)} {words}"
         return None
 
     def end(self) -> None:
@@ -230,16 +232,16 @@ class Workers:
 
 
 @dataclass(frozen=True, eq=False)
-class Resumed:
+class ResumeControl:
     """A task control with a given checkpoint, so that all processes resume from the same one.
 
     Attributes:
         control: The control that handles everything else.
-        kept: The checkpoint.
+        checkpoint: The checkpoint.
     """
 
     control: TaskControl
-    kept: Mapping[str, Tensor]
+    checkpoint: Mapping[str, Tensor]
 
     def check(self) -> None:
         """Check the other control."""
@@ -251,7 +253,7 @@ class Resumed:
 
     def load(self) -> Mapping[str, Tensor]:
         """Return the checkpoint."""
-        return self.kept
+        return self.checkpoint
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
         """Save through the other control."""
@@ -313,7 +315,7 @@ def work(trainer: TorchTrainer, link: Connection, *, rank: int) -> None:
                 seed=Seed(head["seed"]),
                 state=tensors["state"],
                 broadcast=tensors["broadcast"],
-                control=Resumed(UNATTENDED, tensors["saved"]),
+                control=ResumeControl(UNATTENDED, tensors["saved"]),
             )
             answer = _train(trainer, tensors["model"], context, group)
             link.send_bytes(json.dumps(answer).encode())
@@ -370,12 +372,12 @@ def _answer(worker: WorkerProcess) -> dict[str, str]:
     return {}
 
 
-def _words(answer: Mapping[str, str], worker: WorkerProcess) -> str | None:
+def _describe_answer(answer: Mapping[str, str], worker: WorkerProcess) -> str | None:
     """Describe what is wrong with a worker, given its answer; ``None`` if nothing is."""
     if not answer:
         return worker.ending()
     return f"failed: {answer['failed']}; its output says why" if "failed" in answer else None
 
 
-def _who(rank: int, processes: Sequence[WorkerProcess]) -> str:
+def _name_worker(rank: int, processes: Sequence[WorkerProcess]) -> str:
     return f"process {rank + 1} of the {len(processes) + 1} that share this training"

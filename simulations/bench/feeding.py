@@ -35,7 +35,7 @@ import fedlearn as fl
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
-from fedlearn.parallel.prefetching import read_ahead
+from fedlearn.parallel.prefetching import prefetch
 from fedlearn.parallel.table_stream import TableFiles
 
 _WIDTH = 256  # float32: 1,024 bytes
@@ -91,7 +91,7 @@ def read_per_s(files: TableFiles, *, num_workers: int) -> float:
     """
     stream, clock = files.stream(seed=Seed(0)), SystemClock()
     num_steps = _PASSES * len(stream) // _BATCH
-    with read_ahead(
+    with prefetch(
         stream,
         steps=range(num_steps),
         share=lambda step: range(step * _BATCH, (step + 1) * _BATCH),

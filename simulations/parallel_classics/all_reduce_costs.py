@@ -31,7 +31,7 @@ from fedlearn.core.ranges import Count, Positive, Ranged
 from fedlearn.errors import ConfigError, EngineError
 from fedlearn.experiment.figures import INK, RUN_COLORS, label_axes, new_figure, write_png
 from fedlearn.experiment.layout import table_text
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 
 #: Numbers are float32.
 NUMBER_BYTES = 4
@@ -164,7 +164,7 @@ def measure(settings: Settings, *, world_size: int) -> list[Measured]:
             "or repeats, or a faster network"
         )
     inherited = open_sockets()
-    by_rank = in_processes(
+    by_rank = run_in_processes(
         lambda: [_of_rank(*case, settings, inherited=inherited) for case in cases],
         world_size=world_size,
         timeout_s=_SPARE_S + _SPARE_FACTOR * expected_s,

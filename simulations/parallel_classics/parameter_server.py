@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 
 #: The server's rank; all others are workers.
 _SERVER = 0
@@ -189,7 +189,7 @@ def train(*, buffer_size: int, max_staleness: int) -> Trained:
         distance = float((server.weights - solution).norm())
         return Trained(distance, dict(server.ages), server.num_dropped)
 
-    trained, *_ = in_processes(body, world_size=NUM_WORKERS + 1, timeout_s=120.0)
+    trained, *_ = run_in_processes(body, world_size=NUM_WORKERS + 1, timeout_s=120.0)
     assert trained is not None  # rank 0 is the server
     return trained
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from fedlearn.core.clock import VirtualClock
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 
 LIMIT_S = 60.0
 SIZES = (0, 1, 2, 3, 10, 1000)
@@ -74,7 +74,7 @@ def all_cases() -> dict[Case, Seen]:
 )
 def seen_in_each_rank(request: pytest.FixtureRequest) -> list[dict[Case, Seen]]:
     """Return the results of each rank; one world runs all cases."""
-    return in_processes(all_cases, world_size=request.param, timeout_s=LIMIT_S)
+    return run_in_processes(all_cases, world_size=request.param, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -178,7 +178,7 @@ def test_a_ring_that_skips_a_step_is_caught_twice(step: int) -> None:
         return ring(values, messages), messages.sent
 
     exact = sum((values_of(rank, 1000, torch.float64) for rank in range(4)), torch.zeros(()))
-    found = in_processes(body, world_size=4, timeout_s=LIMIT_S)
+    found = run_in_processes(body, world_size=4, timeout_s=LIMIT_S)
     assert not all(torch.allclose(total, exact) for total, _ in found)
     assert tuple(sent for _, sent in found) != ring_cost(1000, 4).sent_P
 
@@ -214,7 +214,7 @@ def test_a_rank_that_is_killed_amid_a_ring_ends_all() -> None:
     pids_end, told = os.pipe()
     try:
         with pytest.raises(EngineError, match=r"rank 1 of 3 died of SIGKILL"):
-            in_processes(body, world_size=3, timeout_s=LIMIT_S)
+            run_in_processes(body, world_size=3, timeout_s=LIMIT_S)
         pids = json.loads(os.read(pids_end, 1000))
     finally:
         os.close(pids_end)
@@ -248,7 +248,7 @@ def test_on_the_emulated_network_time_is_the_formula() -> None:
             found[method.name] = clock.now_s()
         return found
 
-    of_ranks = in_processes(body, world_size=4, timeout_s=LIMIT_S)
+    of_ranks = run_in_processes(body, world_size=4, timeout_s=LIMIT_S)
     longest = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}
     assert longest == {"naive": 36.0, "manager": 72.0, "ring": 18.0}
 
@@ -271,7 +271,7 @@ def test_sockets_that_were_there_are_left_out() -> None:
         dist.barrier()
         return sent_bytes(without=frozenset()), sent_bytes(without=open_sockets())
 
-    for all_together, none_of_them in in_processes(body, world_size=2, timeout_s=LIMIT_S):
+    for all_together, none_of_them in run_in_processes(body, world_size=2, timeout_s=LIMIT_S):
         assert all_together is not None
         assert none_of_them is None
 

@@ -15,7 +15,7 @@ from fedlearn.algorithms.asynchronous import Buffered
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAsync, FedAvg, FedBuff
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from fedlearn.simulation.engine import Engine
 from tests.unit.algorithms import test_scaffold as quadratics
 from tests.unit.simulation import test_buffers as buffers
@@ -51,7 +51,9 @@ def in_a_world(buffer_size: int, num_steps: int) -> tuple[list[int], Tensor, dic
         order = serve(server, num_steps=num_steps)
         return order, server.weights, dict(server.ages)
 
-    (order, weights, ages), *others = in_processes(body, world_size=NUM_WORKERS + 1, timeout_s=60.0)
+    (order, weights, ages), *others = run_in_processes(
+        body, world_size=NUM_WORKERS + 1, timeout_s=60.0
+    )
     assert all(torch.equal(last, weights) for _, last, _ in others)
     return order, weights, ages
 

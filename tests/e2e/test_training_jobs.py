@@ -16,7 +16,7 @@ import torch
 from fedlearn.errors import Cancelled, DataError, Diverged, EngineError
 from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.jobs import Job, train
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.task import Progress
 from tests.processes import Launcher, until
@@ -91,7 +91,7 @@ def train_uninterrupted() -> dict[str, torch.Tensor]:
         trained(engine)
         return {name: each.detach().clone() for name, each in engine.tensors().items()}
 
-    first, second = in_processes(body, world_size=2, timeout_s=300.0)
+    first, second = run_in_processes(body, world_size=2, timeout_s=300.0)
     assert all(torch.equal(first[name], second[name]) for name in first)
     return first
 

@@ -22,7 +22,7 @@ from fedlearn.parallel.memory import predict
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import AdamKin
 from fedlearn.parallel.plan import TrainingPlan, TrainingPrecision
-from fedlearn.parallel.prefetching import read_ahead
+from fedlearn.parallel.prefetching import prefetch
 from fedlearn.parallel.streams import Shuffled
 from fedlearn.parallel.task import Progress, Task
 from fedlearn.training.local_data import TensorData
@@ -162,7 +162,7 @@ def test_batches_that_are_read_ahead_come_to_the_gpu(num_workers: int, gpu: torc
     def positions(step: int) -> range:
         return range(step * BATCH_SIZE, (step + 1) * BATCH_SIZE)
 
-    with read_ahead(
+    with prefetch(
         examples,
         steps=steps,
         share=positions,

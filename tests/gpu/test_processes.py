@@ -15,7 +15,7 @@ from torch import nn
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import TrainReply
-from fedlearn.parallel.group import Group, backend_for, join_group
+from fedlearn.parallel.group import Group, choose_backend, join_group
 from fedlearn.testing import FakeCoordinator
 from tests.processes import LONG_S, Launcher
 
@@ -53,7 +53,7 @@ def group_of(
 
 def test_one_process_adds_up_by_nccl(gpu: torch.device, tmp_path: Path) -> None:
     """The result is its own tensor."""
-    assert backend_for({0: str(gpu)}) == "nccl"
+    assert choose_backend({0: str(gpu)}) == "nccl"
     group = group_of(tmp_path / "met", 0, 1, backend="nccl", device=gpu)
     values = torch.arange(5.0, device=gpu, dtype=torch.float64)
     group.all_reduce([values])
@@ -62,7 +62,7 @@ def test_one_process_adds_up_by_nccl(gpu: torch.device, tmp_path: Path) -> None:
 
 def test_two_that_share_a_gpu_add_up_by_gloo(gpu: torch.device, tmp_path: Path) -> None:
     """Two threads stand in for processes."""
-    assert backend_for({0: str(gpu), 1: str(gpu)}) == "gloo"
+    assert choose_backend({0: str(gpu), 1: str(gpu)}) == "gloo"
 
     def sum_over_ranks(rank: int) -> list[float]:
         group = group_of(tmp_path / "met", rank, 2, backend="gloo", device=gpu)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from fedlearn.errors import ConfigError
 from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.live_tensors import measure_step
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from fedlearn.parallel.mesh import Mesh
-from fedlearn.parallel.parts import blocks_of, find_blocks_to_shard
+from fedlearn.parallel.parts import find_blocks, find_blocks_to_shard
 from fedlearn.parallel.task import Task
 from tests.trainings import (
     INPUTS,
@@ -148,7 +148,7 @@ def test_blocks_are_found_where_they_are(
     model: Callable[[], nn.Module], expected: Sequence[str]
 ) -> None:
     """A layer that contains further layers is a single block."""
-    assert list(blocks_of(model())) == expected
+    assert list(find_blocks(model())) == expected
 
 
 def test_blocks_that_share_a_parameter_are_sharded_with_the_model_itself() -> None:
@@ -228,7 +228,7 @@ def test_a_sharded_model_of_any_shape_equals_one_process(model: Callable[[], nn.
         made = RankTrainer(sharded, device=torch.device("cpu"))
         return [each.loss for each in trained(made, until=3)]
 
-    losses, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    losses, _ = run_in_processes(body, world_size=2, timeout_s=LIMIT_S)
     assert max(abs(a - b) for a, b in zip(losses, expected.losses, strict=True)) <= 1e-12
 
 

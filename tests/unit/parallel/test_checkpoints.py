@@ -13,7 +13,7 @@ from torch import nn
 from fedlearn.errors import StoreError
 from fedlearn.parallel import checkpoints
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from tests.trainings import Outcome, alone, outcome, task_of, trained
 
 
@@ -56,7 +56,7 @@ def test_one_of_several_processes_may_train_alone(tmp_path: Path) -> None:
         save_steps(tmp_path, 4)
         return resume_from(tmp_path / "step-4")
 
-    ended, _ = in_processes(body, world_size=2, timeout_s=60.0)
+    ended, _ = run_in_processes(body, world_size=2, timeout_s=60.0)
     assert ended is not None
     assert ended.apart(replace(alone(task_of()), losses=[])) == 0.0
 

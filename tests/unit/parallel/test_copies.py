@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedlearn.errors import EngineError
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from fedlearn.parallel.mesh import Mesh
 from tests.trainings import INPUTS, NUM_CLASSES, Pool, alone, task_of, trained
 
@@ -81,7 +81,7 @@ def spread(make_model: Callable[[], nn.Module], mesh: Mesh) -> None:
     def body() -> None:
         trained(RankTrainer(task, device=torch.device("cpu")))
 
-    in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    run_in_processes(body, world_size=2, timeout_s=LIMIT_S)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def masks() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
 @pytest.mark.slow
 def test_parts_of_a_layer_drop_units_of_their_own_and_whole_layers_the_same() -> None:
     """With one mask for both parts, each unit would always be dropped together with another one."""
-    (inside, outside, whole), (inside_1, outside_1, whole_1) = in_processes(
+    (inside, outside, whole), (inside_1, outside_1, whole_1) = run_in_processes(
         masks, world_size=2, timeout_s=LIMIT_S
     )
     assert inside.shape[-1] == HIDDEN // 2

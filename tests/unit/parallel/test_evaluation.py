@@ -19,8 +19,8 @@ from fedlearn.core.improvement import Goal
 from fedlearn.errors import Cancelled, ConfigError, StoreError
 from fedlearn.parallel import evaluation, jobs, worker
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.parallel.jobs import Folder, Job, follow, spec_of, train
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.jobs import Folder, Job, build_spec, follow, train
+from fedlearn.parallel.local_world import run_in_processes
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.task import Evaluation, Progress, TrainingState
 from tests import damage
@@ -132,7 +132,7 @@ def test_the_best_model_is_the_result(
     assert not (tmp_path / "job").exists()
 
 
-@pytest.mark.parametrize("dies_in", ["measure", "_write_best", "write_durably", "_forget_all_but"])
+@pytest.mark.parametrize("dies_in", ["measure", "_write_best", "write_durably", "_remove_all_but"])
 @pytest.mark.parametrize(
     "at", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
@@ -201,7 +201,7 @@ def test_a_process_of_a_job_whose_file_is_damaged_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is not restarted, because it would fail the same way."""
-    said = spec_of(job_in(tmp_path, Scores([1])), None)
+    said = build_spec(job_in(tmp_path, Scores([1])), None)
     folder = Folder(tmp_path)
     monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path)])
     for content, says in damage.damaged(json.dumps(asdict(said)).encode(), key="report_every"):
@@ -221,7 +221,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(
     """The first step determines the timeout. Control: without a hanging rank, no wait times out."""
     monkeypatch.setattr(jobs, "_TIMEOUT", timedelta(seconds=2))
     monkeypatch.setattr(jobs, "_STEPS", 0)
-    begun = spec_of(job_in(tmp_path, Scores([])), None)
+    begun = build_spec(job_in(tmp_path, Scores([])), None)
 
     def body(*, hangs: bool) -> str:
         class Control:
@@ -246,6 +246,6 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_its_steps_take(
             return str(error)
         return ""
 
-    assert in_processes(partial(body, hangs=False), world_size=2, timeout_s=60.0) == ["", ""]
-    first, second = in_processes(partial(body, hangs=True), world_size=2, timeout_s=60.0)
+    assert run_in_processes(partial(body, hangs=False), world_size=2, timeout_s=60.0) == ["", ""]
+    first, second = run_in_processes(partial(body, hangs=True), world_size=2, timeout_s=60.0)
     assert "imed out" in first + second

@@ -78,7 +78,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_not_begun_from(tmp_path: Path) -
     folder = Folder(tmp_path)
     (folder.checkpoints / "step-2").mkdir(parents=True)
     told = list[Progress]()
-    job = jobs.spec_of(job_in(tmp_path), None)
+    job = jobs.build_spec(job_in(tmp_path), None)
     engine = RankTrainer(task_of(), device=torch.device("cpu"))
     follow(
         engine,
@@ -94,7 +94,7 @@ def test_a_first_checkpoint_that_was_cut_off_is_not_begun_from(tmp_path: Path) -
 def test_a_start_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     folder.start.mkdir()
-    job = jobs.spec_of(job_in(tmp_path), None)
+    job = jobs.build_spec(job_in(tmp_path), None)
     engine = RankTrainer(task_of(), device=torch.device("cpu"))
     with pytest.raises(StoreError, match="start cannot be read"):
         follow(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError, EngineError
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from tests.processes import Launcher
 
 #: Long enough on a busy machine; ends a test that hangs.
@@ -44,12 +44,12 @@ def assert_gone(pids: list[int]) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_rank_has_a_result_in_order(world_size: int) -> None:
     total = world_size * (world_size + 1) / 2
-    found = in_processes(ranks, world_size=world_size, timeout_s=LIMIT_S)
+    found = run_in_processes(ranks, world_size=world_size, timeout_s=LIMIT_S)
     assert found == [(rank, world_size, total) for rank in range(world_size)]
 
 
 def test_no_rank_is_this_process_and_none_is_left() -> None:
-    pids = in_processes(os.getpid, world_size=2, timeout_s=LIMIT_S)
+    pids = run_in_processes(os.getpid, world_size=2, timeout_s=LIMIT_S)
     assert len({*pids, os.getpid()}) == 3
     for pid in pids:
         with pytest.raises(ProcessLookupError):
@@ -70,14 +70,14 @@ def test_a_fork_computes_after_its_parent_did_with_all_its_threads() -> None:
             dist.all_reduce(mine.grad)
             return torch.get_num_threads()
 
-        assert in_processes(body, world_size=2, timeout_s=LIMIT_S) == [1, 1]
+        assert run_in_processes(body, world_size=2, timeout_s=LIMIT_S) == [1, 1]
     finally:
         torch.set_num_threads(1)
 
 
 def test_results_may_be_large_tensors() -> None:
     """Results are sent as bytes: a tensor in shared memory would vanish with its process."""
-    found = in_processes(
+    found = run_in_processes(
         lambda: torch.full((1 << 18,), float(dist.get_rank())), world_size=2, timeout_s=LIMIT_S
     )
     assert [float(each.sum()) for each in found] == [0.0, 2.0**18]
@@ -120,20 +120,20 @@ def test_the_rank_that_failed_is_named_not_those_that_lost_it(
 ) -> None:
     """The other ranks fail as well, because a connection closes; they are not named."""
     with pytest.raises(EngineError) as raised:
-        in_processes(body, world_size=3, timeout_s=LIMIT_S)
+        run_in_processes(body, world_size=3, timeout_s=LIMIT_S)
     assert str(raised.value) == message
 
 
 @pytest.mark.slow
 def test_where_a_rank_failed_is_a_note_of_the_error() -> None:
     with pytest.raises(EngineError) as raised:
-        in_processes(fails, world_size=2, timeout_s=LIMIT_S)
+        run_in_processes(fails, world_size=2, timeout_s=LIMIT_S)
     assert "in fails" in raised.value.__notes__[0]
 
 
 def test_what_cannot_be_sent_fails_like_the_rest() -> None:
     with pytest.raises(EngineError, match=r"rank 0 of 1 failed: .*pickle"):
-        in_processes(lambda: lambda: None, world_size=1, timeout_s=LIMIT_S)
+        run_in_processes(lambda: lambda: None, world_size=1, timeout_s=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -142,23 +142,23 @@ def test_a_world_that_hangs_ends_in_time() -> None:
     clock = SystemClock()
     began_s = clock.now_s()
     with pytest.raises(EngineError, match=r"no result after 1\.5 s from rank (0, )?1(, 2)? of 3"):
-        in_processes(waits, world_size=3, timeout_s=1.5)
+        run_in_processes(waits, world_size=3, timeout_s=1.5)
     assert 1.5 <= clock.now_s() - began_s < LIMIT_S
 
 
 def test_a_world_needs_a_process() -> None:
     with pytest.raises(ConfigError, match="world_size is 0; give a number >= 1"):
-        in_processes(os.getpid, world_size=0, timeout_s=LIMIT_S)
+        run_in_processes(os.getpid, world_size=0, timeout_s=LIMIT_S)
 
 
 def test_a_process_of_a_world_starts_no_other() -> None:
     """Its forks would also belong to the first world."""
 
     def body() -> None:
-        in_processes(os.getpid, world_size=1, timeout_s=LIMIT_S)
+        run_in_processes(os.getpid, world_size=1, timeout_s=LIMIT_S)
 
     with pytest.raises(EngineError, match=r"already belongs to a world of torch\.distributed"):
-        in_processes(body, world_size=1, timeout_s=LIMIT_S)
+        run_in_processes(body, world_size=1, timeout_s=LIMIT_S)
 
 
 def test_no_rank_outlives_a_parent_that_is_killed(launcher: Launcher) -> None:
@@ -166,7 +166,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(launcher: Launcher) -> None:
     script = """
         import json, os, signal
         import torch.distributed as dist
-        from fedlearn.parallel.local_world import in_processes
+        from fedlearn.parallel.local_world import run_in_processes
 
         def body():
             everyone = [None, None, None]
@@ -176,7 +176,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(launcher: Launcher) -> None:
                 os.kill(os.getppid(), signal.SIGKILL)
             signal.pause()
 
-        in_processes(body, world_size=3, timeout_s=300.0)
+        run_in_processes(body, world_size=3, timeout_s=300.0)
     """
     done = launcher.run(dedent(script))
     assert done.returncode == -signal.SIGKILL

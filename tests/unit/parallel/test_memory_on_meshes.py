@@ -8,7 +8,7 @@ import torch._dynamo  # once, before forks, each of which would
 
 from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.live_tensors import StepMemory, measure_step
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from fedlearn.parallel.memory import Memory, predict
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.task import Task
@@ -81,7 +81,7 @@ def task_on(degree: str) -> Task:
 def test_each_process_holds_what_is_predicted(degree: str) -> None:
     """Control: the predictions for the other meshes do not fit."""
     task = task_on(degree)
-    found = in_processes(lambda: measure_held(task), world_size=2, timeout_s=300.0)
+    found = run_in_processes(lambda: measure_held(task), world_size=2, timeout_s=300.0)
     mesh, stages = task.plan.spread.mesh, predicted(task)
     for rank, each in enumerate(found):
         own = stages[mesh.coordinates(rank).pipeline]

@@ -26,9 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 from fedlearn.errors import ConfigError, EngineError
 from fedlearn.parallel import checkpoints, engine, preparing
 from fedlearn.parallel.engine import RankTrainer
-from fedlearn.parallel.local_world import in_processes
+from fedlearn.parallel.local_world import run_in_processes
 from fedlearn.parallel.mesh import Mesh
-from fedlearn.parallel.norms import own_part, sum_of_squares
+from fedlearn.parallel.norms import get_own_part, sum_of_squares
 from fedlearn.parallel.optimizers import Rate
 from fedlearn.parallel.parts import Cut
 from fedlearn.parallel.plan import TrainingPlan, TrainingPrecision
@@ -234,7 +234,7 @@ def in_one_world(cases: Sequence[Case]) -> dict[str, Outcome]:
         def body() -> list[list[float]]:
             return [case.trained(Path(folder, str(at))) for at, case in enumerate(cases)]
 
-        losses, *_ = in_processes(body, world_size=world_size, timeout_s=LIMIT_S)
+        losses, *_ = run_in_processes(body, world_size=world_size, timeout_s=LIMIT_S)
         states = [load_final_state(Path(folder, str(at))) for at in range(len(cases))]
     ended = zip(cases, losses, states, strict=True)
     return {str(case): outcome(told, state) for case, told, state in ended}
@@ -255,12 +255,12 @@ def without_clip(patch: pytest.MonkeyPatch) -> None:
 
 
 def clip_by_stage(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankTrainer, "_norm", lambda _, grads: sum_of_squares(grads).sqrt())
+    patch.setattr(RankTrainer, "_compute_norm", lambda _, grads: sum_of_squares(grads).sqrt())
 
 
 def clip_by_shard(patch: pytest.MonkeyPatch) -> None:
     def own_squares(grads: Sequence[Tensor]) -> Tensor:
-        return torch.stack([own_part(each).double().square().sum() for each in grads]).sum()
+        return torch.stack([get_own_part(each).double().square().sum() for each in grads]).sum()
 
     patch.setattr(engine, "sum_of_squares", own_squares)
 
@@ -293,7 +293,7 @@ def sum_over_examples(patch: pytest.MonkeyPatch) -> None:
     def sum_rows(_: RankTrainer, outputs: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(outputs, labels, reduction="sum")
 
-    patch.setattr(RankTrainer, "_loss", sum_rows)
+    patch.setattr(RankTrainer, "_compute_loss", sum_rows)
 
 
 def without_warmup(patch: pytest.MonkeyPatch) -> None:
@@ -469,13 +469,13 @@ def test_some_steps_are_clipped_and_some_are_not(case: Case) -> None:
     """If all were clipped, a gradient that is wrong by a factor would go unnoticed."""
     norms = list[float]()
     with pytest.MonkeyPatch.context() as patch:
-        norm = RankTrainer._norm  # noqa: SLF001 (the function under test)
+        norm = RankTrainer._compute_norm  # noqa: SLF001 (the function under test)
 
         def note_call(one: RankTrainer, grads: Sequence[Tensor]) -> Tensor:
             norms.append(float(norm(one, grads)))
             return norm(one, grads)
 
-        patch.setattr(RankTrainer, "_norm", note_call)
+        patch.setattr(RankTrainer, "_compute_norm", note_call)
         alone(case.task(), until=case.num_steps)
     assert min(norms) < MAX_NORM < max(norms)
 
@@ -545,7 +545,7 @@ def test_a_checkpoint_of_one_mesh_is_gone_on_from_on_others(
             checkpoints.save(made, tmp_path, keep=2)
         return losses
 
-    losses, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    losses, _ = run_in_processes(body, world_size=2, timeout_s=LIMIT_S)
     assert outcome(losses, load_final_state(tmp_path)).apart(plain["adamw"]) <= SAME
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-6"]
 
@@ -562,12 +562,12 @@ def test_a_step_that_overflows_is_skipped_by_all_alike(mesh: Mesh) -> None:
         made, seen = case.engine(), []
         for step in range(14):
             trained(made, until=step + 1)
-            weights = [own_part(each).flatten() for each in made.tensors().values()]
+            weights = [get_own_part(each).flatten() for each in made.tensors().values()]
             whole = torch.cat([each.double() for each in weights])
             seen.append((made.progress().tolist(), whole))
         return seen
 
-    first, second = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    first, second = run_in_processes(body, world_size=2, timeout_s=LIMIT_S)
     assert [progress for progress, _ in first] == [progress for progress, _ in second]
     skipped = [0, *(int(progress[3]) for progress, _ in first)]
     for (before, after), (progress, _) in zip(pairwise(skipped), first, strict=True):
@@ -622,7 +622,7 @@ def most_underway(stages: int, schedule: str) -> list[int]:
         trained(made, until=2)
         return Underway.most
 
-    return in_processes(body, world_size=stages, timeout_s=LIMIT_S)
+    return run_in_processes(body, world_size=stages, timeout_s=LIMIT_S)
 
 
 @pytest.mark.slow
@@ -679,7 +679,7 @@ def test_naive_model_parallelism_computes_one_product_after_the_other(tmp_path: 
         checkpoints.save(made, tmp_path, keep=1)
         return losses
 
-    losses, *_ = in_processes(body, world_size=3, timeout_s=LIMIT_S)
+    losses, *_ = run_in_processes(body, world_size=3, timeout_s=LIMIT_S)
     w = [each.detach().requires_grad_() for each in model().parameters()]
     x, labels = examples.features[:BATCH_SIZE], examples.labels[:BATCH_SIZE]
     y = x[:, 0] @ w[0].T + x[:, 1] @ w[1].T + x[:, 2] @ w[2].T
@@ -702,12 +702,12 @@ def test_stages_do_not_draw_the_same_random_numbers() -> None:
         made = Case(Mesh(pipeline=2), micro=2).engine()
         trained(made, until=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(made, "_gradients", lambda: torch.rand(8).double())
+            patch.setattr(made, "_compute_gradients", lambda: torch.rand(8).double())
             return made.take_step()
 
-    first, second = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    first, second = run_in_processes(body, world_size=2, timeout_s=LIMIT_S)
     assert not torch.equal(first, second)
-    again, _ = in_processes(body, world_size=2, timeout_s=LIMIT_S)
+    again, _ = run_in_processes(body, world_size=2, timeout_s=LIMIT_S)
     assert torch.equal(first, again)  # control: a stage draws the same numbers in each run
 
 
@@ -725,5 +725,5 @@ def test_a_layer_that_changes_its_input_in_place_may_follow_a_sharded_one() -> N
         task = replace(task_of(mesh), make_model=model)
         return [each.loss for each in trained(RankTrainer(task, device=torch.device("cpu")))]
 
-    spread, _ = in_processes(lambda: losses(Mesh(shard=2)), world_size=2, timeout_s=LIMIT_S)
+    spread, _ = run_in_processes(lambda: losses(Mesh(shard=2)), world_size=2, timeout_s=LIMIT_S)
     assert spread == pytest.approx(losses(Mesh()), abs=SAME)

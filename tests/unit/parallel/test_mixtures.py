@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.parallel.mixtures import Mixture, passes_over
+from fedlearn.parallel.mixtures import Mixture, count_passes
 from fedlearn.parallel.streams import Shuffled
 from fedlearn.training.local_data import TensorData
 
@@ -168,16 +168,16 @@ def test_streams_that_differ_are_refused_by_what_they_have(
 
 def test_passes_are_the_share_of_all_examples_over_the_length() -> None:
     """From GPT-3's table: 300 billion tokens, 60 % of them from Common Crawl's 410 billion."""
-    assert passes_over([410, 89], weights=[0.6, 0.4], num_examples=300)[0] == pytest.approx(
+    assert count_passes([410, 89], weights=[0.6, 0.4], num_examples=300)[0] == pytest.approx(
         0.439, abs=5e-4
     )
-    assert passes_over([10, 20], weights=[2, 2], num_examples=40) == [2.0, 1.0]
+    assert count_passes([10, 20], weights=[2, 2], num_examples=40) == [2.0, 1.0]
     with pytest.raises(DataError, match="1 weights for 2"):
-        passes_over([1, 2], weights=[1], num_examples=3)
+        count_passes([1, 2], weights=[1], num_examples=3)
 
 
 def test_a_mixture_passes_over_its_data_sets_as_was_computed() -> None:
     mixture = _mixture([3, 1], num_examples=64)
     owners = np.array([owner for owner, _ in _read(mixture, range(4096))])
-    expected = passes_over([64, 65], weights=[3, 1], num_examples=4096)
+    expected = count_passes([64, 65], weights=[3, 1], num_examples=4096)
     assert [np.sum(owners == i) / n for i, n in enumerate([64, 65])] == pytest.approx(expected)

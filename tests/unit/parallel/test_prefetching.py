@@ -20,14 +20,14 @@ from fedlearn.core.features import require_single_input
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
 from fedlearn.parallel.mixtures import Mixture
-from fedlearn.parallel.prefetching import read_ahead
+from fedlearn.parallel.prefetching import prefetch
 from fedlearn.parallel.streams import Shuffled, Stream
 from fedlearn.parallel.table_stream import TableFiles, TableStream
 from fedlearn.training.local_data import DatasetData
 from tests.processes import until
 from tests.tables import WIDTH, table, write
 
-pytestmark = pytest.mark.xdist_group("read_ahead")  # their readers come from one fork server
+pytestmark = pytest.mark.xdist_group("prefetch")  # their readers come from one fork server
 
 _CPU = torch.device("cpu")
 _BATCH = 16
@@ -86,7 +86,7 @@ def _second_half(step: int) -> range:
 
 
 def _read(stream: Stream, *, num_workers: int, steps: range) -> list[tuple[Tensor, Tensor]]:
-    with read_ahead(
+    with prefetch(
         stream,
         steps=steps,
         share=_second_half,
@@ -169,7 +169,7 @@ def test_an_error_arrives_with_its_reason_where_it_is_met(tmp_path: Path, num_wo
         pytest.raises(
             DataError, match=rf"{number}\.parquet, row group \d cannot be read"
         ) as caught,
-        read_ahead(
+        prefetch(
             fresh,
             steps=range(80),
             share=_second_half,
@@ -195,7 +195,7 @@ def test_what_a_dataset_raises_arrives(num_workers: int) -> None:
 def test_no_process_stays_when_reading_ends_early(tmp_path: Path) -> None:
     """Reading may end by leaving the context, or by an exception while batches are used."""
     stream = _stream(tmp_path)
-    with read_ahead(
+    with prefetch(
         stream, steps=range(10**6), share=_second_half, num_workers=2, device=_CPU, check=_take_any
     ) as batches:
         next(batches)
@@ -203,7 +203,7 @@ def test_no_process_stays_when_reading_ends_early(tmp_path: Path) -> None:
     assert multiprocessing.active_children() == []
 
     def fail() -> None:
-        with read_ahead(
+        with prefetch(
             stream,
             steps=range(10**6),
             share=_second_half,
@@ -222,7 +222,7 @@ def test_no_process_stays_when_reading_ends_early(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_reader_that_was_killed_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     stream = _stream(tmp_path)
-    with read_ahead(
+    with prefetch(
         stream, steps=range(10**6), share=_second_half, num_workers=1, device=_CPU, check=_take_any
     ) as batches:
         next(batches)
@@ -253,7 +253,7 @@ _SCRIPT = """
 import multiprocessing, sys, torch
 from pathlib import Path
 from fedlearn.core.randomness import Seed
-from fedlearn.parallel.prefetching import read_ahead
+from fedlearn.parallel.prefetching import prefetch
 from fedlearn.parallel.table_stream import TableFiles
 
 def take_any(*_):
@@ -264,7 +264,7 @@ if __name__ == "__main__":
     files = TableFiles(
         path=Path(sys.argv[1]), label_column="y", feature_columns=None, window_bytes=1000
     )
-    with read_ahead(
+    with prefetch(
         files.stream(seed=Seed(0)),
         steps=range(10**6),
         share=lambda step: range(step, step + 1),
