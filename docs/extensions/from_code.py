@@ -24,8 +24,8 @@ import fedlearn
 from fedlearn.cli.app import app as command_line
 from fedlearn.config import ClientConfig, Config, Section
 from fedlearn.config.cohort import OTHER_DATA
-from fedlearn.config.keys import describe_table, kinds_of, members_of, table_path
-from fedlearn.config.section import tag_of
+from fedlearn.config.keys import describe_table, kinds_of, list_sections, table_path
+from fedlearn.config.section import get_tag
 
 
 class Key(NamedTuple):
@@ -94,15 +94,15 @@ def configuration_tables(
                 _text(info),
             )
             for name, info in fields.items()
-            if not members_of(info) and name != tag
+            if not list_sections(info) and name != tag
         ),
     )
     for name, info in fields.items():
-        for member in members_of(info):
+        for member in list_sections(info):
             yield from configuration_tables(
                 member,
                 table_path((*path, name), info),
-                tag_of(info),
+                get_tag(info),
                 summary=describe_table(info, member),
                 default=info.default,
             )

@@ -192,7 +192,7 @@ class Keyring:
         )
 
     def _take_over(self, enrolment: Enrolment) -> Enrolment:
-        enrolment = replace(enrolment, invitation=enrolment.invitation.without_secrets())
+        enrolment = replace(enrolment, invitation=enrolment.invitation.strip_secrets())
         write_private(self._next / "certificate.pem", enrolment.certificate_pem)
         enrolment.invitation.save(self._next / "invitation.json")
         values = {

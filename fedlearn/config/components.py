@@ -173,12 +173,12 @@ def _fields(
             is_needed = default is parameter.empty
             # TOML has no null: a key whose default is None is simply left out.
             hint = hints[name] | None if default is None else hints[name]
-            described = Field(... if is_needed else default, description=_meaning(hints[name]))
-            fields[name] = (_as_toml(hint), described)
+            described = Field(... if is_needed else default, description=_get_doc(hints[name]))
+            fields[name] = (_relax_for_toml(hint), described)
     return fields
 
 
-def _as_toml(hint: Any) -> Any:  # Any: types, in any of their forms
+def _relax_for_toml(hint: Any) -> Any:  # Any: types, in any of their forms
     """Relax strict validation of tuples and enums, which TOML has as arrays and strings."""
     plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     options = get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
@@ -189,7 +189,7 @@ def _as_toml(hint: Any) -> Any:  # Any: types, in any of their forms
     return Annotated[hint, Field(strict=False)] if is_written_otherwise else hint
 
 
-def _meaning(hint: Any) -> str:  # Any: as above
+def _get_doc(hint: Any) -> str:  # Any: as above
     """Return the text of the last ``doc`` in a type: the field's own follows that of an alias."""
     *_, text = (each.documentation for each in hint.__metadata__ if isinstance(each, DocInfo))
     return str(text)

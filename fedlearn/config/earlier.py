@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
-from fedlearn.config.keys import ANY_NAME, value_at
+from fedlearn.config.keys import ANY_NAME, get_value
 from fedlearn.config.reading import with_value
 from fedlearn.config.toml import Key, quote
 
@@ -56,10 +56,10 @@ def read_earlier(raw: dict[str, Any]) -> dict[str, Any]:  # Any, here and below:
     # The tables inside are changed below, and belong to the caller's record.
     raw = deepcopy(raw)
     # Earlier versions required it to equal privacy.clip_norm, which now takes its place.
-    if value_at(raw, ("privacy", "mode")) == "distributed":
+    if get_value(raw, ("privacy", "mode")) == "distributed":
         raw.get("secure_aggregation", {}).pop("clip_norm", None)
     for old, new in RENAMED.items():
-        for table, key in _tables_with(raw, old):
+        for table, key in _iter_tables(raw, old):
             value = table.pop(key)
             if table.get("mode") in ("off", "drop"):
                 continue  # the table was off, so the value had no effect
@@ -70,13 +70,13 @@ def read_earlier(raw: dict[str, Any]) -> dict[str, Any]:  # Any, here and below:
             for name, each in pairs:
                 raw = with_value(raw, (*into, name), each)
     for old, fixed in FIXED.items():
-        for table, key in _tables_with(raw, old):
+        for table, key in _iter_tables(raw, old):
             if (value := table.pop(key)) != fixed:
                 raise ValueError(f"{old}: is {quote(value)}, and is always {quote(fixed)} now")
     return raw
 
 
-def _tables_with(raw: Any, dotted_key: str) -> Iterator[tuple[dict[str, Any], str]]:
+def _iter_tables(raw: Any, dotted_key: str) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each table of ``raw`` that has the key ``dotted_key``, with the key's last part."""
     *path, key = dotted_key.split(".")
     tables = [raw]

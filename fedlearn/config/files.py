@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedlearn.config.keys import value_at
+from fedlearn.config.keys import get_value
 from fedlearn.config.problems import Complaint, Override, Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths, with_value
 from fedlearn.config.toml import Key, keys_in, toml_lines
@@ -114,17 +114,17 @@ def _parse_override(text: str) -> Override:
             found = list(keys_in(tomllib.loads(f"{text[: sign.start()]}= 0")))
             # Parents come first, so the last path is the whole key.
             if found:
-                return Override(found[-1], _toml_or_text(text[sign.end() :].strip()), text)
+                return Override(found[-1], _parse_toml_or_text(text[sign.end() :].strip()), text)
     raise ValueError("not of the form section.key=value, as client.epochs=3")
 
 
 def _apply(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
     # Paths in an override are relative to the working directory, not to the file.
     alone = _with_absolute_paths(with_value({}, override.path, override.value), Path.cwd())
-    return with_value(raw, override.path, value_at(alone, override.path))
+    return with_value(raw, override.path, get_value(alone, override.path))
 
 
-def _toml_or_text(text: str) -> Any:  # Any: what TOML can hold
+def _parse_toml_or_text(text: str) -> Any:  # Any: what TOML can hold
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from pydantic import WithJsonSchema
 from pydantic.fields import FieldInfo
 
-from fedlearn.config.section import OneOf, Section, tag_of
+from fedlearn.config.section import OneOf, Section, get_tag
 from fedlearn.config.toml import Key, join_key, quote
 
 #: Placeholder in a path for a name of your choice.
@@ -47,7 +47,7 @@ class KeyInfo(NamedTuple):
             elif tables:
                 info = tables[0].model_fields.get(str(part))
                 place = cls((*place.path, str(part)), tables[0], tag, info)
-                tables, tag = place.members, tag_of(info) if info else None
+                tables, tag = place.members, get_tag(info) if info else None
                 is_name = info is not None and is_named(info)
             else:
                 break
@@ -56,7 +56,7 @@ class KeyInfo(NamedTuple):
     @property
     def members(self) -> tuple[type[Section], ...]:
         """The kinds of table that it can be; empty if it is not a table."""
-        return members_of(self.info) if self.info else ()
+        return list_sections(self.info) if self.info else ()
 
     @property
     def is_table(self) -> bool:
@@ -79,7 +79,7 @@ class KeyInfo(NamedTuple):
         if not self.path:  # pydantic reports a key that is not a string at the root
             return {"allowed": "a table"}
         if self.info and self.members:
-            tag = tag_of(self.info)
+            tag = get_tag(self.info)
             kind = "" if tag is None else f"; its kind is {join_key((*self.path, tag))}"
             return {"allowed": f"a table{kind}"}
         document = self.owner.model_json_schema()
@@ -97,7 +97,7 @@ class KeyInfo(NamedTuple):
 
         The first tree that names a kind decides.
         """
-        chosen = (value_at(tree, key) for key in self.kind_keys for tree in trees)
+        chosen = (get_value(tree, key) for key in self.kind_keys for tree in trees)
         return not self.kind_keys or next(filter(None, chosen), None) in kinds_of(
             self.owner, self.tag
         )
@@ -120,11 +120,11 @@ def walk_keys(model: type[Section], prefix: Key = (), tag: str | None = None) ->
     for name, info in model.model_fields.items():
         path = (*prefix, name)
         yield KeyInfo(path, model, tag, info)
-        for member in members_of(info):
-            yield from walk_keys(member, table_path(path, info), tag_of(info))
+        for member in list_sections(info):
+            yield from walk_keys(member, table_path(path, info), get_tag(info))
 
 
-def members_of(info: FieldInfo) -> tuple[type[Section], ...]:
+def list_sections(info: FieldInfo) -> tuple[type[Section], ...]:
     """Return the kinds of table that a field can be; empty if it is not a table."""
     options = next((each.members for each in info.metadata if isinstance(each, OneOf)), None)
     options = options or get_args(info.annotation) or (info.annotation,)
@@ -138,7 +138,7 @@ def describe_table(info: FieldInfo, member: type[Section]) -> str:
 
 def is_named(info: FieldInfo) -> bool:
     """Return whether a field is a table of tables with names of your choice."""
-    return get_origin(info.annotation) is dict and bool(members_of(info))
+    return get_origin(info.annotation) is dict and bool(list_sections(info))
 
 
 def table_path(path: Key, info: FieldInfo) -> Key:
@@ -151,7 +151,7 @@ def kinds_of(model: type[Section], tag: str | None) -> tuple[str, ...]:
     return () if tag is None else get_args(model.model_fields[tag].annotation)
 
 
-def value_at(raw: Any, path: Iterable[str | int]) -> Any:
+def get_value(raw: Any, path: Iterable[str | int]) -> Any:
     """Return the value at ``path``; ``None`` if there is none."""
     for key in path:
         raw = raw.get(key) if isinstance(raw, dict) else None

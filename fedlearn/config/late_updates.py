@@ -29,13 +29,13 @@ class LateUpdatesSection(Section):
     )
 
     @property
-    def are_kept(self) -> bool:
+    def is_on(self) -> bool:
         """Whether late updates count in later rounds."""
         return self.mode == "keep"
 
     def late_updates(self, staleness: StalenessSection) -> LateUpdates | None:
         """Return the rule for late updates, or ``None`` if they are dropped."""
-        if not self.are_kept:
+        if not self.is_on:
             return None
         return build_component(LateUpdates, self, deadline_window=_WINDOW, **staleness.model_dump())
 
@@ -45,7 +45,7 @@ class LateUpdatesSection(Section):
         The durations of dropped updates are unknown. Each deadline would be set by clients that met
         the one before, so deadlines would only shrink.
         """
-        if self.are_kept:
+        if self.is_on:
             return
         quantile = self.model_dump()["deadline_quantile"]
         if quantile is None:
@@ -60,7 +60,7 @@ class LateUpdatesSection(Section):
 
     def problems_with(self, values: Mapping[str, object]) -> Iterator[Problem]:
         """Yield conflicts with the rest of the tree, whose ``values`` are by dotted key."""
-        if not self.are_kept:
+        if not self.is_on:
             return
         for key, (allowed, why) in _NEEDED.items():
             if values[key] not in allowed:

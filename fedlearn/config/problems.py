@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from fedlearn.config.earlier import advise
-from fedlearn.config.keys import KeyInfo, kinds_of, value_at, walk_keys
-from fedlearn.config.section import Section, tag_of
+from fedlearn.config.keys import KeyInfo, get_value, kinds_of, walk_keys
+from fedlearn.config.section import Section, get_tag
 from fedlearn.config.toml import Key, join_key, key_lines, quote
 from fedlearn.core.redaction import redact
 from fedlearn.errors import ConfigError
@@ -110,15 +110,15 @@ def validate(
         for key, value in _walk_leaves(raw)
         if isinstance(value, int) and value not in _INTEGERS
     ]:
-        raise _config_error(huge)
+        raise _build_error(huge)
     try:
         tree = root.model_validate(raw)
     except ValidationError as error:
         explained = (_explain(details, raw, sources, root) for details in _drop_repeated(error))
         found = [complaint for each in explained for complaint in each]
-        raise _config_error([*complaints, *found]) from error
+        raise _build_error([*complaints, *found]) from error
     if complaints:
-        raise _config_error(complaints)
+        raise _build_error(complaints)
     return tree
 
 
@@ -144,7 +144,7 @@ def _drop_repeated(error: ValidationError) -> Collection[ErrorDetails]:
     return found.values()
 
 
-def _config_error(complaints: Iterable[Complaint]) -> ConfigError:
+def _build_error(complaints: Iterable[Complaint]) -> ConfigError:
     lines = [each.text for each in sorted(set(complaints))]
     heading = [] if len(lines) == 1 else [f"{len(lines)} problems in the configuration:"]
     return ConfigError("\n".join([*heading, *lines]))
@@ -155,7 +155,7 @@ def _explain(
 ) -> Iterator[Complaint]:
     """Translate one pydantic error into complaints about keys of the configuration."""
     place = KeyInfo.at(details["loc"], root=root)
-    path, value = place.path, value_at(raw, place.path)
+    path, value = place.path, get_value(raw, place.path)
     match details["type"]:
         case "inconsistent":
             for problem in details["ctx"]["all"]:
@@ -168,7 +168,7 @@ def _explain(
             yield sources.complain([path, *place.kind_keys], text)
         case "union_tag_invalid":
             assert place.info
-            tag = str(tag_of(place.info))
+            tag = str(get_tag(place.info))
             kinds = [kind for member in place.members for kind in kinds_of(member, tag)]
             yield sources.complain(
                 [(*path, tag), path], _describe_error(value[tag], {"enum": kinds})
@@ -178,7 +178,7 @@ def _explain(
 
 
 def _describe_error(value: Any, schema: Mapping[str, Any]) -> str:
-    options = [option["const"] for option in _alternatives(schema) if "const" in option]
+    options = [option["const"] for option in _list_alternatives(schema) if "const" in option]
     text = f"is {quote(value)}; give {_describe_allowed(schema)}"
     nearest = difflib.get_close_matches(str(value), options, n=1)
     return f"{text}; did you mean {quote(nearest[0])}?" if nearest else text
@@ -199,7 +199,7 @@ _NOUNS = {
 }
 
 
-def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _list_alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the alternatives of a JSON schema, constants one by one."""
     constants: list[Mapping[str, Any]] = [{"const": value} for value in schema.get("enum", ())]
     options: Sequence[Mapping[str, Any]] = schema.get("anyOf") or constants or [schema]
@@ -207,7 +207,7 @@ def _alternatives(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _describe_allowed(schema: Mapping[str, Any]) -> str:
-    options = _alternatives(schema)
+    options = _list_alternatives(schema)
     if len(options) > 1:
         return " or ".join(
             [", ".join(map(_describe_allowed, options[:-1])), _describe_allowed(options[-1])]
@@ -249,10 +249,10 @@ def _score_match(
     name = known.path[-1]
     # "lr" stands for "learning_rate".
     initials = "".join(word[0] for word in name.split("_")) if "_" in name else name
-    leaf = 1.0 if key.lower() == initials else _similarity(key.lower(), name)
-    whole = _similarity(join_key(path), join_key(known.path))
+    leaf = 1.0 if key.lower() == initials else _score_similarity(key.lower(), name)
+    whole = _score_similarity(join_key(path), join_key(known.path))
     return leaf, known.path[:-1] == tuple(section), known.is_in(trees), whole
 
 
-def _similarity(left: str, right: str) -> float:
+def _score_similarity(left: str, right: str) -> float:
     return difflib.SequenceMatcher(None, left, right).ratio()

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fedlearn.config.keys import ANY_NAME, value_at, walk_keys
+from fedlearn.config.keys import ANY_NAME, get_value, walk_keys
 from fedlearn.config.section import Section
 from fedlearn.config.toml import Key, keys_in, quote
 from fedlearn.errors import ConfigError
@@ -54,11 +54,11 @@ def with_absolute_paths(
     formats = {each.path: kind for each in walk_keys(root) if (kind := each.path_format())}
     formats |= more
     for path in keys_in(raw):
-        value = value_at(raw, path)
+        value = get_value(raw, path)
         # The second look-up is for tables with names of your choice.
         kind = formats.get(path) or formats.get((*path[:-2], ANY_NAME, *path[-1:]))
         if kind and value and isinstance(value, str):
-            raw = with_value(raw, path, _absolute(value, kind, base))
+            raw = with_value(raw, path, _make_absolute(value, kind, base))
     return raw
 
 
@@ -78,7 +78,7 @@ def with_value(table: dict[str, Any], path: Sequence[str], value: Any) -> dict[s
     return table | {key: with_value(inner, rest, value)}
 
 
-def _absolute(value: str, kind: str, base: Path) -> str:
+def _make_absolute(value: str, kind: str, base: Path) -> str:
     path, colon, function = value.rpartition(":") if kind == "factory" else (value, "", "")
     if kind == "factory" and not path.endswith(".py"):
         return value  # a module

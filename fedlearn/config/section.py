@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     text: str
 
 
-def tag_of(info: FieldInfo) -> str | None:
+def get_tag(info: FieldInfo) -> str | None:
     """Return the key that selects the kind of a field's table; ``None`` if it has no kinds."""
     return next((each.tag for each in info.metadata if isinstance(each, OneOf)), None)
 
@@ -58,7 +58,7 @@ class Section(BaseModel):
             # pydantic chooses the kind by this key, and does not fill in a default for it.
             name: {tag: getattr(info.default, tag)} | raw[name]
             for name, info in cls.model_fields.items()
-            if (tag := tag_of(info)) is not None and isinstance(raw.get(name), dict)
+            if (tag := get_tag(info)) is not None and isinstance(raw.get(name), dict)
         }
         return raw | kinds
 

@@ -7,8 +7,8 @@ from typing import get_args
 from pydantic.fields import FieldInfo
 
 from fedlearn.config.cohort import OTHER_DATA
-from fedlearn.config.keys import ANY_NAME, describe_table, is_named, kinds_of, members_of
-from fedlearn.config.section import Section, tag_of
+from fedlearn.config.keys import ANY_NAME, describe_table, is_named, kinds_of, list_sections
+from fedlearn.config.section import Section, get_tag
 from fedlearn.config.toml import format_key, format_toml, join_key
 
 _WIDTH = 98
@@ -45,14 +45,14 @@ def _write_table(section: Section, path: tuple[str, ...], omit: Collection[str])
         if join_key((*path, key)) not in omit
     }
     for key, info in fields.items():
-        if not members_of(info):
+        if not list_sections(info):
             yield ""
             yield from _write_key((*path, key), info, getattr(section, key))
     for key, info in fields.items():
         inner = getattr(section, key)
         if is_named(info):
             yield from _write_named_tables(info, inner, (*path, key))
-        elif members_of(info):
+        elif list_sections(info):
             assert isinstance(inner, Section)
             yield from ("", "")
             yield from _comment(_describe_kinds(info, inner))
@@ -93,10 +93,10 @@ def _describe_default(path: tuple[str, ...], info: FieldInfo) -> str:
 
 def _describe_kinds(info: FieldInfo, inner: Section) -> str:
     """Describe a table, and list its other kinds."""
-    tag, summary = tag_of(info), describe_table(info, type(inner))
+    tag, summary = get_tag(info), describe_table(info, type(inner))
     if tag is None:
         return summary
-    kinds = [kind for member in members_of(info) for kind in kinds_of(member, tag)]
+    kinds = [kind for member in list_sections(info) for kind in kinds_of(member, tag)]
     mine = get_args(type(inner).model_fields[tag].annotation)
     others = ", ".join(format_toml(kind) for kind in kinds if kind not in mine)
     return f"{summary} Other kinds, with keys of their own: {others}." if others else summary

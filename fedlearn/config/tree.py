@@ -356,7 +356,7 @@ class Config(Section):
         yield from self.late_updates.problems_with(values)
         for problem in find_problem(self.asynchrony):  # more clients in flight than can count
             yield problem._replace(keys=(f"asynchronous.{problem.keys[0]}",))
-        if not (self.asynchronous.is_on or self.late_updates.are_kept):
+        if not (self.asynchronous.is_on or self.late_updates.is_on):
             for name, info in StalenessSection.model_fields.items():
                 if getattr(self.staleness, name) != info.default:
                     text = (

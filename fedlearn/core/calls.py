@@ -59,14 +59,14 @@ def call_example(target: Callable[..., Any], *, name: str) -> str:
     """Return an example call of a function or class, with a value for each required argument."""
     parameters = inspect.signature(target).parameters.values()
     needed = [each for each in parameters if each.default is each.empty or each.name in _SHOWN]
-    listed = [_argument(each) for each in needed if each.kind not in _VARIADIC]
+    listed = [_describe_argument(each) for each in needed if each.kind not in _VARIADIC]
     return f"{name}({', '.join(listed)})"
 
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _argument(parameter: inspect.Parameter) -> str:
+def _describe_argument(parameter: inspect.Parameter) -> str:
     value = _EXAMPLES.get(parameter.name, "...")
     by_place = parameter.kind is not parameter.KEYWORD_ONLY
     if by_place and parameter.name in ("local", "features", "labels", "make_model", "data"):

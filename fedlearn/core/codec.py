@@ -140,10 +140,10 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
         Failure(reason='battery low')
     """
     kind, names = _FORMS[type(message)]
-    values = _values_of(message)
-    fields = {name: _as_json(values[name]) for name in names}
+    values = _get_values(message)
+    fields = {name: _to_json(values[name]) for name in names}
     added = {
-        name: _as_json(values[name])
+        name: _to_json(values[name])
         for name, usual in _OPTIONAL.get(kind, {}).items()
         if values[name] != usual
     }
@@ -157,7 +157,7 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
             )
         added = {}
         if isinstance(settings, Mapping):
-            fields["settings"] = settings = _older_settings(settings, version=newest)
+            fields["settings"] = settings = _drop_newer_settings(settings, version=newest)
     fields |= added
     # The oldest version that has all fields, so that older peers can read as much as possible.
     is_new = bool(added) or (
@@ -167,10 +167,10 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
     # Spaces are no part of a JSON value, so the parser skips the padding.
     header += b" " * (-(_PREFIX.size + len(header)) % _ALIGNMENT)
     prefix = _PREFIX.pack(_MAGIC, VERSION if is_new else OLDEST, len(header))
-    return b"".join((prefix, header, *_file(_tensors_of(message))))
+    return b"".join((prefix, header, *_encode_tensors(_get_tensors(message))))
 
 
-def _older_settings(settings: Settings, *, version: int) -> Settings:
+def _drop_newer_settings(settings: Settings, *, version: int) -> Settings:
     """Remove the settings that ``version`` does not have, if they leave training unchanged."""
     for name, usual in _NEW_SETTINGS.items():
         if settings.get(name, usual) != usual:
@@ -178,7 +178,7 @@ def _older_settings(settings: Settings, *, version: int) -> Settings:
     return {name: value for name, value in settings.items() if name not in _NEW_SETTINGS}
 
 
-def _file(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+def _encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     """Yield the parts of a safetensors file, its tensors in the order given.
 
     The safetensors library would sort them by name. In the model's own order they form one
@@ -241,7 +241,7 @@ def _split(work: WorkT) -> tuple[WorkT, Mapping[str, Tensor]]:
 
 def encode_constants(constants: Mapping[str, Tensor]) -> bytes:
     """Encode tensors that are sent separately from a request, as a safetensors file."""
-    return b"".join(_file(constants))
+    return b"".join(_encode_tensors(constants))
 
 
 def decode(
@@ -279,13 +279,13 @@ def decode(
         message = replace(message, message=personal)
     match message:
         case TrainRequest() as request:
-            return _owning_all(request, constants)
+            return _copy_request(request, constants)
         case EvaluateRequest() as request:
-            return _owning(request, constants)
+            return _copy_model(request, constants)
         case SecureTrainRequest() as request:
-            return replace(request, train=_owning_all(request.train, constants))
+            return replace(request, train=_copy_request(request.train, constants))
         case SecureEvaluateRequest() as request:
-            return replace(request, evaluate=_owning(request.evaluate, constants))
+            return replace(request, evaluate=_copy_model(request.evaluate, constants))
         case _:
             return message
 
@@ -317,10 +317,10 @@ def peek(data: bytes | mmap) -> Request | Reply:
     # Deeply nested JSON exhausts the parser's recursion.
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed message: {error}") from error
-    return _put_together(*_read(header), _tensors(data, start))
+    return _put_together(*_read(header), _view_tensors(data, start))
 
 
-def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
+def _view_tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
     """Return views of the tensors in the safetensors file at ``data[start:]``.
 
     They must tile the rest of ``data``: no gap, no overlap, nothing left over. So every length
@@ -337,7 +337,9 @@ def _tensors(data: bytes | mmap, start: int) -> Mapping[str, Tensor]:
             f"malformed tensors: the table would end at byte {begin} of {len(data)}"
         )
     try:
-        table = json.loads(data[start + _TABLE_SIZE.size : begin], object_pairs_hook=_once)
+        table = json.loads(
+            data[start + _TABLE_SIZE.size : begin], object_pairs_hook=_require_unique_keys
+        )
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"malformed tensors: {error}") from error
     if not isinstance(table, dict):
@@ -365,7 +367,7 @@ def _view(data: bytes | mmap, begin: int) -> Tensor:
     return body if body.data_ptr() % _ALIGNMENT == 0 else body.clone()
 
 
-def _once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _require_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     # JSON allows repeated keys, of which parsers keep different ones.
     table = dict(pairs)
     if len(table) != len(pairs):
@@ -422,7 +424,7 @@ def _are_sizes(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def _values_of(message: Request | Reply) -> Mapping[str, object]:
+def _get_values(message: Request | Reply) -> Mapping[str, object]:
     """Return the field values of a message and of the request or notice in it, by name."""
     match message:
         case SecureTrainRequest():
@@ -435,44 +437,44 @@ def _values_of(message: Request | Reply) -> Mapping[str, object]:
             return vars(message)
 
 
-def _as_json(value: object) -> object:
+def _to_json(value: object) -> object:
     match value:
         case bytes():
             return value.hex()
         case Mapping():
-            return {str(key): _as_json(each) for key, each in value.items()}
+            return {str(key): _to_json(each) for key, each in value.items()}
         case _:
             return value
 
 
-def _tensors_of(message: Request | Reply) -> Mapping[str, Tensor]:
+def _get_tensors(message: Request | Reply) -> Mapping[str, Tensor]:
     match message:
         case TrainRequest():
-            return _training_tensors(message)
+            return _get_training_tensors(message)
         case SecureTrainRequest():
-            return _body(message.message) | _training_tensors(message.train)
+            return _wrap_message(message.message) | _get_training_tensors(message.train)
         case SecureEvaluateRequest():
-            return _body(message.message) | _model_tensors(message.evaluate.tensors)
+            return _wrap_message(message.message) | _prefix_model(message.evaluate.tensors)
         case EvaluateRequest():
             return message.tensors
         case TrainReply():
             return message.lanes
         case SecureTermsRequest() | SecureStageRequest() | SecureReply():
-            return _body(message.message)
+            return _wrap_message(message.message)
         case EvaluateReply() | Failure():
             return {}
 
 
-def _training_tensors(train: TrainRequest) -> dict[str, Tensor]:
+def _get_training_tensors(train: TrainRequest) -> dict[str, Tensor]:
     broadcast = {_BROADCAST + name: tensor for name, tensor in train.broadcast.items()}
-    return _model_tensors(train.tensors) | broadcast
+    return _prefix_model(train.tensors) | broadcast
 
 
-def _model_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _prefix_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {_MODEL + name: tensor for name, tensor in tensors.items()}
 
 
-def _body(message: bytes) -> dict[str, Tensor]:
+def _wrap_message(message: bytes) -> dict[str, Tensor]:
     return {_MESSAGE: _view(message, 0) if message else torch.empty(0, dtype=torch.uint8)}
 
 
@@ -499,33 +501,33 @@ def _put_together(
 ) -> Request | Reply:
     match kind:
         case "train_request":
-            message: Request | Reply = _train_request(values, tensors)
+            message: Request | Reply = _build_train_request(values, tensors)
         case "evaluate_request":
             message = EvaluateRequest(tensors=tensors, **values)
         case "train_reply":
             message = TrainReply(lanes=tensors, **values)
         case "secure_terms_request":
-            values["notice"] = _notice(values.pop("settings"), values.pop("rest_hash"))
-            message = SecureTermsRequest(message=_only_message(tensors), **values)
+            values["notice"] = _build_notice(values.pop("settings"), values.pop("rest_hash"))
+            message = SecureTermsRequest(message=_get_only_message(tensors), **values)
         case "secure_train_request":
             model = {name: value for name, value in tensors.items() if name != _MESSAGE}
-            train = _train_request(values, model)
-            message = SecureTrainRequest(message=_message(tensors), train=train)
+            train = _build_train_request(values, model)
+            message = SecureTrainRequest(message=_get_message(tensors), train=train)
         case "secure_evaluate_request":
-            own = _under(_MODEL, tensors)
+            own = _select_prefix(_MODEL, tensors)
             _require_names(tensors, {_MESSAGE} | {_MODEL + name for name in own})
             evaluate = EvaluateRequest(tensors=own, **values)
-            message = SecureEvaluateRequest(message=_message(tensors), evaluate=evaluate)
+            message = SecureEvaluateRequest(message=_get_message(tensors), evaluate=evaluate)
         case "secure_stage_request":
-            message = SecureStageRequest(message=_only_message(tensors), **values)
+            message = SecureStageRequest(message=_get_only_message(tensors), **values)
         case "secure_reply":
-            message = SecureReply(message=_only_message(tensors), **values)
+            message = SecureReply(message=_get_only_message(tensors), **values)
         case _:
             message = _WITHOUT_TENSORS[kind](**values)
     return message
 
 
-def _notice(
+def _build_notice(
     settings: dict[str, Scalar] | None, rest_hash: bytes
 ) -> TrainingNotice | EvaluationNotice:
     """Build the notice that announces a session; without settings, it is an evaluation."""
@@ -534,19 +536,19 @@ def _notice(
     return TrainingNotice(settings=settings, rest_hash=rest_hash)
 
 
-def _train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainRequest:
+def _build_train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> TrainRequest:
     if values["settings"] is None:
         raise _explain_malformed("settings is not a table of plain values")
     if values.get("num_statistics", 0) > len(values["order"]):
         raise _explain_malformed("num_statistics is larger than the number of names in order")
-    model, broadcast = _under(_MODEL, tensors), _under(_BROADCAST, tensors)
+    model, broadcast = _select_prefix(_MODEL, tensors), _select_prefix(_BROADCAST, tensors)
     _require_names(
         tensors, {_MODEL + name for name in model} | {_BROADCAST + name for name in broadcast}
     )
     return TrainRequest(tensors=model, broadcast=broadcast, **values)
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _select_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()
@@ -560,37 +562,37 @@ def _require_names(tensors: Mapping[str, Tensor], names: set[str]) -> None:
         raise _explain_malformed(f"it has missing or extra tensors: {wrong}")
 
 
-def _message(tensors: Mapping[str, Tensor]) -> bytes:
+def _get_message(tensors: Mapping[str, Tensor]) -> bytes:
     tensor = tensors.get(_MESSAGE)
     if tensor is None or tensor.dtype != torch.uint8 or tensor.dim() != 1:
         raise _explain_malformed("its bytes are missing")
     return tensor.numpy().tobytes()
 
 
-def _only_message(tensors: Mapping[str, Tensor]) -> bytes:
+def _get_only_message(tensors: Mapping[str, Tensor]) -> bytes:
     _require_names(tensors, {_MESSAGE})
-    return _message(tensors)
+    return _get_message(tensors)
 
 
-def _owning_all(train: TrainRequest, constants: bytes | mmap) -> TrainRequest:
-    """Complete a training request as :func:`_owning` does, and copy the strategy's broadcast."""
-    return _owning(replace(train, broadcast=_copies(train.broadcast)), constants)
+def _copy_request(train: TrainRequest, constants: bytes | mmap) -> TrainRequest:
+    """Complete and copy a training request, the strategy's broadcast included."""
+    return _copy_model(replace(train, broadcast=_copy_tensors(train.broadcast)), constants)
 
 
-def _owning(work: WorkT, constants: bytes | mmap) -> WorkT:
+def _copy_model(work: WorkT, constants: bytes | mmap) -> WorkT:
     """Add the constants to a request that lacks them, and copy all tensors of its model."""
     tensors = dict(work.tensors)
     if work.lacks_constants:
         if not constants:
             raise ProtocolError("the request lacks the constants of its model, and none are here")
-        apart = _tensors(constants, 0)
+        apart = _view_tensors(constants, 0)
         if twice := sorted(tensors.keys() & apart.keys())[:3]:
             raise _explain_malformed(f"the tensors {twice} are in the request and in its constants")
         tensors |= apart
-    return replace(work, tensors=_copies(tensors), lacks_constants=False)
+    return replace(work, tensors=_copy_tensors(tensors), lacks_constants=False)
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in tensors.items()}
 
 
@@ -599,48 +601,48 @@ def _explain_malformed(what: str) -> ProtocolError:
 
 
 # Each reader checks and converts one field, given its JSON value (anything) and its name.
-def _integer(value: Any, name: str) -> int:
+def _read_integer(value: Any, name: str) -> int:
     # `type`, not isinstance: JSON's true is an int in Python.
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise _explain_malformed(f"{name} is not an integer in [0, 2**63)")
     return value
 
 
-def _text(value: Any, name: str) -> str:
+def _read_text(value: Any, name: str) -> str:
     if not isinstance(value, str):
         raise _explain_malformed(f"{name} is not text")
     return value
 
 
-def _octets(value: Any, name: str) -> bytes:
+def _read_octets(value: Any, name: str) -> bytes:
     try:
-        return bytes.fromhex(_text(value, name))
+        return bytes.fromhex(_read_text(value, name))
     except ValueError as error:
         raise _explain_malformed(f"{name}: {error}") from error
 
 
-def _texts(value: Any, name: str) -> tuple[str, ...]:
+def _read_texts(value: Any, name: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise _explain_malformed(f"{name} is not a list of names")
     return tuple(value)
 
 
-def _table(value: Any, name: str, *, of: type | UnionType) -> dict[str, Any]:
+def _read_table(value: Any, name: str, *, of: type | UnionType) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(each, of) for each in value.values()):
         raise _explain_malformed(f"{name} is not a table of plain values")
     return value
 
 
-def _settings(value: Any, name: str) -> dict[str, Scalar] | None:
-    return None if value is None else _scalars(value, name)
+def _read_settings(value: Any, name: str) -> dict[str, Scalar] | None:
+    return None if value is None else _read_scalars(value, name)
 
 
-def _scalars(value: Any, name: str) -> dict[str, Scalar]:
-    return _table(value, name, of=int | float | str | bool | None)
+def _read_scalars(value: Any, name: str) -> dict[str, Scalar]:
+    return _read_table(value, name, of=int | float | str | bool | None)
 
 
-def _numbers(value: Any, name: str) -> dict[str, float]:
-    found = _table(value, name, of=int | float)
+def _read_numbers(value: Any, name: str) -> dict[str, float]:
+    found = _read_table(value, name, of=int | float)
     if any(isinstance(each, bool) for each in found.values()):
         raise _explain_malformed(f"{name} is not a table of numbers")
     try:
@@ -650,10 +652,10 @@ def _numbers(value: Any, name: str) -> dict[str, float]:
         raise _explain_malformed(f"a number in {name} is too large") from error
 
 
-def _directory(value: Any, name: str) -> dict[ClientId, bytes]:
-    keys = _table(value, name, of=str)
+def _read_directory(value: Any, name: str) -> dict[ClientId, bytes]:
+    keys = _read_table(value, name, of=str)
     try:
-        found = {ClientId(int(client)): _octets(key, name) for client, key in keys.items()}
+        found = {ClientId(int(client)): _read_octets(key, name) for client, key in keys.items()}
     except ValueError as error:
         raise _explain_malformed(f"{name}: {error}") from error
     # int() reads "1" and "01" as one client.
@@ -662,30 +664,30 @@ def _directory(value: Any, name: str) -> dict[ClientId, bytes]:
     return found
 
 
-def _rounds(value: Any, name: str) -> dict[ClientId, int]:
-    table = _table(value, name, of=int)
+def _read_rounds(value: Any, name: str) -> dict[ClientId, int]:
+    table = _read_table(value, name, of=int)
     try:
-        found = {ClientId(int(client)): _integer(each, name) for client, each in table.items()}
+        found = {ClientId(int(client)): _read_integer(each, name) for client, each in table.items()}
     except ValueError as error:
         raise _explain_malformed(f"{name}: {error}") from error
-    # As in `_directory`.
+    # As in `_read_directory`.
     if len(found) != len(table) or not all(0 <= client < 1 << 63 for client in found):
         raise _explain_malformed(f"{name} has impossible clients")
     return found
 
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
-    "counted": _rounds,
-    "num_statistics": _integer,
-    "round_num": _integer,
-    "attempt": _integer,
-    "seed": _integer,
-    "num_examples": _integer,
-    "order": _texts,
-    "settings": _settings,  # null: there is no training
-    "metrics": _numbers,
-    "reason": _text,
-    "client_id": _integer,
-    "rest_hash": _octets,
-    "directory": _directory,
+    "counted": _read_rounds,
+    "num_statistics": _read_integer,
+    "round_num": _read_integer,
+    "attempt": _read_integer,
+    "seed": _read_integer,
+    "num_examples": _read_integer,
+    "order": _read_texts,
+    "settings": _read_settings,  # null: there is no training
+    "metrics": _read_numbers,
+    "reason": _read_text,
+    "client_id": _read_integer,
+    "rest_hash": _read_octets,
+    "directory": _read_directory,
 }

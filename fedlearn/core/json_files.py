@@ -75,12 +75,12 @@ def parse_json(
     try:
         return kind.validate_json(content)
     except ValidationError as error:
-        found = _first_fault(error, is_secret=is_secret)
+        found = _describe_first_fault(error, is_secret=is_secret)
         cause = None if is_secret else error  # a traceback would show the values
         raise raises(f"{source} does not hold {holds} ({found}): {remedy}") from cause
 
 
-def _first_fault(error: ValidationError, *, is_secret: bool) -> str:
+def _describe_first_fault(error: ValidationError, *, is_secret: bool) -> str:
     first = error.errors(include_url=False)[0]
     place = ".".join(map(str, first["loc"]))
     if first["type"] in {"missing", "missing_argument"}:

@@ -158,9 +158,11 @@ def _copy(module: nn.Module, held: str) -> nn.Module:
             f"{place}, and it cannot be copied: {type(error).__name__}: {error}; {remedy}"
         ) from error
     parts = {id(part): name for name, part in _iterate_parts(module)}
-    memory = {_address(part): name for name, part in _iterate_parts(module) if _has_memory(part)}
+    memory = {
+        _get_address(part): name for name, part in _iterate_parts(module) if _has_memory(part)
+    }
     used = [parts[key] for key in _find_reachable([copied]) if key in parts]
-    places = [_address(part) for _, part in _iterate_parts(copied) if _has_memory(part)]
+    places = [_get_address(part) for _, part in _iterate_parts(copied) if _has_memory(part)]
     if used := [*used, *(memory[each] for each in places if each in memory)]:
         raise ConfigError(f"{place}, and a copy of it still uses its {used[0]}; {remedy}")
     return copied
@@ -211,7 +213,7 @@ def _has_memory(part: object) -> TypeGuard[Tensor]:
     )
 
 
-def _address(tensor: Tensor) -> int:
+def _get_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -223,7 +225,7 @@ class _Memory:
     """
 
     def __init__(self, own: Iterable[object]) -> None:
-        self._num_own = Counter(_address(each) for each in own if _has_memory(each))
+        self._num_own = Counter(_get_address(each) for each in own if _has_memory(each))
         self._num_alone = _count_references(torch.empty(1))
 
     def is_shared(self, tensor: Tensor) -> bool:
@@ -232,7 +234,7 @@ class _Memory:
             return False
         if not tensor.untyped_storage().resizable():  # of numpy, a file, or shared memory
             return True
-        return _count_references(tensor) > self._num_alone - 1 + self._num_own[_address(tensor)]
+        return _count_references(tensor) > self._num_alone - 1 + self._num_own[_get_address(tensor)]
 
 
 def _count_references(tensor: Tensor) -> int:

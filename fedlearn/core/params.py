@@ -256,7 +256,7 @@ class Params:
         tensors = {spec.name: views[spec.name].to(spec.dtype) for spec in self.layout.specs}
         return {**tensors, **self.constants}
 
-    def as_sent(self) -> Self:
+    def round_to_dtypes(self) -> Self:
         """Round every value to its tensor's own dtype, as clients receive it."""
         if not self.layout.others:
             return self
@@ -269,7 +269,7 @@ class Params:
 
     def round_statistics(self) -> Tensor:
         """Return the statistics as clients receive them: shape [P - Q], in the vector's dtype."""
-        return self.as_sent().current_statistics()
+        return self.round_to_dtypes().current_statistics()
 
     def load_into(self, module: nn.Module) -> None:
         """Copy the parameters and buffers into ``module``.
@@ -316,7 +316,7 @@ def compute_delta(
         tensor([-1.,  1.,  1.])
     """
     sizes = [start[name].numel() for name in order]
-    vector = torch.empty(sum(sizes), dtype=_delta_dtype(start, order))
+    vector = torch.empty(sum(sizes), dtype=_choose_delta_dtype(start, order))
     for name, part in zip(order, vector.split(sizes), strict=True):
         # Subtract in the wider of the two dtypes: rounding the global model to the narrower one
         # would count as a change.
@@ -354,10 +354,10 @@ def rebase_statistics(delta_P: Tensor, *, sent_S: Tensor | None, current_S: Tens
 
 def size_of_delta(start: Mapping[str, Tensor], *, order: Sequence[str]) -> int:
     """Return the size of a :func:`compute_delta`."""
-    return sum(start[name].numel() for name in order) * _delta_dtype(start, order).itemsize
+    return sum(start[name].numel() for name in order) * _choose_delta_dtype(start, order).itemsize
 
 
-def _delta_dtype(start: Mapping[str, Tensor], order: Sequence[str]) -> torch.dtype:
+def _choose_delta_dtype(start: Mapping[str, Tensor], order: Sequence[str]) -> torch.dtype:
     is_double = any(start[name].dtype == torch.float64 for name in order)
     return torch.float64 if is_double else torch.float32
 
@@ -377,7 +377,7 @@ def _list_specs(tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
 def _find_frozen_buffers(module: nn.Module) -> set[str]:
     """Find the frozen buffers: declared frozen, or never updated by their layer."""
     names = set[str](getattr(module, _HELD, ()))
-    with _training_mode(module):
+    with _use_training_mode(module):
         for prefix, layer in module.named_modules():
             if not isinstance(layer, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - of all of them
                 continue
@@ -388,7 +388,7 @@ def _find_frozen_buffers(module: nn.Module) -> set[str]:
 
 
 @contextmanager
-def _training_mode(module: nn.Module) -> Iterator[None]:
+def _use_training_mode(module: nn.Module) -> Iterator[None]:
     # A layer that overrides train() may stay in evaluation mode, which callers look for.
     modes = [(layer, layer.training) for layer in module.modules()]
     module.train()
@@ -408,12 +408,12 @@ def _require_own_memory(tensors: Mapping[str, Tensor], *, changing: Collection[s
         ValueError: A tensor that changes shares memory with another one.
     """
     # Sorted by address: only spans that begin before this one ends can overlap it.
-    spans = sorted((*_span(value), name) for name, value in tensors.items() if value.numel())
+    spans = sorted((*_get_span(value), name) for name, value in tensors.items() if value.numel())
     for place, (_, _, end, one) in enumerate(spans):
         for device, begin, _, other in spans[place + 1 :]:
             if device != spans[place][0] or begin >= end:
                 break
-            if (one in changing or other in changing) and _overlap(tensors[one], tensors[other]):
+            if (one in changing or other in changing) and _do_overlap(tensors[one], tensors[other]):
                 raise ValueError(
                     f"{one!r} and {other!r} share memory, but are two tensors of the model, which "
                     "would train separately; assign the same nn.Parameter to both, or give one of "
@@ -421,7 +421,7 @@ def _require_own_memory(tensors: Mapping[str, Tensor], *, changing: Collection[s
                 )
 
 
-def _span(value: Tensor) -> tuple[str, int, int]:
+def _get_span(value: Tensor) -> tuple[str, int, int]:
     """Return a tensor's device and the start and end addresses of its memory; 0 without data."""
     begin = value.data_ptr()
     last = sum(
@@ -430,10 +430,10 @@ def _span(value: Tensor) -> tuple[str, int, int]:
     return str(value.device), begin, begin + (last + 1) * value.itemsize if begin else 0
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
+def _do_overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors with overlapping spans share an element; strided spans have gaps."""
     # Elements cannot be compared: assume that they overlap.
-    if one.itemsize != other.itemsize or _storage(one) != _storage(other):
+    if one.itemsize != other.itemsize or _get_storage(one) != _get_storage(other):
         return True
     # Mark the elements of one tensor, then look whether the other one has any of them.
     used = torch.zeros(one.untyped_storage().nbytes() // one.itemsize, dtype=torch.bool)
@@ -441,5 +441,5 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     return bool(used.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
-def _storage(value: Tensor) -> int:
+def _get_storage(value: Tensor) -> int:
     return value.untyped_storage().data_ptr()

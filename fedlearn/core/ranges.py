@@ -78,7 +78,7 @@ def describe_out_of_range(component: Any) -> str | None:  # Any: a dataclass of 
         >>> describe_out_of_range(Step(0.5)), describe_out_of_range(Step(0.5, 1.0))
         (None, 'decay is 1.0; give a finite number >= 0 and < 1')
     """
-    names = _limits_of(component.__class__)
+    names = _read_limits(component.__class__)
     return describe_argument_out_of_range(
         component.__class__, {name: getattr(component, name) for name in names}
     )
@@ -91,20 +91,20 @@ def describe_argument_out_of_range(
 
     ``owner`` is a dataclass or function; ``None`` if all values are in range or ``None``.
     """
-    for name, (kind, limits, or_none) in _limits_of(owner).items():
+    for name, (kind, limits, or_none) in _read_limits(owner).items():
         value = values.get(name)
         range_ = " and ".join(map(_describe_limit, limits))
         if value is None:
             continue
         if not _is_of(value, kind):
             noun = f"{_NOUNS[kind]} {range_}".strip()
-            return f"{name} is {value!r}; give {noun}{or_none}{_hint(value, kind)}"
+            return f"{name} is {value!r}; give {noun}{or_none}{_build_hint(value, kind)}"
         if kind is bool:
             continue
         # Before isfinite, which overflows for huge integers of Python.
         if isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
             return f"{name} is {value!r}; give a number below 2^63"
-        if not (math.isfinite(value) and all(_holds(each, value) for each in limits)):
+        if not (math.isfinite(value) and all(_is_within(each, value) for each in limits)):
             noun = "a finite number" if isinstance(value, float) else "a number"
             return f"{name} is {value!r}; give {noun} {range_}"
     return None
@@ -116,7 +116,7 @@ def _is_of(value: object, kind: _Kind) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _hint(value: object, kind: _Kind) -> str:
+def _build_hint(value: object, kind: _Kind) -> str:
     """Return the end of a message about a number that was given as text; else empty."""
     if not isinstance(value, str) or kind is bool:
         return ""
@@ -130,29 +130,29 @@ def _hint(value: object, kind: _Kind) -> str:
 
 
 @cache
-def _limits_of(owner: Hashable) -> Mapping[str, tuple[_Kind, tuple[_Limit, ...], str]]:
+def _read_limits(owner: Hashable) -> Mapping[str, tuple[_Kind, tuple[_Limit, ...], str]]:
     """Return, by name, the kind of number, its limits, and ", or None" if that is allowed.
 
     Names without limits are left out, except bools.
     """
     hints = get_type_hints(owner, include_extras=True)
     found = {
-        name: (_kind_in(hint), tuple(_limits_in(hint)), _or_none(hint))
+        name: (_get_kind(hint), tuple(_iter_limits(hint)), _describe_none(hint))
         for name, hint in hints.items()
     }
     return {name: each for name, each in found.items() if each[1] or each[0] is bool}
 
 
-def _limits_in(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its forms
+def _iter_limits(hint: Any) -> Iterator[_Limit]:  # Any: a type, in any of its forms
     if get_origin(hint) is Annotated:
         yield from (each for each in hint.__metadata__ if isinstance(each, _Limit))
-        yield from _limits_in(get_args(hint)[0])
+        yield from _iter_limits(get_args(hint)[0])
     elif get_origin(hint) in (Union, UnionType):  # of a number and None
         for option in get_args(hint):
-            yield from _limits_in(option)
+            yield from _iter_limits(option)
 
 
-def _kind_in(hint: Any) -> _Kind:  # Any: as above
+def _get_kind(hint: Any) -> _Kind:  # Any: as above
     hint = _strip_annotation(hint)
     options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     bare = set(map(_strip_annotation, options))
@@ -161,7 +161,7 @@ def _kind_in(hint: Any) -> _Kind:  # Any: as above
     return Integral if bare - {type(None)} == {int} else Real
 
 
-def _or_none(hint: Any) -> str:  # Any: as above
+def _describe_none(hint: Any) -> str:  # Any: as above
     return ", or None" if type(None) in get_args(_strip_annotation(hint)) else ""
 
 
@@ -179,7 +179,7 @@ _LIMITS: Mapping[type[_Limit], tuple[str, str, Callable[[Any, Any], bool]]] = { 
 }
 
 
-def _holds(limit: _Limit, value: Any) -> bool:  # Any: a number, as the limit's own
+def _is_within(limit: _Limit, value: Any) -> bool:  # Any: a number, as the limit's own
     _, number, holds = _LIMITS[type(limit)]
     return bool(holds(value, getattr(limit, number)))
 

@@ -41,9 +41,9 @@ from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError
 from fedlearn.identity.identity import (
     SERVER_NAME,
     common_name,
+    encode_private_key,
     is_p256,
     load_certificate,
-    private_pem,
 )
 
 KeyT = TypeVar("KeyT", ec.EllipticCurvePrivateKey, Ed25519PrivateKey)
@@ -114,7 +114,7 @@ class Authority:
         with self._lock:
             if self._time() >= self._renew_after:
                 self._certificate_pem, self._renew_after = self._renew()
-            return private_pem(self._server_key), self._certificate_pem + self.ca_pem
+            return encode_private_key(self._server_key), self._certificate_pem + self.ca_pem
 
     def find_expiries(self) -> dict[str, datetime]:
         """Return the expiry times of the authority's own certificate and of the server's."""
@@ -156,7 +156,7 @@ class Authority:
             usage=ExtendedKeyUsageOID.CLIENT_AUTH,
             valid_days=math.ceil(valid_s / _DAY_S) + _DAYS_LATE,
         )
-        return pem, private_pem(key)
+        return pem, encode_private_key(key)
 
     def _load_server_certificate(self) -> tuple[bytes, datetime]:
         """Return the saved server certificate and its renewal time.
@@ -243,7 +243,7 @@ def _load_or_create_key(path: Path, make: Callable[[], KeyT]) -> KeyT:
     fresh = make()
     # Another process may create the file first: both then load the same key from it.
     if not path.exists():
-        create_private(path, private_pem(fresh))
+        create_private(path, encode_private_key(fresh))
     try:
         key = serialization.load_pem_private_key(_read(path), password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:

@@ -124,7 +124,7 @@ class Identity:
     @property
     def pem(self) -> bytes:
         """Both private keys, unencrypted PKCS 8 in PEM. Store it as a secret."""
-        return private_pem(self.identity_key) + self.tls_key_pem
+        return encode_private_key(self.identity_key) + self.tls_key_pem
 
     @property
     def public_key(self) -> bytes:
@@ -134,7 +134,7 @@ class Identity:
     @property
     def tls_key_pem(self) -> bytes:
         """The private TLS key, unencrypted PKCS 8 in PEM, as TLS libraries read it."""
-        return private_pem(self.tls_key)
+        return encode_private_key(self.tls_key)
 
     def sign(self, data: bytes) -> bytes:
         """Sign ``data`` with the identity key; the signature is 64 bytes."""
@@ -215,7 +215,7 @@ class Invitation:
             enrolment_addresses=self.enrolment_addresses if self.token else (),
         )
 
-    def without_secrets(self) -> "Invitation":
+    def strip_secrets(self) -> "Invitation":
         """Return the copy that an enrolled client keeps: its addresses, but no token and no key."""
         # `token_addresses` returns one of the two tuples itself, hence `is`.
         is_older = self.token_addresses is self.enrolment_addresses
@@ -322,7 +322,7 @@ def is_p256(key: object) -> bool:
     )
 
 
-def private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+def encode_private_key(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
     """Encode a private key as unencrypted PKCS 8 in PEM."""
     # Without a password: permissions of the file protect the key.
     return key.private_bytes(

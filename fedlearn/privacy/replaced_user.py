@@ -156,18 +156,18 @@ class WorstRounds:
         self._base, self._factor = -np.expm1(lowest), np.exp(lowest)
         self._count = 0
         self._deltas = np.asarray(np.maximum(0.0, -np.expm1(self.epsilons)))
-        self._kept = [self._deltas]
+        self._stored_deltas = [self._deltas]
 
     def deltas(self, count: int) -> NDArray[np.float64]:
         """Return δ of ``count`` rounds at each of ``epsilons``: shape [2 num + 1]."""
         if count < self._count:
             place = count // _STRIDE
-            self._count, self._deltas = place * _STRIDE, self._kept[place]
+            self._count, self._deltas = place * _STRIDE, self._stored_deltas[place]
         while self._count < count:
             self._deltas = self._add_round()
             self._count += 1
-            if self._count == len(self._kept) * _STRIDE:
-                self._kept.append(self._deltas)
+            if self._count == len(self._stored_deltas) * _STRIDE:
+                self._stored_deltas.append(self._deltas)
         return self._deltas
 
     def _add_round(self) -> NDArray[np.float64]:

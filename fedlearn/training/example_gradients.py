@@ -105,23 +105,23 @@ class ExampleGradients:
             self._try(features, labels)
         if self._is_vectorized:
             try:
-                return self._at_once(features, labels, keys)
+                return self._compute_batched(features, labels, keys)
             except Exception:  # noqa: BLE001 - a custom forward pass meets vmap
-                found = self._one_by_one(features, labels, keys)
+                found = self._compute_singly(features, labels, keys)
             self._is_vectorized = False  # the forward pass works, but not under vmap
             return found
-        return self._one_by_one(features, labels, keys)
+        return self._compute_singly(features, labels, keys)
 
-    def _parameters(self) -> tuple[Named, Named]:
+    def _split_parameters(self) -> tuple[Named, Named]:
         """Return the trainable parameters, detached, and the frozen ones."""
         parameters = dict(self._module.named_parameters())
         trainable = {name: p.detach() for name, p in parameters.items() if p.requires_grad}
         return trainable, {name: p for name, p in parameters.items() if not p.requires_grad}
 
-    def _at_once(
+    def _compute_batched(
         self, features: Features, labels: Tensor, keys: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        trainable, rest = self._parameters()
+        trainable, rest = self._split_parameters()
 
         def loss_of(trainable: Named, features: Features, label: Tensor, key: Tensor) -> Tensor:
             self._dropouts.set_example_key(key)
@@ -138,10 +138,10 @@ class ExampleGradients:
         return list(grads.values()), losses
 
     @torch.enable_grad()
-    def _one_by_one(
+    def _compute_singly(
         self, features: Features, labels: Tensor, keys: Tensor
     ) -> tuple[list[Tensor], Tensor]:
-        trainable, rest = self._parameters()
+        trainable, rest = self._split_parameters()
         leaves = {name: value.requires_grad_() for name, value in trainable.items()}
         grads: list[list[Tensor]] = []
         each: list[Tensor] = []
@@ -149,7 +149,7 @@ class ExampleGradients:
             self._dropouts.set_example_key(key)
             row = slice(place, place + 1)
             _, losses = self._forward({**rest, **leaves}, slice_rows(features, row), labels[row])
-            grads.append(_gradients(losses.sum(), list(leaves.values())))
+            grads.append(_differentiate(losses.sum(), list(leaves.values())))
             each.append(losses.detach().sum())
         return [torch.stack(rows) for rows in zip(*grads, strict=True)], torch.stack(each)
 
@@ -210,7 +210,7 @@ class ExampleGradients:
         self._is_tried = True
 
 
-def _gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+def _differentiate(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
     """Return the gradient of each leaf, zeros where the loss does not depend on it."""
     if not loss.requires_grad:
         return [torch.zeros_like(leaf) for leaf in leaves]

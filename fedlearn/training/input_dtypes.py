@@ -62,11 +62,13 @@ class InputCast:
         """
         own = tuple(tensor.dtype for tensor in list_tensors(features))
         if own not in self._chosen:
-            self._chosen[own] = self._choice(features, own)
+            self._chosen[own] = self._choose_dtypes(features, own)
         return self._chosen[own]
 
-    def _choice(self, features: Features, own: Sequence[torch.dtype]) -> Sequence[torch.dtype]:
-        choices = list(product(*map(self._candidates, own)))
+    def _choose_dtypes(
+        self, features: Features, own: Sequence[torch.dtype]
+    ) -> Sequence[torch.dtype]:
+        choices = list(product(*map(self._list_candidates, own)))
         if len(choices) == 1:
             return choices[0]
         few = slice_rows(features, slice(_TRIED))
@@ -75,11 +77,11 @@ class InputCast:
         for dtypes in choices:
             # Copies, because a forward pass may write to its inputs.
             copies = map_inputs(lambda tensor: tensor.to(device, copy=True), few)
-            if self._takes(cast_inputs(copies, dtypes)):
+            if self._accepts(cast_inputs(copies, dtypes)):
                 return dtypes
         return own  # training then meets the error of your own code
 
-    def _candidates(self, own: torch.dtype) -> Sequence[torch.dtype]:
+    def _list_candidates(self, own: torch.dtype) -> Sequence[torch.dtype]:
         """Return the dtypes to try for an input, the preferred one first."""
         floats = self._layout.common_dtype or self._layout.dtype
         if own.is_floating_point:
@@ -93,11 +95,11 @@ class InputCast:
         return [floats, *wide] if own in _NARROW else list(dict.fromkeys([own, *wide, floats]))
 
     @torch.no_grad()
-    def _takes(self, features: Features) -> bool:
+    def _accepts(self, features: Features) -> bool:
         buffers = {name: value.clone() for name, value in self._module.named_buffers()}
         args, kwargs = split_arguments(features)
         device = list_tensors(features)[0].device
-        with preserve_generator(global_generator(device)), _evaluating(self._module):
+        with preserve_generator(global_generator(device)), _use_eval_mode(self._module):
             try:
                 functional_call(self._module, buffers, args, kwargs)
             except Exception:  # noqa: BLE001 - custom code may raise anything
@@ -139,7 +141,7 @@ class InputCast:
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def _use_eval_mode(module: nn.Module) -> Iterator[None]:
     modes = [(layer, layer.training) for layer in module.modules()]
     module.eval()
     try:

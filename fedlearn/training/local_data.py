@@ -169,7 +169,7 @@ def read_pairs(dataset: Readable, *, rows: NDArray[np.int64]) -> list[Pair]:
     """
     numbers = rows.tolist()
     items = _read(dataset, numbers)
-    return [_as_pair(item, row=row) for item, row in zip(items, numbers, strict=True)]
+    return [_to_pair(item, row=row) for item, row in zip(items, numbers, strict=True)]
 
 
 def stack_pairs(pairs: Sequence[Pair], *, rows: NDArray[np.int64]) -> tuple[Features, Tensor]:
@@ -204,7 +204,7 @@ def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not 
         DataError: The dataset raises an error for a row.
     """
     try:
-        return _items(dataset, rows)
+        return _load_items(dataset, rows)
     except DataError:
         raise  # it names the row
     except Exception as error:
@@ -216,7 +216,7 @@ def _read(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: not 
         ) from error
 
 
-def _items(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: as in _read
+def _load_items(dataset: Readable, rows: Sequence[int]) -> Sequence[Any]:  # Any: as in _read
     read_all = getattr(dataset, "__getitems__", None)  # the batched read that DataLoader uses, too
     return read_all(rows) if read_all else [dataset[row] for row in rows]
 
@@ -296,7 +296,7 @@ class Columns:
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Any, Any]]:
         """Return several rows, in one batched read if the dataset has one; raise as for one row."""
-        rows = zip(indices, _items(self.dataset, indices), strict=True)
+        rows = zip(indices, _load_items(self.dataset, indices), strict=True)
         return [
             _split_row(item, row=row, label=self.label, inputs=self.inputs) for row, item in rows
         ]
@@ -347,7 +347,7 @@ def _list_keys(item: Mapping[str, Any]) -> str:
     return ", ".join(repr(name) for name in item) or "none"
 
 
-def _as_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet
+def _to_pair(item: Any, *, row: int) -> Pair:  # Any: not looked at yet
     if isinstance(item, Mapping):
         item = _split_row(item, row=row, label=_label_of(item, row=row), inputs=())
     try:

@@ -277,7 +277,7 @@ class ResidentModel:
             self._trainable_stack = [value.detach().unsqueeze(0) for value in self.trainable]
         return self._trainable_stack
 
-    def lay_out_plainly(self) -> None:
+    def use_contiguous_weights(self) -> None:
         """Undo channels last for good, for update rules that need contiguous weights.
 
         A custom rule may write through a view such as ``value.view(K, -1)``, which does not exist
@@ -327,7 +327,7 @@ class ResidentModel:
             self._choose_formats(part.features, part.labels)
             with lock_global_generators():
                 self._seed_masks(part)
-                loss = self._loss(part.features, part.labels)
+                loss = self._compute_loss(part.features, part.labels)
                 weighs: Tensor | float = float(len(part.labels))
                 # A whole batch is not scaled, so that it keeps the bits of plain training.
                 if len(part.labels) < num_examples:
@@ -495,7 +495,7 @@ class ResidentModel:
                 self._trainable_stack.clear()
         self._untried = {}
 
-    def _loss(self, features: Features, labels: Tensor) -> Tensor:
+    def _compute_loss(self, features: Features, labels: Tensor) -> Tensor:
         features = self.inputs(features)
         if self._precision is Precision.FLOAT32:
             return self._loss_of(call_module(self.module, features), labels)
@@ -604,7 +604,7 @@ class Training:
         self._round_num, self._short_cut = round_num, find_affine_step(self._local)
         self._takes_any_layout = takes_flat(self._local)
         if not self._takes_any_layout:
-            model.lay_out_plainly()
+            model.use_contiguous_weights()
         self._broadcast: Memory = {
             name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
             for name, values in along_trainable(params.layout, params.vector, broadcast).items()
@@ -632,11 +632,11 @@ class Training:
         load_client_state(self._local, self.memory, client_state=client_state)
         self.num_steps = 0
         self._seed, self._draws = seed, Draws(self._local, [seed])
-        with ExitStack() as kept_as_they_were:
+        with ExitStack() as restored:
             if self._is_own:
-                kept_as_they_were.enter_context(preserve_global_generators())
-                kept_as_they_were.enter_context(preserve_generator(torch.default_generator))
-            kept_as_they_were.enter_context(self._model.training(self._params))
+                restored.enter_context(preserve_global_generators())
+                restored.enter_context(preserve_generator(torch.default_generator))
+            restored.enter_context(self._model.training(self._params))
             with torch.no_grad():
                 self._draw(BEGIN)
                 self._local.begin(

@@ -108,7 +108,7 @@ def columns_of_file(
         DataError: There is no such file, it is damaged, or it lacks a column.
         ValueError: An input has no column.
     """
-    first = _files_at(path)[0]
+    first = _find_files(path)[0]
     with _open_file(first) as file:
         schema = file.schema
     groups = _groups(_free_columns(schema, {label, *others}) if features is None else features)
@@ -128,7 +128,7 @@ def _input_columns(
 ) -> InputColumns:
     """Infer one input's shape and dtype; boolean columns of the only input are not a mask."""
     kinds = [schema.field(name).type for name in names]
-    shapes, numbers = [_shape(kind) for kind in kinds], [_number(kind) for kind in kinds]
+    shapes, numbers = [_shape(kind) for kind in kinds], [_get_number_type(kind) for kind in kinds]
     dtype = torch.int64 if all(map(pt.is_integer, numbers)) else torch.float32
     width = sum(torch.Size(shape).numel() for shape in shapes)
     return InputColumns(
@@ -176,7 +176,7 @@ class Table:
             DataError: There is no such file, it is damaged, or a column is missing or of
                 another type.
         """
-        files, dtypes = _files_at(path), set()
+        files, dtypes = _find_files(path), set()
         for each in files:
             with _open_file(each) as file:
                 dtypes.add(_check_schema(file.schema, columns=columns, path=each))
@@ -305,14 +305,14 @@ class RowGroups:
         self.offsets: NDArray[np.int64] = np.cumsum([0, *sizes], dtype=np.int64)
         self._table, self._groups, self._check = table, groups, check
         self._max_bytes, self._num_bytes = cache_bytes, 0
-        self._kept: dict[int, Rows] = {}  # an LRU cache: the most recently used group is last
+        self._cache: dict[int, Rows] = {}  # an LRU cache: the most recently used group is last
         self._on_disk: DecodedRows | None = None
         if keeps_decoded:
             self._on_disk = DecodedRows(self.offsets, row_bytes=table.bytes_of_tensors)
 
     def __getstate__(self) -> dict[str, object]:
         # Caches are not pickled: a process that is not forked fills its own.
-        return self.__dict__ | {"_kept": {}, "_num_bytes": 0, "_on_disk": None}
+        return self.__dict__ | {"_cache": {}, "_num_bytes": 0, "_on_disk": None}
 
     def take(self, rows: NDArray[np.int64]) -> Rows:
         """Return a copy of these rows, in this order.
@@ -340,8 +340,8 @@ class RowGroups:
             for whole, part in zip(
                 list_tensors(features), list_tensors(read.features), strict=True
             ):
-                _items(whole)[here] = _items(part)[inside]
-            _items(labels)[here] = _items(read.labels)[inside]
+                _to_items(whole)[here] = _to_items(part)[inside]
+            _to_items(labels)[here] = _to_items(read.labels)[inside]
         return Rows(features, labels)
 
     def _take_decoded(
@@ -360,7 +360,7 @@ class RowGroups:
         for start in range(0, len(groups), at_once):
             some = groups[start : start + at_once]
             # Taken out of the cache here and put back below, as the most recently used.
-            read = {group: self._drop(group) for group in some if group in self._kept}
+            read = {group: self._drop(group) for group in some if group in self._cache}
             missing = [group for group in some if group not in read]
             read |= zip(missing, self._decode(missing), strict=True)
             for group in some:
@@ -384,13 +384,13 @@ class RowGroups:
     def _keep(self, group: int, rows: Rows) -> None:
         if rows.num_bytes > self._max_bytes:
             return
-        self._kept[group] = rows
+        self._cache[group] = rows
         self._num_bytes += rows.num_bytes
         while self._num_bytes > self._max_bytes:
-            self._drop(next(iter(self._kept)))
+            self._drop(next(iter(self._cache)))
 
     def _drop(self, group: int) -> Rows:
-        rows = self._kept.pop(group)
+        rows = self._cache.pop(group)
         self._num_bytes -= rows.num_bytes
         return rows
 
@@ -401,7 +401,7 @@ def _allocate(*shape: int, dtype: torch.dtype) -> Tensor:
     return octets.view(dtype).reshape(shape)
 
 
-def _items(values: Tensor) -> NDArray[np.void]:
+def _to_items(values: Tensor) -> NDArray[np.void]:
     """View a tensor's rows as a numpy array with one opaque item per row, whatever the dtype.
 
     Numpy copies rows without starting threads, which would cost more than copying a small batch.
@@ -410,7 +410,7 @@ def _items(values: Tensor) -> NDArray[np.void]:
     return octets.view(f"V{octets.shape[1]}")[:, 0]
 
 
-def _files_at(path: Path) -> list[Path]:
+def _find_files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     files = sorted(each for suffix in _SUFFIXES for each in path.glob(f"*{suffix}"))
@@ -518,9 +518,9 @@ def _shape(kind: Any) -> tuple[int, ...]:
     return (kind.list_size, *_shape(kind.value_type))
 
 
-def _number(kind: Any) -> Any:
+def _get_number_type(kind: Any) -> Any:
     """Return the type of a column's numbers, looking through nested lists."""
-    return _number(kind.value_type) if pt.is_fixed_size_list(kind) else kind
+    return _get_number_type(kind.value_type) if pt.is_fixed_size_list(kind) else kind
 
 
 def _check_schema(schema: Any, *, columns: ExampleColumns, path: Path) -> torch.dtype:
@@ -538,7 +538,7 @@ def _check_input(schema: Any, columns: InputColumns, *, path: Path) -> None:
     width, expected = 0, torch.Size(columns.shape).numel()
     for name in columns.names:
         kind = schema.field(name).type
-        number, width = _number(kind), width + torch.Size(_shape(kind)).numel()
+        number, width = _get_number_type(kind), width + torch.Size(_shape(kind)).numel()
         is_mask = columns.dtype == torch.bool
         if is_mask != pt.is_boolean(number) or not (
             is_mask or pt.is_integer(number) or pt.is_floating(number)

@@ -215,7 +215,7 @@ class TorchTrainer:
         """
         if precision not in tuple(Precision):
             raise ValueError(f'precision is {precision!r}; give "float32" or "bfloat16"')
-        place, test_data = _device(device), None
+        place, test_data = _parse_device(device), None
         if test is not None:
             test_data = _data(place, *test) if isinstance(test, tuple) else _data(place, test)
         model = ResidentModel(
@@ -366,9 +366,9 @@ class TorchTrainer:
             # A clone, since the next training overwrites the vector.
             tensors={**params.constants, **params.layout.views(self._model.vector_P.clone())},
             # With max_steps, a client may not get to all its examples.
-            num_examples=min(self._num_used(local.work), sum(sizes)),
+            num_examples=min(self._count_used(local.work), sum(sizes)),
             metrics={"loss": weighted_mean(losses.cpu().numpy(), np.asarray(sizes))},
-            state=_state(report, context.state),
+            state=_select_state(report, context.state),
             lanes={name: rows[0] for name, rows in report.lanes.items()},
         )
 
@@ -424,11 +424,11 @@ class TorchTrainer:
         self, local: LocalUpdate, state: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """Select the client state that the update declares; drop that of a different update."""
-        kept = [name for name, spec in local.memory.items() if spec.is_kept]
-        sizes = [(size_of(local.memory[name].over, self._model.layout),) for name in kept]
-        if [state[name].shape for name in kept if name in state] != sizes:
+        own_state = [name for name, spec in local.memory.items() if spec.is_kept]
+        sizes = [(size_of(local.memory[name].over, self._model.layout),) for name in own_state]
+        if [state[name].shape for name in own_state if name in state] != sizes:
             return {}  # all or nothing: a part of the state would be a state that never existed
-        return {name: state[name].to(self._model.vector_P)[None] for name in kept}
+        return {name: state[name].to(self._model.vector_P)[None] for name in own_state}
 
     def _run(
         self,
@@ -466,22 +466,22 @@ class TorchTrainer:
                     continue
                 training.num_steps = step
                 own_keys = keys[step * num_parts : (step + 1) * num_parts]
-                parts = self._parts(
+                parts = self._read_parts(
                     rows, own_keys, size=part_size, control=control, processes=processes
                 )
                 with turn:
                     losses[step] = training.step(parts, num_examples=len(rows))
-                control.save(self._snapshot(training, losses))
+                control.save(self._take_snapshot(training, losses))
                 control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
 
         turns(take, losses, control=context.control)
-        sizes = _batch_sizes(work, num_examples=self._num_used(work))
+        sizes = _batch_sizes(work, num_examples=self._count_used(work))
         return losses, sizes[:num_steps]
 
-    def _num_used(self, work: LocalWork) -> int:
+    def _count_used(self, work: LocalWork) -> int:
         return int(work.count_used_per_epoch(np.asarray(len(self._data))))
 
-    def _parts(
+    def _read_parts(
         self,
         rows: NDArray[np.int64],
         keys: Sequence[int],
@@ -500,22 +500,25 @@ class TorchTrainer:
                 drawn = share_key(key, own.start)
                 yield Part(*self._data.batch(part[own], key=drawn), key, own.start)
 
-    def _plan(self, losses: Tensor) -> Tensor:
+    def _compute_fingerprint(self, losses: Tensor) -> Tensor:
         """Return a fingerprint of the task; a checkpoint with a different one is not resumed."""
         num_elements = self._model.layout.size
         return torch.tensor([len(self._data), len(losses), self._num_parts, num_elements])
 
-    def _snapshot(self, training: Training, losses: Tensor) -> dict[str, Tensor]:
-        progress = {"losses": losses[: training.num_steps], "plan": self._plan(losses)}
-        return self._model.snapshot() | _memory(training) | progress
+    def _take_snapshot(self, training: Training, losses: Tensor) -> dict[str, Tensor]:
+        progress = {
+            "losses": losses[: training.num_steps],
+            "plan": self._compute_fingerprint(losses),
+        }
+        return self._model.snapshot() | _name_memory(training) | progress
 
     def _restore(self, saved: Mapping[str, Tensor], training: Training, losses: Tensor) -> int:
         """Load a snapshot of this task, if there is one; return the number of steps it has done."""
         plan = saved.get("plan")
-        if plan is None or not torch.equal(plan.cpu(), self._plan(losses)):
+        if plan is None or not torch.equal(plan.cpu(), self._compute_fingerprint(losses)):
             return 0
         self._model.restore(saved)
-        for name, value in _memory(training).items():
+        for name, value in _name_memory(training).items():
             value.copy_(saved[name])
         training.num_steps = len(saved["losses"])
         losses[: training.num_steps] = saved["losses"]
@@ -528,7 +531,7 @@ def _batch_sizes(work: LocalWork, *, num_examples: int) -> list[int]:
     return epoch * work.epochs
 
 
-def _memory(training: Training) -> dict[str, Tensor]:
+def _name_memory(training: Training) -> dict[str, Tensor]:
     """Return the local update's memory, by its names in a snapshot."""
     return {
         f"memory.{name}.{place}": value
@@ -537,7 +540,7 @@ def _memory(training: Training) -> dict[str, Tensor]:
     }
 
 
-def _state(report: LocalReport, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _select_state(report: LocalReport, before: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return the client's state for its next round.
 
     A state that diverged would spoil every later round, so the previous state is kept instead.
@@ -577,7 +580,7 @@ def _require_classes(given: object, *, name: str) -> None:
             raise CallError(f"{name} has {each!r}; {remedy}")
 
 
-def _device(name: str) -> torch.device:
+def _parse_device(name: str) -> torch.device:
     name = str(name)  # a torch.device too
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

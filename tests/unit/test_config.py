@@ -23,7 +23,7 @@ from fedlearn.config import (
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
 from fedlearn.config.data import DATA, PARTITIONS, NpzSection
 from fedlearn.config.earlier import FIXED, RENAMED
-from fedlearn.config.keys import members_of, walk_keys
+from fedlearn.config.keys import list_sections, walk_keys
 from fedlearn.config.template import render_template
 from fedlearn.config.toml import join_key, key_lines
 from fedlearn.config.training import ALGORITHMS, CLIENTS, MODELS
@@ -53,7 +53,7 @@ def over_selection_of(config: Config) -> object:
 def sections(root: type[Section] = Config) -> Iterator[type[Section]]:
     yield root
     for info in root.model_fields.values():
-        for member in members_of(info):
+        for member in list_sections(info):
             yield from sections(member)
 
 
@@ -101,7 +101,7 @@ def test_every_field_has_a_description() -> None:
     """The reference is generated from them; a table's own docstring explains it."""
     for section in sections():
         for name, info in section.model_fields.items():
-            assert info.description or members_of(info), f"{section.__name__}.{name}"
+            assert info.description or list_sections(info), f"{section.__name__}.{name}"
 
 
 def test_sections_are_frozen_strict_and_closed() -> None:

@@ -46,7 +46,7 @@ class SequentialExecutor:
 
     def train(self, work: Work) -> TrainedBlock:
         """Train the clients and return their deltas and losses."""
-        params = work.params.as_sent()
+        params = work.params.round_to_dtypes()
         num_clients, global_P = len(work.client_ids), params.vector
         if len(self._deltas_KP) < num_clients or self._deltas_KP.device != global_P.device:
             self._deltas_KP = global_P.new_empty(num_clients, len(global_P))

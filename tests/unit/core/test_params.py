@@ -197,12 +197,12 @@ def test_a_model_is_sent_in_its_own_dtypes() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).bfloat16())
     params = Params.of(module)
     params = params.with_vector(params.vector + 1e-4)
-    sent = params.as_sent()
+    sent = params.round_to_dtypes()
     for name, value in params.to_tensors().items():
         assert torch.equal(sent.layout.views(sent.vector)[name], value.float())
     assert not torch.equal(sent.vector, params.vector)
     uniform = Params.of(nn.Linear(3, 2))
-    assert uniform.as_sent() is uniform
+    assert uniform.round_to_dtypes() is uniform
 
 
 def test_a_parameter_that_cannot_be_stepped_is_refused_by_name() -> None:

@@ -19,8 +19,8 @@ from fedlearn.identity.identity import (
     Identity,
     Invitation,
     certificate_fingerprint,
+    encode_private_key,
     expires_unix_s,
-    private_pem,
 )
 from fedlearn.secagg.keys import verify
 from fedlearn.transport import wire_pb2
@@ -85,10 +85,10 @@ def test_a_truncated_identity_is_refused_by_name(tmp_path: Path, part: int) -> N
 
 def test_keys_of_another_kind_are_not_an_identity(tmp_path: Path) -> None:
     identity = Identity.create()
-    other = private_pem(ec.generate_private_key(ec.SECP384R1()))
+    other = encode_private_key(ec.generate_private_key(ec.SECP384R1()))
     for content in (
-        identity.tls_key_pem + private_pem(identity.identity_key),
-        private_pem(identity.identity_key) + other,
+        identity.tls_key_pem + encode_private_key(identity.identity_key),
+        encode_private_key(identity.identity_key) + other,
     ):
         (tmp_path / IDENTITY_FILE).write_bytes(content)
         with pytest.raises(DeploymentError, match="two keys"):

@@ -199,7 +199,7 @@ def test_of_several_gpus_it_takes_the_one_of_its_process(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    assert str(torch_trainer._device(name)) == found  # noqa: SLF001 - a model there needs a GPU
+    assert str(torch_trainer._parse_device(name)) == found  # noqa: SLF001 - a model there needs a GPU
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
