@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.aggregations import iter_spans as iter_spans
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
+    from fedlearn.algorithms.bucketing import Bucketing as Bucketing
+    from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
+    from fedlearn.algorithms.geometric_median import GeometricMedian as GeometricMedian
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
+    from fedlearn.algorithms.krum import Bulyan as Bulyan
+    from fedlearn.algorithms.krum import Krum as Krum
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
     from fedlearn.algorithms.lanes import LaneSpec as LaneSpec
     from fedlearn.algorithms.lanes import Over as Over
@@ -31,10 +36,12 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.local import add_scaled as add_scaled
     from fedlearn.algorithms.local import flatten_rows as flatten_rows
     from fedlearn.algorithms.median import CoordinateMedian as CoordinateMedian
+    from fedlearn.algorithms.median import TrimmedMean as TrimmedMean
     from fedlearn.algorithms.metrics import R2 as R2
     from fedlearn.algorithms.metrics import BinaryAuc as BinaryAuc
     from fedlearn.algorithms.metrics import BinaryF1 as BinaryF1
     from fedlearn.algorithms.metrics import Metric as Metric
+    from fedlearn.algorithms.norm_bound import NormBound as NormBound
     from fedlearn.algorithms.objectives import BinaryCrossEntropy as BinaryCrossEntropy
     from fedlearn.algorithms.objectives import CrossEntropy as CrossEntropy
     from fedlearn.algorithms.objectives import CustomLoss as CustomLoss
@@ -94,14 +101,18 @@ _HOME = {
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean iter_spans",
     "algorithms.asynchronous": "Asynchrony Buffered",
+    "algorithms.bucketing": "Bucketing",
+    "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
+    "algorithms.krum": "Bulyan Krum",
     "algorithms.lanes": "Aggregate LaneSpec Over Updates stack_rows",
     "algorithms.local": (
         "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled "
         "flatten_rows"
     ),
-    "algorithms.median": "CoordinateMedian",
+    "algorithms.median": "CoordinateMedian TrimmedMean",
     "algorithms.metrics": "R2 BinaryAuc BinaryF1 Metric",
+    "algorithms.norm_bound": "NormBound",
     "algorithms.objectives": "BinaryCrossEntropy CrossEntropy CustomLoss MeanSquaredError",
     "algorithms.own_training": "OwnTraining",
     "algorithms.rate_schedules": "ScheduledRate",

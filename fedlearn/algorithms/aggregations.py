@@ -7,7 +7,7 @@ once is a single function. Its memory grows with the cohort, and secure aggregat
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Rows, Updates
 from fedlearn.core.cores import run_on_all_cores
 from fedlearn.core.params import Layout
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, RoundError
 
 #: Parameters aggregated at a time, few enough that the product stays in the CPU's cache.
 _COLUMNS = 1 << 16
@@ -58,8 +58,8 @@ class FullAggregation(Protocol):
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the aggregation weights of clients with these example counts."""
 
-    def combine(self, updates: Updates) -> Lanes:
-        """Aggregate every lane.
+    def combine(self, updates: Updates) -> Lanes | Aggregate:
+        """Aggregate every lane; return an :class:`Aggregate` if there are metrics to record.
 
         Args:
             updates: Updates of all clients that count, at least one, in order of arrival. Do not
@@ -67,7 +67,60 @@ class FullAggregation(Protocol):
         """
 
 
+class RobustAggregation(FullAggregation):
+    """Base of the rules against clients that attack; a rule overrides what it needs.
+
+    By default all clients count the same, one update is enough, and rounds are independent.
+    """
+
+    @property
+    def min_updates(self) -> int:
+        """Fewest updates that the rule can combine."""
+        return 1
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether the rule depends on the aggregate of the round before; see :meth:`after`."""
+        return False
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        """Return ones."""
+        return torch.ones_like(num_examples_B)
+
+    def after(self, last: Lanes) -> "RobustAggregation":
+        """Return the rule for the round after the one that gave ``last``; at first it is zero."""
+        return self
+
+
 Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
+
+
+def min_updates(aggregation: object) -> int:
+    """Return the fewest updates that a rule can combine."""
+    return aggregation.min_updates if isinstance(aggregation, RobustAggregation) else 1
+
+
+def needs_last(aggregation: object) -> TypeGuard[RobustAggregation]:
+    """Return whether a rule depends on the aggregate of the round before."""
+    return isinstance(aggregation, RobustAggregation) and aggregation.needs_last
+
+
+def combine(aggregation: FullAggregation, updates: Updates) -> Aggregate:
+    """Combine all updates of a round.
+
+    Raises:
+        RoundError: There are fewer updates than the rule needs.
+    """
+    count, needed = len(updates.client_ids), min_updates(aggregation)
+    if count < needed:
+        raise RoundError(
+            f"{aggregation} needs {needed} updates, but the round has {count}; raise "
+            f"stragglers.min_reports to {needed}, or defend against fewer clients"
+        )
+    combined = aggregation.combine(updates)
+    if isinstance(combined, Aggregate):
+        return combined
+    return Aggregate(lanes=combined, num_clients=count)
 
 
 def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
@@ -187,7 +240,7 @@ class WeightedMean:
         for name, total in state.sums.items():
             is_weighted = name in state.weighted
             factors_B = weights_B if is_weighted else torch.ones_like(weights_B)
-            _add(total, updates.lanes[name], factors_B)
+            add_weighted(total, updates.lanes[name], factors_B)
         return state.count_clients(weights_B)
 
     def finalize(self, state: LaneSums) -> Aggregate:
@@ -236,8 +289,8 @@ def iter_spans(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
         yield part, torch.stack([row[part] for row in rows])
 
 
-def _add(total_P: Tensor, rows_BP: Rows, weights_B: Tensor) -> None:
-    """Add weighted rows; each element is summed in the same order on any number of cores."""
+def add_weighted(total_P: Tensor, rows_BP: Rows, weights_B: Tensor) -> None:
+    """Add weighted rows to a total; the order of addition is the same on any number of cores."""
     if isinstance(rows_BP, Tensor):
         total_P.add_(torch.mv(rows_BP.t(), weights_B))
         return

@@ -5,7 +5,7 @@ others, such as the control variates of SCAFFOLD.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -181,6 +181,8 @@ class Aggregate:
             count is unknown or would leak information.
         num_capped: Number of clients whose loss or number of examples was above the bounds of a
             secure sum; ``None``: as above.
+        metrics: Figures to record with the round, by name, such as how many clients a rule left
+            out.
 
     Example:
         >>> import torch
@@ -194,3 +196,4 @@ class Aggregate:
     num_clients: int
     num_clipped: int | None = None
     num_capped: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)

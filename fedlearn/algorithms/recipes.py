@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeAlias
 
 from annotated_types import doc
 
-from fedlearn.algorithms.aggregations import Aggregation, WeightedMean
+from fedlearn.algorithms.aggregations import Aggregation, WeightedMean, needs_last
 from fedlearn.algorithms.asynchronous import Asynchrony, Buffered
 from fedlearn.algorithms.elastic_averaging import ElasticAveraging, ElasticForce
 from fedlearn.algorithms.lanes import DELTA, Aggregate
@@ -72,12 +72,31 @@ class Algorithm(Strategy):
         require_update(self.local, name="local")
 
     def init(self, params: Params) -> State:
-        """Return the optimizer's state."""
-        return self.server_optimizer.init(params)
+        """Return the optimizer's state, and the last aggregate if the aggregation needs it."""
+        state = self.server_optimizer.init(params)
+        if not needs_last(self.aggregation):
+            return state
+        layout, like = params.layout, params.vector
+        return {**state, **{_LAST + e.name: like.new_zeros(e.size(layout)) for e in self.lanes}}
+
+    def at(self, state: State) -> "Algorithm":
+        """Return the algorithm whose aggregation knows the last aggregate, if it needs it."""
+        if not needs_last(self.aggregation):
+            return self
+        last = {each.name: state[_LAST + each.name] for each in self.lanes}
+        return replace(self, aggregation=self.aggregation.after(last))
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Take the optimizer's step with the aggregated delta."""
-        return StepResult(*self.server_optimizer.step(params, aggregate.lanes[DELTA.name], state))
+        lanes = aggregate.lanes
+        after, state = self.server_optimizer.step(params, lanes[DELTA.name], state)
+        if needs_last(self.aggregation):
+            state = {**state, **{_LAST + name: lane for name, lane in lanes.items()}}
+        return StepResult(after, state)
+
+
+#: Prefix of the last aggregate's lanes in the state of an algorithm.
+_LAST = "last "
 
 
 @explain_calls

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from fedlearn.algorithms.aggregations import min_updates
 from fedlearn.algorithms.asynchronous import require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.extra_settings import WithExtra
@@ -46,7 +47,30 @@ def validate_components(components: ComponentsT) -> ComponentsT:
             f"algorithm.cohort_size is {most}, but a round takes {num_wanted} reports; raise it to "
             "that, or lower cohort.num_wanted"
         )
-    return components
+    return _require_enough_updates(components)
+
+
+def _require_enough_updates(components: ComponentsT) -> ComponentsT:
+    """Make a round whose aggregation lacks updates one with too few reports.
+
+    Raises:
+        ConfigError: A round is configured to take fewer updates than the aggregation needs.
+    """
+    rule, policy = components.algorithm.aggregation, components.policy
+    needed = min_updates(rule)
+    if policy.num_wanted < needed:
+        raise ConfigError(
+            f"cohort.num_wanted: a round takes {policy.num_wanted} reports, but {rule} needs "
+            f"{needed}; raise it to that, or defend against fewer clients"
+        )
+    if policy.min_reports >= needed:
+        return components
+    if (minimum := components.config.stragglers.min_reports) != "half":
+        raise ConfigError(
+            f"stragglers.min_reports is {minimum}, but {rule} needs {needed}; raise it to that, or "
+            "leave it out"
+        )
+    return replace(components, policy=replace(policy, min_reports=needed))
 
 
 def _add_update_bounds(components: ComponentsT) -> ComponentsT:

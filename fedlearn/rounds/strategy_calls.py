@@ -64,7 +64,7 @@ def call_broadcast(strategy: Strategy, state: State, params: Params) -> Lanes:
 
 
 def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> StepResult:
-    """Call ``strategy.step`` on the aggregate of a round, and convert its metrics to floats.
+    """Call ``strategy.step`` on the aggregate of a round; add the aggregate's metrics to its own.
 
     Raises:
         RoundError: The lanes of the aggregate are not those declared, or the step wrote to its
@@ -89,7 +89,8 @@ def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: S
         raise RoundError(f"{who}.step returned {type(stepped).__name__}; it returns a Stepped")
     _require_model(stepped.params.vector, params, aggregate, who=who, rule=rule)
     _require_state(stepped.state, who=f"{who}.step")
-    return replace(stepped, metrics=_to_floats(stepped.metrics, who=f"{who}.step"))
+    of_rule = _to_floats(aggregate.metrics, who=f"the aggregation {rule}")
+    return replace(stepped, metrics=of_rule | _to_floats(stepped.metrics, who=f"{who}.step"))
 
 
 def _require_state(state: Mapping[str, object], *, who: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import FullAggregation, weights
+from fedlearn.algorithms.aggregations import FullAggregation, combine, weights
 from fedlearn.algorithms.bounds import refusal
 from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, describe_misfit
@@ -72,7 +72,7 @@ class Fold:
     def close(self) -> Aggregate:
         """Return the aggregate; at least one update must have been added."""
         if isinstance(self._aggregation, FullAggregation):
-            aggregate = Aggregate(self._aggregation.combine(self._block()), self.num_added)
+            aggregate = combine(self._aggregation, self._block())
         else:
             if self._waiting:
                 self._accumulate()
@@ -98,7 +98,7 @@ class Fold:
         based_on = [update.round_num for update in updates]
         # Staleness multiplies the weight; the mean divides by the sum of the products.
         weights_B = weights(self._aggregation, num_examples_B) * like.new_tensor(factors)
-        return Updates(client_ids, weights_B, lanes, based_on)
+        return Updates(client_ids, weights_B, lanes, based_on, self._num_trained)
 
 
 def validate_or_refuse(

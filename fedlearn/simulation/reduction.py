@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, merge
+from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, combine, merge
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds, refusal
 from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, stack_rows
 from fedlearn.algorithms.transforms import is_clipped
@@ -234,8 +234,7 @@ class Gathered:
         based_on = [each for wave in waves for each in wave.based_on]
         num_trained = self.params.layout.num_trainable
         everything = Updates(client_ids, weights_B, lanes, based_on, num_trained)
-        combined = self.aggregation.combine(everything)
-        return self._clipped.attach_count(Aggregate(lanes=combined, num_clients=len(client_ids)))
+        return self._clipped.attach_count(combine(self.aggregation, everything))
 
 
 Reduction: TypeAlias = Summed | Gathered
