@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.bucketing import Bucketing as Bucketing
+    from fedlearn.algorithms.fedexp import FedExP as FedExP
     from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
     from fedlearn.algorithms.geometric_median import GeometricMedian as GeometricMedian
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
@@ -103,6 +104,7 @@ _HOME = {
     "algorithms.asynchronous": "Asynchrony Buffered",
     "algorithms.bucketing": "Bucketing",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
+    "algorithms.fedexp": "FedExP",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.krum": "Bulyan Krum",
     "algorithms.lanes": "Aggregate LaneSpec Over Updates stack_rows",

@@ -16,6 +16,7 @@ import numpy as np
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
+from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import (
     LocalSgd,
@@ -50,6 +51,7 @@ UPDATES: Mapping[str, _Kind] = {
     "control_variates": ControlVariates,
     "elastic_force": ElasticForce,
     "noised_gradients": NoisedGradients,
+    "reported_norm": ReportedNorm,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

@@ -12,6 +12,7 @@ from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.extra_settings import ExtraSettings
+from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
@@ -286,6 +287,12 @@ ALGORITHMS = kinds(
         "Elastic averaging SGD, synchronous or, with one client a round, round robin.",
         recipes.EASGD,
         elasticity=0.3,
+    ),
+    kind(
+        "fedexp",
+        "FedExP: FedAvg whose server step grows when clients' updates disagree.",
+        FedExP,
+        epsilon=1e-3,
     ),
     kind(
         "fedmedian",

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.cohorts import FixedCohorts
+from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
@@ -636,6 +637,14 @@ def test_every_algorithm_has_all_its_numbers(
     assert _build({"algorithm": settings, "client": _CLIENT}).algorithm == expected
 
 
+def test_fedexp_has_all_its_numbers() -> None:
+    """And the local training that the configuration describes."""
+    numbers = {"epsilon": 0.25, "square_norm_bound": 4.0, "weight_by_examples": False}
+    settings: dict[str, object] = {"algorithm": {"name": "fedexp", **numbers}, "client": _CLIENT}
+    expected = FedExP(_LOCAL, epsilon=0.25, square_norm_bound=4.0, weight_by_examples=False)
+    assert _build(settings).algorithm == expected
+
+
 def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
     """Client settings that it cannot honor are refused, with the algorithm's name."""
     settings = {
@@ -724,7 +733,8 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, "scaffold", "easgd", "python"}
+    own = {"scaffold", "easgd", "fedexp", "python"}
+    assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, *own}
 
 
 def test_fedsgd_is_one_plain_gradient_step() -> None:

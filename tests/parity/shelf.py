@@ -1,0 +1,241 @@
+"""Runs an algorithm in each of the six ways, and its reference: tiny models, data and rounds.
+
+A reference is written from the paper in plain torch: float64, and one client after another. It
+shares with the product only the order of the examples. To test an algorithm, add a :class:`Case`
+to a module of cases, and that to ``test_shelf.py``.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import fedlearn as fl
+from fedlearn.algorithms.collector import Collector
+from fedlearn.algorithms.local import LocalSgd, batch_positions
+from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.cluster import Alone, Cluster
+from fedlearn.core.features import require_single_input
+from fedlearn.core.messages import ClientId
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.rounds.plain import PlainCollector
+from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.simulation.behavior import Instant
+from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
+from fedlearn.simulation.engine import Engine
+from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
+from fedlearn.training.resident import Precision, ResidentModel
+from fedlearn.transport.base import Channel
+from tests.parity import test_grpc as grpc
+
+SEED = Seed(5)
+NUM_CLIENTS = len(grpc.SIZES)
+#: The clients of each round: all but one, so that some return and some miss a round.
+COHORTS = ((0, 1, 2), (1, 2, 3), (0, 1, 3))
+NUM_PER_ROUND = len(COHORTS[0])
+SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
+POLICY = replace(grpc.POLICY, over_selection=1.0)
+#: Numbers of examples differ, so clients take 4, 8, 2 and 6 steps.
+TOLERANCE = 1e-5
+
+
+class Reference(Protocol):
+    """An algorithm from its paper: from the initial model to the model after each round."""
+
+    def __call__(self, x: Tensor) -> Iterator[Tensor]:
+        """Yield the model after each round of :data:`COHORTS`."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An algorithm and what it should do.
+
+    Attributes:
+        strategy: The algorithm.
+        reference: Its independent reference.
+        control: The same algorithm without what is new in it; the models must differ.
+        protected: The algorithm as secure aggregation and privacy accept it, with equal weights;
+            ``None``: they refuse it.
+        refused: Pattern of the message with which both refuse ``strategy``; empty: they accept it.
+    """
+
+    strategy: Strategy
+    reference: Reference
+    control: Strategy
+    protected: Strategy | None
+    refused: str = ""
+
+
+def make_model() -> nn.Module:
+    """75 parameters; smooth, so that rounding does not change which side of a kink is taken."""
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def initial() -> Params:
+    """The model before the first round."""
+    torch.manual_seed(0)
+    return Params.of(make_model())
+
+
+# ---- For references --------------------------------------------------------------------------
+
+
+def examples(client: int) -> tuple[Tensor, Tensor]:
+    """The features, in float64, and the labels of a client."""
+    rows = grpc.population().load(torch.tensor([client]).numpy())
+    index = torch.from_numpy(rows.rows)
+    return require_single_input(rows.features)[index].double(), rows.labels[index]
+
+
+def loss(x: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of the model with the parameters ``x``."""
+    model = make_model().double()
+    sizes = [each.numel() for each in model.parameters()]
+    parts = zip(model.named_parameters(), x.split(sizes), strict=True)
+    tensors = {name: part.view_as(each) for (name, each), part in parts}
+    return nn.functional.cross_entropy(functional_call(model, tensors, (features,)), labels)
+
+
+def gradient(x: Tensor, features: Tensor, labels: Tensor) -> Tensor:
+    """The gradient of :func:`loss`."""
+    x = x.detach().requires_grad_()
+    (found,) = torch.autograd.grad(loss(x, features, labels), x)
+    return found
+
+
+def batches(client: int, round_num: int, *, local: LocalSgd = SGD) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the features and labels of each of a client's steps in a round."""
+    features, labels = examples(client)
+    orders = batch_positions(
+        local, seed=SEED, round_num=round_num, client_id=client, num_examples=len(labels)
+    )
+    for order in orders:
+        yield features[torch.from_numpy(order)], labels[torch.from_numpy(order)]
+
+
+def train(
+    x: Tensor,
+    client: int,
+    round_num: int,
+    *,
+    direction: Callable[[Tensor, Tensor], Tensor] = lambda g, _: g,
+    local: LocalSgd = SGD,
+) -> tuple[Tensor, int]:
+    """SGD along ``direction(g, y)``: return the local model, and the number of steps."""
+    y, num_steps = x.clone(), 0
+    for features, labels in batches(client, round_num, local=local):
+        y = y - local.learning_rate * direction(gradient(y, features, labels), y)
+        num_steps += 1
+    return y, num_steps
+
+
+def shares(cohort: Collection[int]) -> Tensor:
+    """Each client's part of the examples of a cohort."""
+    sizes = torch.tensor([grpc.SIZES[client] for client in cohort]).double()
+    return sizes / sizes.sum()
+
+
+def weighted(weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
+    """The sum of rows times their weights."""
+    return (weights[:, None] * torch.stack(list(rows))).sum(0)
+
+
+def by_reference(case: Case) -> list[Tensor]:
+    """The models after each round by the reference."""
+    return list(case.reference(initial().vector.double()))
+
+
+# ---- The six ways -----------------------------------------------------------------------------
+
+
+def engine(strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster | None = None) -> Engine:
+    """The simulation engine with an executor; in one block, so that clients train together."""
+    params, population = initial(), grpc.population()
+    job = TrainingJob(
+        make_model=make_model,
+        objective=CrossEntropy(),
+        metrics={},
+        local=strategy.local,
+        population=population,
+        broadcast=strategy.broadcast(strategy.init(params)),
+        params=params,
+        precision=Precision.FLOAT32,
+        num_clients=NUM_CLIENTS,
+        num_together=NUM_PER_ROUND,
+        seed=SEED,
+    )
+    return Engine(
+        population=population,
+        behavior=Instant(),
+        executor=make_executor(job, kind),
+        policy=POLICY,
+        cluster=cluster or Alone(),
+        block_size=1 if kind is ExecutorKind.SEQUENTIAL else NUM_PER_ROUND,
+    )
+
+
+def sessions(strategy: Strategy) -> Channel:
+    """Sessions in memory."""
+    cpu = torch.device("cpu")
+    model = ResidentModel(make_model, CrossEntropy(), device=cpu, precision=Precision.FLOAT32)
+    return SimulatedSessions(
+        grpc.population(), Instant(), trainers_on(model), work=strategy.local.work
+    ).channel()
+
+
+def over(channel: Channel) -> PlainCollector:
+    """Collect from sessions behind a channel."""
+    return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
+
+
+def run(strategy: Strategy, collector: Collector) -> list[Tensor]:
+    """The models after each round."""
+    plan = RoundPlan(
+        draw=lambda _, *, round_num, **__: [ClientId(each) for each in COHORTS[round_num]],
+        policy=POLICY,
+        collector=collector,
+        strategy=strategy,
+        seed=SEED,
+    )
+    state, models = plan.init(initial()), list[Tensor]()
+    for _ in COHORTS:
+        state, _, _ = run_round(state, plan, attempt=0)
+        models.append(state.params.vector)
+    return models
+
+
+def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest difference of a parameter after any round."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((left.double() - right.double()).abs().max()) for left, right in pairs)
+
+
+# ---- Secure aggregation and privacy -----------------------------------------------------------
+
+SECURE = {"mode": "complete", "clip_norm": 9.0, "modulus_bits": 40, "simulate_as": "modular_sum"}
+#: Noise that rounds to zero next to the clip norm, so that only the sums and bounds are left.
+PRIVATE = {"mode": "central", "clip_norm": 9.0, "noise_multiplier": 1e-9, "target_delta": 1e-3}
+
+
+def simulate(strategy: Strategy, **settings: object) -> Tensor:
+    """The model after two rounds of twelve equal clients, all of them in each round."""
+    generator = torch.Generator().manual_seed(2)
+    features, labels = (
+        torch.randn(120, 5, generator=generator).numpy(),
+        torch.randint(0, 3, (120,), generator=generator).numpy(),
+    )
+    run = fl.simulate(
+        make_model,
+        fl.from_arrays(features, labels, partition=fl.Iid(12), test=(features, labels), seed=0),
+        strategy,
+        num_rounds=2,
+        cohort={"num_wanted": 12},
+        engine={"num_workers": 1, "executor": "sequential"},
+        **settings,
+    )
+    return torch.cat([each.flatten() for each in run.weights(best=False).values()])
