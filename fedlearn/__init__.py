@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.bucketing import Bucketing as Bucketing
     from fedlearn.algorithms.fedexp import FedExP as FedExP
+    from fedlearn.algorithms.fednova import FedNova as FedNova
     from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
     from fedlearn.algorithms.geometric_median import GeometricMedian as GeometricMedian
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
@@ -103,8 +104,9 @@ _HOME = {
     "algorithms.aggregations": "WeightedMean iter_spans",
     "algorithms.asynchronous": "Asynchrony Buffered",
     "algorithms.bucketing": "Bucketing",
-    "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.fedexp": "FedExP",
+    "algorithms.fednova": "FedNova",
+    "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.krum": "Bulyan Krum",
     "algorithms.lanes": "Aggregate LaneSpec Over Updates stack_rows",

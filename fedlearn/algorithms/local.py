@@ -454,6 +454,15 @@ def require_update(local: object, *, name: str) -> None:
         )
 
 
+def require_constant_rate(moment: Moment, *, who: str) -> None:
+    """Raise ValueError if a wrapper has changed the learning rate, which ``who`` needs constant."""
+    if moment.rate != 1.0:
+        raise ValueError(
+            f"a local update around that of {who} multiplies the learning rate by {moment.rate}, "
+            f"but {who}'s must be constant; do not change the rate"
+        )
+
+
 def iter_updates(local: LocalUpdate) -> Iterator[LocalUpdate]:
     """Yield an update and all that it wraps, the innermost first."""
     if isinstance(local, LocalUpdateWrapper):

@@ -15,7 +15,6 @@ from fedlearn.algorithms.local import (
     find_affine_step,
     iter_updates,
 )
-from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.core.ranges import Count, Ranged, Whole
 
 
@@ -28,8 +27,8 @@ class ScheduledRate(Ranged, LocalUpdateWrapper):
     where W is ``warmup_steps``.
 
     Raises:
-        ValueError: A number is out of range, there are two schedules, or the inner update has
-            control variates, which assume a constant rate.
+        ValueError: A number is out of range, there are two schedules, or the inner update needs
+            a constant rate, as SCAFFOLD's does.
 
     Example:
         >>> import fedlearn as fl
@@ -71,11 +70,13 @@ class ScheduledRate(Ranged, LocalUpdateWrapper):
                 f"rate_decay is {self.rate_decay}, but cosine_rounds is another schedule; give one "
                 "of them"
             )
-        if any(isinstance(update, ControlVariates) for update in iter_updates(self.inner)):
-            raise ValueError(
-                "ScheduledRate wraps ControlVariates, which needs a constant learning rate; leave "
-                "the schedule out with SCAFFOLD"
-            )
+        for update in iter_updates(self.inner):
+            who = getattr(type(update), "needs_constant_rate", None)
+            if who is not None:
+                raise ValueError(
+                    f"ScheduledRate wraps {type(update).__name__}, which needs a constant learning "
+                    f"rate; leave the schedule out with {who}"
+                )
 
     def factor(self, moment: Moment) -> float:
         """Return the factor on the learning rate."""

@@ -29,6 +29,7 @@ from fedlearn.algorithms.local import (
     Moment,
     Tensors,
     add_scaled,
+    require_constant_rate,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.strategy import State, StepResult, Strategy
@@ -56,6 +57,7 @@ class ControlVariates(LocalUpdateWrapper):
     """
 
     takes_flat: ClassVar[bool] = True
+    needs_constant_rate: ClassVar[str] = "SCAFFOLD"
 
     control_bound: float | None
 
@@ -84,7 +86,7 @@ class ControlVariates(LocalUpdateWrapper):
 
     def affine(self, moment: Moment) -> Affine:
         """Return the step in affine form; raises ValueError as :meth:`step` does."""
-        _require_constant_rate(moment)
+        require_constant_rate(moment, who=self.needs_constant_rate)
         assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         rate = self.inner.learning_rate
         return Affine(keep=1.0, scale=-rate, shift=-rate)
@@ -106,7 +108,7 @@ class ControlVariates(LocalUpdateWrapper):
         Raises:
             ValueError: A wrapper around this one has changed the rate.
         """
-        _require_constant_rate(moment)
+        require_constant_rate(moment, who=self.needs_constant_rate)
         # Only tensors that have a gradient in this step are passed, so this counts their gradients.
         torch._foreach_add_(list(memory[_COUNTS]), 1.0)
         directions = add_scaled(grads, self.drift(memory, broadcast=broadcast), factor=1.0)
@@ -145,14 +147,6 @@ class ControlVariates(LocalUpdateWrapper):
         # A little below the bound, so that rounding does not make it longer.
         scale_K = ((1.0 - 1e-6) * self.control_bound / squares_K.sqrt()).clamp(max=1.0)
         return [each * scale_K.view(-1, *[1] * (each.dim() - 1)) for each in changes]
-
-
-def _require_constant_rate(moment: Moment) -> None:
-    if moment.rate != 1.0:
-        raise ValueError(
-            "a local update around ControlVariates multiplies the learning rate by "
-            f"{moment.rate}, but SCAFFOLD's must be constant; do not change the rate"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

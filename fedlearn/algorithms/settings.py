@@ -17,6 +17,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
 from fedlearn.algorithms.fedexp import ReportedNorm
+from fedlearn.algorithms.fednova import NormalizedUpdate
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import (
     LocalSgd,
@@ -52,6 +53,7 @@ UPDATES: Mapping[str, _Kind] = {
     "elastic_force": ElasticForce,
     "noised_gradients": NoisedGradients,
     "reported_norm": ReportedNorm,
+    "normalized_update": NormalizedUpdate,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

@@ -13,6 +13,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.extra_settings import ExtraSettings
 from fedlearn.algorithms.fedexp import FedExP
+from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
@@ -293,6 +294,11 @@ ALGORITHMS = kinds(
         "FedExP: FedAvg whose server step grows when clients' updates disagree.",
         FedExP,
         epsilon=1e-3,
+    ),
+    kind(
+        "fednova",
+        "FedNova: FedAvg of updates per step, for clients that take different numbers of steps.",
+        FedNova,
     ),
     kind(
         "fedmedian",

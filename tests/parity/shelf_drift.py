@@ -1,12 +1,17 @@
 """Cases of the shelf: client drift and server steps. References are written from the papers."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from fedlearn.algorithms.fedexp import FedExP
+from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.recipes import FedAvg
-from tests.parity.shelf import COHORTS, SGD, Case, shares, train, weighted
+from tests.parity.shelf import COHORTS, SGD, Case, batches, gradient, shares, train, weighted
+
+MOMENTUM = replace(SGD, momentum=0.5)
 
 
 def fedexp(x: Tensor) -> Iterator[Tensor]:
@@ -21,6 +26,33 @@ def fedexp(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
+def fednova(x: Tensor) -> Iterator[Tensor]:
+    """Equation 7 of arXiv:2007.07481 for SGD: a client's vector a has a 1 for each step."""
+    for round_num, cohort in enumerate(COHORTS):
+        p = shares(cohort)
+        trained = [train(x, client, round_num) for client in cohort]
+        tau = torch.tensor([num_steps for _, num_steps in trained]).double()
+        d = [(x - y) / num_steps for y, num_steps in trained]
+        x = x - (p @ tau) * weighted(p, d)
+        yield x
+
+
+def fednova_with_momentum(x: Tensor) -> Iterator[Tensor]:
+    """The same with local momentum rho: the norm of a is in section 4.1."""
+    rho = MOMENTUM.momentum
+    for round_num, cohort in enumerate(COHORTS):
+        p, norms, d = shares(cohort), list[float](), list[Tensor]()
+        for client in cohort:
+            y, velocity, tau = x, torch.zeros_like(x), 0
+            for features, labels in batches(client, round_num):
+                velocity = rho * velocity + gradient(y, features, labels)
+                y, tau = y - MOMENTUM.learning_rate * velocity, tau + 1
+            norms.append((tau - rho * (1 - rho**tau) / (1 - rho)) / (1 - rho))
+            d.append((x - y) / norms[-1])
+        x = x - (p @ torch.tensor(norms).double()) * weighted(p, d)
+        yield x
+
+
 CASES: Mapping[str, Case] = {
     "fedexp": Case(
         FedExP(SGD, epsilon=1e-3),
@@ -28,5 +60,15 @@ CASES: Mapping[str, Case] = {
         control=FedAvg(SGD),
         protected=FedExP(SGD, epsilon=1e-3, square_norm_bound=81.0, weight_by_examples=False),
         refused="lane 'square_norm' .*has no bound",
+    ),
+    "fednova": Case(
+        FedNova(SGD),
+        fednova,
+        control=FedAvg(SGD),
+        protected=FedNova(SGD, effective_steps_bound=100.0, weight_by_examples=False),
+        refused="lane 'effective_steps' .*has no bound",
+    ),
+    "fednova, momentum": Case(
+        FedNova(MOMENTUM), fednova_with_momentum, control=FedNova(SGD), protected=None
     ),
 }

@@ -18,6 +18,7 @@ from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.fedexp import FedExP
+from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
@@ -645,6 +646,19 @@ def test_fedexp_has_all_its_numbers() -> None:
     assert _build(settings).algorithm == expected
 
 
+def test_fednova_has_all_its_numbers_and_sgd_clients() -> None:
+    """Client settings that it cannot honor are refused, with the algorithm's name."""
+    numbers = {"effective_steps_bound": 4.0, "weight_by_examples": False}
+    settings = {"name": "fednova", **numbers}
+    client = {"epochs": 3, "batch_size": 7, "learning_rate": 0.5, "momentum": 0.5}
+    sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.5, momentum=0.5)
+    expected = FedNova(sgd, effective_steps_bound=4.0, weight_by_examples=False)
+    assert _build({"algorithm": settings, "client": client}).algorithm == expected
+    for refused in ({"keep_momentum": True}, {"rate_decay": 0.9}):
+        with pytest.raises(ConfigError, match=r'algorithm.name is "fednova": FedNova must know'):
+            _build({"algorithm": settings, "client": client | refused})
+
+
 def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
     """Client settings that it cannot honor are refused, with the algorithm's name."""
     settings = {
@@ -733,7 +747,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    own = {"scaffold", "easgd", "fedexp", "python"}
+    own = {"scaffold", "easgd", "fedexp", "fednova", "python"}
     assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, *own}
 
 
