@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.bucketing import Bucketing as Bucketing
+    from fedlearn.algorithms.feddyn import FedDyn as FedDyn
     from fedlearn.algorithms.fedexp import FedExP as FedExP
     from fedlearn.algorithms.fednova import FedNova as FedNova
     from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
@@ -104,6 +105,7 @@ _HOME = {
     "algorithms.aggregations": "WeightedMean iter_spans",
     "algorithms.asynchronous": "Asynchrony Buffered",
     "algorithms.bucketing": "Bucketing",
+    "algorithms.feddyn": "FedDyn",
     "algorithms.fedexp": "FedExP",
     "algorithms.fednova": "FedNova",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",

@@ -16,6 +16,7 @@ import numpy as np
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
+from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
@@ -53,6 +54,7 @@ UPDATES: Mapping[str, _Kind] = {
     "elastic_force": ElasticForce,
     "noised_gradients": NoisedGradients,
     "reported_norm": ReportedNorm,
+    "dynamic_regularizer": DynamicRegularizer,
     "normalized_update": NormalizedUpdate,
 }
 

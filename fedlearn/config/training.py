@@ -12,6 +12,7 @@ from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.extra_settings import ExtraSettings
+from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
@@ -294,6 +295,12 @@ ALGORITHMS = kinds(
         "FedExP: FedAvg whose server step grows when clients' updates disagree.",
         FedExP,
         epsilon=1e-3,
+    ),
+    kind(
+        "feddyn",
+        "FedDyn: a regularizer that clients keep, so that data that differ cause no drift.",
+        FedDyn,
+        alpha=0.1,
     ),
     kind(
         "fednova",

@@ -2,14 +2,26 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.recipes import FedAvg
-from tests.parity.shelf import COHORTS, SGD, Case, batches, gradient, shares, train, weighted
+from tests.parity.shelf import (
+    COHORTS,
+    NUM_CLIENTS,
+    SGD,
+    Case,
+    batches,
+    gradient,
+    shares,
+    train,
+    weighted,
+)
 
 MOMENTUM = replace(SGD, momentum=0.5)
 
@@ -24,6 +36,26 @@ def fedexp(x: Tensor) -> Iterator[Tensor]:
         step = max(1.0, float(squares / (2 * (mean.dot(mean) + 1e-3))))
         x = x - step * mean
         yield x
+
+
+def feddyn(theta: Tensor) -> Iterator[Tensor]:
+    """Algorithm 1 of arXiv:2111.04263, with SGD on each client's regularized loss; alpha is 0.5."""
+    h, alpha = torch.zeros_like(theta), 0.5
+    gradients = dict.fromkeys(range(NUM_CLIENTS), torch.zeros_like(theta))
+    for round_num, cohort in enumerate(COHORTS):
+        trained = {}
+        for k in cohort:
+            regularize = partial(_regularize, linear=gradients[k], center=theta, alpha=alpha)
+            trained[k], _ = train(theta, k, round_num, direction=regularize)
+            gradients[k] = gradients[k] - alpha * (trained[k] - theta)
+        models = torch.stack(list(trained.values()))
+        h = h - alpha / NUM_CLIENTS * (models - theta).sum(0)
+        theta = models.mean(0) - h / alpha
+        yield theta
+
+
+def _regularize(g: Tensor, y: Tensor, *, linear: Tensor, center: Tensor, alpha: float) -> Tensor:
+    return g - linear + alpha * (y - center)
 
 
 def fednova(x: Tensor) -> Iterator[Tensor]:
@@ -60,6 +92,12 @@ CASES: Mapping[str, Case] = {
         control=FedAvg(SGD),
         protected=FedExP(SGD, epsilon=1e-3, square_norm_bound=81.0, weight_by_examples=False),
         refused="lane 'square_norm' .*has no bound",
+    ),
+    "feddyn": Case(
+        FedDyn(SGD, alpha=0.5, num_clients=NUM_CLIENTS),
+        feddyn,
+        control=FedAvg(SGD, weight_by_examples=False),
+        protected=FedDyn(SGD, alpha=0.5, num_clients=12),
     ),
     "fednova": Case(
         FedNova(SGD),

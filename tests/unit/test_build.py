@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.cohorts import FixedCohorts
+from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
@@ -646,6 +647,13 @@ def test_fedexp_has_all_its_numbers() -> None:
     assert _build(settings).algorithm == expected
 
 
+def test_feddyn_has_all_its_numbers() -> None:
+    """And the local training that the configuration describes."""
+    algorithm = {"name": "feddyn", "alpha": 0.25, "num_clients": 20}
+    expected = FedDyn(_LOCAL, alpha=0.25, num_clients=20)
+    assert _build({"algorithm": algorithm, "client": _CLIENT}).algorithm == expected
+
+
 def test_fednova_has_all_its_numbers_and_sgd_clients() -> None:
     """Client settings that it cannot honor are refused, with the algorithm's name."""
     numbers = {"effective_steps_bound": 4.0, "weight_by_examples": False}
@@ -747,7 +755,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    own = {"scaffold", "easgd", "fedexp", "fednova", "python"}
+    own = {"scaffold", "easgd", "feddyn", "fedexp", "fednova", "python"}
     assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, *own}
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.elastic_averaging import ElasticForce
+from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
@@ -81,6 +82,7 @@ UPDATES: dict[str, LocalUpdate] = {
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
     "easgd": ElasticForce(inner=SGD, elasticity=0.5),
     "fednova": NormalizedUpdate(inner=Proximal(inner=SGD, proximal=0.5), effective_steps_bound=2.0),
+    "feddyn": DynamicRegularizer(inner=SGD, alpha=2.0),
     "fedexp": ReportedNorm(inner=SGD, square_norm_bound=2.0),
     "by example": NoisedGradients(
         inner=Proximal(inner=ADAM, proximal=0.5),
