@@ -8,13 +8,15 @@ with the reason.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from fedlearn.cli.app import main as fedlearn
 
 HERE = Path(__file__).parent
 
@@ -22,16 +24,14 @@ HERE = Path(__file__).parent
 def short_run(folder: Path, expected: dict[str, Any], runs_dir: str) -> dict[str, Any]:
     """Run the experiment with its overrides; return its last JSON line and last round's metrics."""
     overrides = [word for each in expected["overrides"] for word in ("--set", each)]
-    command = [sys.executable, "-m", "fedlearn", "simulate", str(folder / "experiment.toml")]
-    completed = subprocess.run(
-        [*command, "--json", "--runs-dir", runs_dir, *overrides],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if completed.returncode:
-        raise SystemExit(f"{folder.name} failed:\n{completed.stdout[-2000:]}{completed.stderr}")
-    *_, last, end = map(json.loads, completed.stdout.splitlines())
+    command = ["simulate", str(folder / "experiment.toml"), "--json", "--runs-dir", runs_dir]
+    # In this process: a new one for each experiment would spend most of its time on imports.
+    printed, logged = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(logged):
+        code = fedlearn([*command, *overrides])
+    if code:
+        raise SystemExit(f"{folder.name} failed:\n{printed.getvalue()[-2000:]}{logged.getvalue()}")
+    *_, last, end = map(json.loads, printed.getvalue().splitlines())
     return {**last["metrics"], **end}
 
 
