@@ -28,7 +28,7 @@ Probability: TypeAlias = Annotated[float, Ge(0), Le(1)]
 """In [0, 1]."""
 
 _LARGEST_INTEGER = 2**63 - 1  # numpy's and torch's int64
-_Limit = Ge | Gt | Le | Lt | MultipleOf
+_Limit: TypeAlias = Ge | Gt | Le | Lt | MultipleOf
 #: An abstract number type, which includes both Python's and numpy's numbers, or bool.
 _Kind: TypeAlias = type
 _NOUNS: Mapping[_Kind, str] = {

@@ -9,6 +9,7 @@ References:
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ _P = np.uint64(PRIME)
 _31, _16, _32 = np.uint64(31), np.uint64(16), np.uint64(32)
 _LOW = np.uint64(0xFFFF)
 
-Field = NDArray[np.uint64]
+Field: TypeAlias = NDArray[np.uint64]
 
 
 def share(
