@@ -98,9 +98,9 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
             _PULLED: MemorySpec(over=Over.TENSORS, is_kept=False),
         }
 
-    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin at the client's own model, or at the global one if it has none yet."""
-        self.inner.begin(x, memory, broadcast=broadcast)
+        self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
         # Memory starts at zero, which marks a client without a model of its own.
         has_own_K = memory[_HAS_OWN][0][:, 0] > 0.0
         for value, own, model in zip(x, memory[_OWN], broadcast[MODEL], strict=True):
@@ -118,14 +118,14 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
             torch._foreach_add_(list(memory[_PULLED]), 1.0)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Keep the client's own model, and write the model to send to ``x``: global plus force.
 
         Numbers that are not finite are sent unchanged, so that the client fails and keeps its
         previous model.
         """
-        lanes = self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        lanes = self.inner.report(x, memory, broadcast=broadcast, moment=moment)
         parts = zip(
             x,
             self._forces(memory, broadcast),

@@ -78,23 +78,132 @@ class MemorySpec:
 Memory: TypeAlias = Mapping[str, Tensors]
 
 
+class PointGradient(NamedTuple):
+    """The loss of K clients at other parameters, and its gradient.
+
+    Attributes:
+        losses_K: Mean losses: [K].
+        grads: Gradients, shaped like ``x``.
+    """
+
+    losses_K: Tensor
+    grads: Tensors
+
+
+class StepInfo(Protocol):
+    """What an executor knows about a step; it computes a value only if an update asks for it.
+
+    Its members are those of :class:`Moment`.
+    """
+
+    @property
+    def client_ids(self) -> Sequence[int]:
+        """Ids of the K clients."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors in ``x``."""
+
+    @property
+    def epochs_K(self) -> Tensor:
+        """Index of each client's epoch."""
+
+    @property
+    def num_steps_K(self) -> Tensor:
+        """Number of steps of each client in this round."""
+
+    @property
+    def losses_K(self) -> Tensor:
+        """Mean loss of each client's batch before the step."""
+
+    def gradient_at(self, point: Tensors) -> PointGradient:
+        """Compute losses and gradients at other parameters."""
+
+
 class Moment(NamedTuple):
-    """The time of a local step.
+    """The time of a call of a local update, and what the update may know about it.
+
+    The properties are computed when an update reads them, so the others cost nothing.
 
     Attributes:
         round_num: Round index, from 0.
-        step: Number of steps that the client has taken before in this round.
+        step: Number of steps that the client has taken before in this round; in ``begin`` 0.
         rate: Factor on the learning rate, from a schedule.
+        info: Computes the properties; ``None`` outside of a training.
 
     Example:
         >>> import fedlearn as fl
         >>> fl.Moment(round_num=3, step=0)
-        Moment(round_num=3, step=0, rate=1.0)
+        Moment(round_num=3, step=0, rate=1.0, info=None)
     """
 
     round_num: int
     step: int
     rate: float = 1.0
+    info: StepInfo | None = None
+
+    @property
+    def client_ids(self) -> Sequence[int]:
+        """Ids of the K clients, in the order of the rows of ``x``."""
+        return self._known.client_ids
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors in ``x``, as in ``state_dict``.
+
+        Raises:
+            ValueError: The update takes flat tensors, which have no names.
+        """
+        return self._known.names
+
+    @property
+    def epochs_K(self) -> Tensor:
+        """Index of each client's epoch, from 0: int64 [K]. Clients with fewer steps are ahead."""
+        return self._known.epochs_K
+
+    @property
+    def num_steps_K(self) -> Tensor:
+        """Number of steps that each client takes in this round: [K], of the dtype of ``x``."""
+        return self._known.num_steps_K
+
+    @property
+    def losses_K(self) -> Tensor:
+        """Mean loss of each client's batch before the step: [K], of the dtype of ``x``.
+
+        In ``report`` it is the mean training loss of the round, by examples.
+
+        Raises:
+            ValueError: In ``begin``, before the first batch; or gradients have noise for privacy,
+                which a loss would bypass.
+        """
+        return self._known.losses_K
+
+    def gradient_at(self, point: Tensors) -> PointGradient:
+        """Compute the loss and its gradient at other parameters, on the batch of this step.
+
+        The dropout masks are those of the step, and statistics such as BatchNorm's do not change.
+        In ``begin`` and ``report``, it is the mean over all batches of the first epoch, by
+        examples: without dropout and BatchNorm, the full gradient. That reads and computes one
+        epoch, with one batch in memory at a time.
+
+        The class of the update must set ``asks_gradients: ClassVar[bool] = True``.
+
+        Args:
+            point: The parameters, shaped like ``x``.
+
+        Raises:
+            ValueError: The class does not set it, or the shapes differ from those of ``x``.
+        """
+        return self._known.gradient_at(point)
+
+    @property
+    def _known(self) -> StepInfo:
+        if self.info is None:
+            raise ValueError(
+                "this moment is not part of a training, so only its round_num, step and rate are "
+                "known; in a test, give Moment(..., info=...)"
+            )
+        return self.info
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,11 +287,11 @@ class LocalWork(Ranged):
         # A full last batch has the batch size, not 0.
         return (self.count_used_per_epoch(num_examples) - 1) % self.batch_size + 1
 
-    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Do nothing: training begins at the global model."""
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Report no further lanes."""
         return {}
@@ -230,13 +339,14 @@ class LocalUpdate(Protocol):
     def memory(self) -> Mapping[str, MemorySpec]:
         """Its memory and random numbers, by name."""
 
-    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin a round, in place on ``x`` and ``memory``, before the first gradient.
 
         Args:
             x: The trainable global parameters; write to them to start from other values.
             memory: The state that the client kept; all other memory is zero.
             broadcast: As for :meth:`step`.
+            moment: The round, and what is known before the first step.
         """
 
     def step(
@@ -251,11 +361,11 @@ class LocalUpdate(Protocol):
             memory: As :attr:`memory` declares it, along ``x``.
             broadcast: The strategy's broadcast, and the global parameters as ``"model"``: along
                 ``x``, [1, ...] each.
-            moment: The time of the step.
+            moment: The time of the step, and what is known about it.
         """
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Return the values of :attr:`lanes`, and update the kept memory.
 
@@ -263,7 +373,8 @@ class LocalUpdate(Protocol):
             x: The trainable parameters after the last step; write to them to send other values.
             memory: Updated in place.
             broadcast: As for :meth:`step`.
-            num_steps: Steps that each client has taken: [K], of the dtype of ``x``.
+            moment: The round, and what is known after the last step, such as the clients' numbers
+                of steps.
         """
 
 
@@ -408,9 +519,9 @@ class LocalUpdateWrapper:
         """The inner update's."""
         return self.inner.memory
 
-    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin the inner update."""
-        self.inner.begin(x, memory, broadcast=broadcast)
+        self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
 
     def affine(self, moment: Moment) -> Affine | None:
         """Return the inner update's step in affine form, if it has one."""
@@ -424,10 +535,10 @@ class LocalUpdateWrapper:
         self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Return the inner update's report."""
-        return self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        return self.inner.report(x, memory, broadcast=broadcast, moment=moment)
 
 
 def require_update(local: object, *, name: str) -> None:
@@ -485,6 +596,63 @@ def takes_flat(local: LocalUpdate) -> bool:
     extents = [lane.over for lane in local.lanes]
     extents += [spec.over for spec in local.memory.values() if spec.draws is not None]
     return is_declared and Over.TENSORS not in extents
+
+
+def asks_gradients(local: LocalUpdate) -> bool:
+    """Return whether an update may call :meth:`Moment.gradient_at`: a class of it declares so."""
+    return any(getattr(piece, "asks_gradients", False) for piece in iter_updates(local))
+
+
+def require_asking(local: LocalUpdate) -> None:
+    """Raise ValueError if an update asks for a further gradient without having declared it."""
+    if not asks_gradients(local):
+        raise ValueError(
+            f"{type(local).__name__} calls moment.gradient_at, but does not declare it; set "
+            "asks_gradients: ClassVar[bool] = True in its class"
+        )
+
+
+def require_named(local: LocalUpdate) -> None:
+    """Raise ValueError if an update that takes flat tensors asks for the names of tensors."""
+    if takes_flat(local):
+        raise ValueError(
+            f"{type(local).__name__} reads moment.names, but takes flat tensors, which have no "
+            "names; set takes_flat: ClassVar[bool] = False in its class"
+        )
+
+
+def refuse_early_loss() -> Tensor:
+    """Refuse the loss of a batch in ``begin``.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        "moment.losses_K is the loss of a batch, and there is none in begin; call "
+        "moment.gradient_at(x), which returns the loss of an epoch, too"
+    )
+
+
+def refuse_noiseless_loss() -> Tensor:
+    """Refuse a loss where gradients have noise for privacy.
+
+    Raises:
+        ValueError: Always.
+    """
+    raise ValueError(
+        "moment.losses_K is computed from the examples without noise, so it would bypass the noise "
+        "of example-level privacy; do without it, or leave the noise out"
+    )
+
+
+def require_like(point: Tensors, x: Tensors) -> None:
+    """Raise ValueError unless the tensors of a point have the shapes of those of ``x``."""
+    ours, theirs = [tuple(each.shape) for each in x], [tuple(each.shape) for each in point]
+    if ours != theirs:
+        raise ValueError(
+            f"moment.gradient_at received tensors of shapes {theirs}; give a list of tensors of "
+            f"the shapes of x, {ours}"
+        )
 
 
 def has_report(local: LocalUpdate) -> bool:
@@ -562,11 +730,11 @@ def report_of(
     memory: Memory,
     *,
     broadcast: Memory,
-    num_steps: Tensor,
+    moment: Moment,
     layout: Layout,
 ) -> LocalReport:
     """Call :meth:`LocalUpdate.report` after the last step, and join its tensors to rows."""
-    reported = local.report(x, memory, broadcast=broadcast, num_steps=num_steps)
+    reported = local.report(x, memory, broadcast=broadcast, moment=moment)
     lanes = {name: flatten_rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
     client_state = {
         # With flat parameters, memory over TENSORS has one number: repeat it for each tensor.

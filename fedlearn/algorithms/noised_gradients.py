@@ -30,6 +30,7 @@ from fedlearn.algorithms.local import (
     Memory,
     Moment,
     Tensors,
+    asks_gradients,
     find_affine_step,
 )
 from fedlearn.algorithms.transforms import norms
@@ -70,6 +71,9 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         example_clip_norm: C >= 1e-9.
         example_noise_multiplier: z > 0.
 
+    Raises:
+        ValueError: A number is out of range, or the inner update asks for further gradients.
+
     Guarantees:
         Removing one example's contribution moves a sum by at most :meth:`sensitivity`, and the
         noise has a standard deviation of z times that. The gradients of the other examples do not
@@ -79,6 +83,15 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
 
     example_clip_norm: Annotated[float, Ge(_LEAST_CLIP)]
     example_noise_multiplier: Positive
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if asks_gradients(self.inner):
+            raise ValueError(
+                f"{type(self.inner).__name__} asks for further gradients of the examples "
+                "(asks_gradients), which are neither clipped nor noised, so they would reveal the "
+                "examples; use another local update, or leave out example-level privacy"
+            )
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment

@@ -115,10 +115,11 @@ class ControlVariates(LocalUpdateWrapper):
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Update the client's control variate, and return its change."""
         assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
+        num_steps = moment.num_steps_K
         changes, broadcast_values = list[Tensor](), (broadcast["model"], broadcast[_CONTROL])
         for y, x_0, c, c_i, count_K1 in zip(
             x, *broadcast_values, memory[_CONTROL], memory[_COUNTS], strict=True

@@ -129,6 +129,11 @@ class Layout:
         return self.trainable + self.statistics
 
     @cached_property
+    def trainable_names(self) -> tuple[str, ...]:
+        """Names of the trained parameters, in vector order."""
+        return tuple(spec.name for spec in self.trainable)
+
+    @cached_property
     def num_trainable(self) -> int:
         """Q, the number of elements that local training changes."""
         return sum(spec.size for spec in self.trainable)

@@ -22,7 +22,7 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import nn
 
 from fedlearn.algorithms.lanes import Lanes
-from fedlearn.algorithms.local import LocalUpdate, iter_updates
+from fedlearn.algorithms.local import LocalUpdate, asks_gradients, iter_updates
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import Objective
@@ -399,6 +399,8 @@ def _chain(job: TrainingJob) -> Chain:
         raise EngineError(
             "each example's gradient is clipped, but it computes only those of batches"
         )
+    if asks_gradients(job.local):
+        raise EngineError(fused.FURTHER_GRADIENTS)
     model = job.resident_model()
     chain = as_chain(model.module, model.layout)
     if isinstance(chain, NotAChain):

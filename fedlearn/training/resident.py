@@ -8,9 +8,10 @@ bit for bit.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from fedlearn.algorithms.local import (
     LocalUpdate,
     Memory,
     Moment,
+    PointGradient,
     Tensors,
     along,
     along_trainable,
@@ -31,7 +33,12 @@ from fedlearn.algorithms.local import (
     find_affine_step,
     load_client_state,
     make_memory,
+    refuse_early_loss,
+    refuse_noiseless_loss,
     report_of,
+    require_asking,
+    require_like,
+    require_named,
     takes_flat,
 )
 from fedlearn.algorithms.metrics import Measures, Metric
@@ -113,6 +120,10 @@ class Part(NamedTuple):
     labels: Tensor
     key: int
     first: int = 0
+
+
+#: Reads batches: the parts of each, which may be read again, and its number of examples.
+Batches: TypeAlias = Callable[[], Iterable[tuple[Iterable[Part], int]]]
 
 
 class Gradients(NamedTuple):
@@ -308,7 +319,13 @@ class ResidentModel:
                 self._generator.set_state(state)
             self._rejoin()
 
-    def gradients(self, parts: Iterable[Part], *, num_examples: int) -> Gradients:
+    def gradients(
+        self,
+        parts: Iterable[Part],
+        *,
+        num_examples: int,
+        point: Sequence[Tensor] | None = None,
+    ) -> Gradients:
         """Compute the gradients of one batch's mean loss, and that loss.
 
         The parts are weighted by their share of the examples and summed, so that the result is the
@@ -319,15 +336,22 @@ class ResidentModel:
                 the batch as one part. If the parts are only a share of the batch, or none of it,
                 gradients and loss are the contribution of that share.
             num_examples: Number of examples in the whole batch.
+            point: Values of :attr:`trainable` at which to compute them, without a change to the
+                module's statistics; ``None``: the current ones.
         """
         grads: Sequence[Tensor | None] = ()
         losses = list[Tensor]()
+        leaves = self.trainable
+        if point is not None:
+            leaves = [value.detach().requires_grad_() for value in point]
         weight: Tensor | float = 0.0
         for part in parts:
             self._choose_formats(part.features, part.labels)
             with lock_global_generators():
                 self._seed_masks(part)
-                loss = self._compute_loss(part.features, part.labels)
+                loss = self._compute_loss(
+                    part.features, part.labels, at=None if point is None else leaves
+                )
                 weighs: Tensor | float = float(len(part.labels))
                 # A whole batch is not scaled, so that it keeps the bits of plain training.
                 if len(part.labels) < num_examples:
@@ -335,7 +359,7 @@ class ResidentModel:
                     if own is not None:  # an example's weight is the mean over its positions
                         weighs = own.double().sum() / part.labels.shape[1:].numel()
                     loss = loss * torch.as_tensor(weighs / num_examples).to(loss)
-                further = torch.autograd.grad(loss, self.trainable, allow_unused=True)
+                further = torch.autograd.grad(loss, leaves, allow_unused=True)
             weight = weight + weighs
             grads = list(map(_add_gradients, grads, further)) if grads else further
             losses.append(loss.detach())
@@ -495,12 +519,23 @@ class ResidentModel:
                 self._trainable_stack.clear()
         self._untried = {}
 
-    def _compute_loss(self, features: Features, labels: Tensor) -> Tensor:
+    def _compute_loss(
+        self, features: Features, labels: Tensor, *, at: Sequence[Tensor] | None = None
+    ) -> Tensor:
         features = self.inputs(features)
         if self._precision is Precision.FLOAT32:
-            return self._loss_of(call_module(self.module, features), labels)
+            return self._loss_of(self._call(features, at), labels)
         with autocast(self._precision, self.device):
-            return self._loss_of(call_module(self.module, features), labels)
+            return self._loss_of(self._call(features, at), labels)
+
+    def _call(self, features: Features, at: Sequence[Tensor] | None) -> Tensor:
+        """Run the module, at other parameters if given; its buffers do not change then."""
+        if at is None:
+            return call_module(self.module, features)
+        tensors = {name: value.clone() for name, value in self.module.named_buffers()}
+        tensors |= {spec.name: value for spec, value in zip(self.layout.trainable, at, strict=True)}
+        outputs = functional_call(self.module, tensors, *split_arguments(features))
+        return require_one_tensor(outputs)
 
     def _loss_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
         if not self._is_objective_tried and len(labels) > 1:
@@ -568,6 +603,26 @@ class ResidentModel:
         return SetMeasures(by_example, by_weight, *whole)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ClientRound:
+    """One client's part in a round.
+
+    Attributes:
+        client_id: The client.
+        seed: Seed of the local update's draws, from
+            :func:`~fedlearn.algorithms.draws.client_seed`.
+        num_steps: Number of steps that it takes.
+        steps_per_epoch: Number of batches in an epoch.
+        read_epoch: Reads the first epoch's batches: the parts of each, and its number of examples.
+    """
+
+    client_id: int
+    seed: Seed
+    num_steps: int
+    steps_per_epoch: int
+    read_epoch: Batches
+
+
 class Training:
     """Trains clients one after another from the same global model with the same local update.
 
@@ -609,29 +664,29 @@ class Training:
             name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
             for name, values in along_trainable(params.layout, params.vector, broadcast).items()
         }
-        self._is_own, self._seed = is_own(local), Seed(0)  # each client has one
+        self._is_own = is_own(local)
+        self._client: ClientRound  # see `client`
         self._draws = Draws(self._local, ())
         self.memory = make_memory(local, model.trainable_stack, client_state={})
         self.num_steps = 0
         self._does_step: bool | None = None  # unknown
 
     @contextmanager
-    def client(self, client_state: Mapping[str, Tensor], *, seed: Seed) -> Iterator[None]:
+    def client(self, client_state: Mapping[str, Tensor], *, client: ClientRound) -> Iterator[None]:
         """Prepare one client's training, whose steps the block takes.
 
         The client starts from the global model, and its result is in the model's vector.
 
         Args:
             client_state: The client's state from its last round: by name one row, shape [1, n].
-            seed: Seed of the local update's draws, from
-                :func:`~fedlearn.algorithms.draws.client_seed`.
+            client: The client and its batches.
 
         Raises:
             ValueError: The global model has a different layout than the module.
         """
         load_client_state(self._local, self.memory, client_state=client_state)
         self.num_steps = 0
-        self._seed, self._draws = seed, Draws(self._local, [seed])
+        self._client, self._draws = client, Draws(self._local, [client.seed])
         with ExitStack() as restored:
             if self._is_own:
                 restored.enter_context(preserve_global_generators())
@@ -640,7 +695,10 @@ class Training:
             with torch.no_grad():
                 self._draw(BEGIN)
                 self._local.begin(
-                    self._model.trainable_stack, self.memory, broadcast=self._broadcast
+                    self._model.trainable_stack,
+                    self.memory,
+                    broadcast=self._broadcast,
+                    moment=self._moment(client.read_epoch, loss=refuse_early_loss),
                 )
             yield
 
@@ -648,13 +706,14 @@ class Training:
         """Make the draws that the local update declares, and seed generators for custom code."""
         self._draws.fill(self.memory, step)
         if self._is_own:
-            seed_global_generators(self._seed.at(step))
+            seed_global_generators(self._client.seed.at(step))
 
     def step(self, parts: Iterable[Part], *, num_examples: int) -> Tensor:
         """Take one step; return the batch's mean loss before it, a scalar.
 
         Args:
-            parts: The batch, whole or cut; with several processes, this process's share.
+            parts: The batch, whole or cut; with several processes, this process's share. Read once
+                more for each further gradient that the local update asks for.
             num_examples: Number of examples in the whole batch.
         """
         if self._add_noise is not None:
@@ -662,28 +721,43 @@ class Training:
                 noised, loss = self._model.compute_noised_gradients(
                     parts, num_examples=num_examples, rule=self._add_noise, together=self._together
                 )
-                self._update(noised)
+                self._update(noised, lambda: (), loss=refuse_noiseless_loss)
         else:
-            grads, loss, weight = self._model.gradients(parts, num_examples=num_examples)
+            grads, loss = self._gradients(parts, num_examples=num_examples)
             with torch.no_grad():
-                if self._together is not None:
-                    grads, loss, weight = self._together.sum_gradients(grads, loss, weight=weight)
-                if isinstance(weight, Tensor) and self._model.weighs_examples:
-                    # The mean divides by the total weight of the batch, which is known only now
-                    # that all parts and processes are summed.
-                    factor = torch.where(weight > 0.0, num_examples / weight, 0.0).to(loss.dtype)
-                    grads = [None if grad is None else grad * factor for grad in grads]
-                    loss = loss * factor
-                self._update(grads)
+                self._update(grads, lambda: [(parts, num_examples)], loss=lambda: loss)
         self.num_steps += 1
         return loss
 
-    def _update(self, grads: Sequence[Tensor | None]) -> None:
+    def _gradients(
+        self, parts: Iterable[Part], *, num_examples: int, point: Sequence[Tensor] | None = None
+    ) -> tuple[Sequence[Tensor | None], Tensor]:
+        """Compute a batch's gradients and mean loss, over all processes that share it."""
+        grads, loss, weight = self._model.gradients(parts, num_examples=num_examples, point=point)
+        with torch.no_grad():
+            if self._together is not None:
+                grads, loss, weight = self._together.sum_gradients(grads, loss, weight=weight)
+            if isinstance(weight, Tensor) and self._model.weighs_examples:
+                # The mean divides by the total weight of the batch, which is known only now
+                # that all parts and processes are summed.
+                factor = torch.where(weight > 0.0, num_examples / weight, 0.0).to(loss.dtype)
+                grads = [None if grad is None else grad * factor for grad in grads]
+                loss = loss * factor
+        return grads, loss
+
+    def _update(
+        self,
+        grads: Sequence[Tensor | None],
+        batches: Batches,
+        *,
+        loss: Callable[[], Tensor],
+    ) -> None:
         """Update the parameters that have a gradient; as in torch.optim, leave the others alone."""
         own = [grad for grad in grads if grad is not None]
         is_whole = len(own) == len(grads)
-        moment = Moment(self._round_num, self.num_steps)
-        affine = None if self._short_cut is None else self._short_cut(moment)
+        affine = None
+        if self._short_cut is not None:
+            affine = self._short_cut(Moment(self._round_num, self.num_steps))
         if affine is not None and affine.keep == 1.0 and not (affine.pull or affine.shift):
             reached = (
                 self._model.trainable if is_whole else _select_reached(self._model.trainable, grads)
@@ -695,6 +769,7 @@ class Training:
         x: Tensors = self._model.trainable_stack
         memory: Memory = self.memory
         broadcast = self._broadcast
+        places = None
         if not is_whole:
             places = _select_reached(range(len(grads)), grads)
             x, broadcast = _select_reached(x, grads), along(broadcast, places)
@@ -702,8 +777,31 @@ class Training:
         if not self._takes_any_layout:
             own = [grad.contiguous() for grad in own]
         self._step(
-            x, [grad.unsqueeze(0) for grad in own], memory, broadcast=broadcast, moment=moment
+            x,
+            [grad.unsqueeze(0) for grad in own],
+            memory,
+            broadcast=broadcast,
+            moment=self._moment(batches, loss=loss, places=places),
         )
+
+    def _moment(
+        self,
+        batches: Batches,
+        *,
+        loss: Callable[[], Tensor],
+        places: Sequence[int] | None = None,
+    ) -> Moment:
+        info = _ClientInfo(
+            client=self._client,
+            step=self.num_steps,
+            local=self._local,
+            model=self._model,
+            gradients=self._gradients,
+            batches=batches,
+            loss=loss,
+            places=places,
+        )
+        return Moment(self._round_num, self.num_steps, info=info)
 
     def _step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
@@ -725,8 +823,11 @@ class Training:
         return {name: own for name, own in self.memory.items() if specs[name].draws is None}
 
     @torch.no_grad()
-    def report(self) -> LocalReport:
+    def report(self, *, mean_loss: Callable[[], float]) -> LocalReport:
         """Return the lanes that a client sends with its delta, and its state for the next round.
+
+        Args:
+            mean_loss: Computes the mean loss of the client's steps, by examples.
 
         Raises:
             ValueError: The local update's steps changed nothing.
@@ -738,14 +839,101 @@ class Training:
                 "into the list, is not used"
             )
         self._draw(REPORT)
+        is_noised = self._add_noise is not None
         return report_of(
             self._local,
             self._model.trainable_stack,
             self.memory,
             broadcast=self._broadcast,
-            num_steps=self._model.vector_P.new_full((1,), float(self.num_steps)),
+            moment=self._moment(
+                self._client.read_epoch,
+                loss=lambda: (
+                    refuse_noiseless_loss()
+                    if is_noised
+                    else self._model.vector_P.new_tensor(mean_loss())
+                ),
+            ),
             layout=self._model.layout,
         )
+
+
+class _ComputeGradients(Protocol):
+    """Computes the gradients and the mean loss of a batch at other parameters."""
+
+    def __call__(
+        self, parts: Iterable[Part], *, num_examples: int, point: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor | None], Tensor]: ...
+
+
+class _ClientInfo(NamedTuple):
+    """What is known about a step of one client; see :class:`~fedlearn.algorithms.local.Moment`.
+
+    Attributes:
+        client: The client.
+        step: Number of steps that it has taken.
+        local: The local update.
+        model: The model.
+        gradients: Computes a batch's gradients.
+        batches: Reads the batches to which :meth:`gradient_at` refers.
+        loss: Computes the mean loss.
+        places: Places in the model of the parameters in ``x``; ``None``: all.
+    """
+
+    client: ClientRound
+    step: int
+    local: LocalUpdate
+    model: ResidentModel
+    gradients: _ComputeGradients
+    batches: Batches
+    loss: Callable[[], Tensor]
+    places: Sequence[int] | None
+
+    @property
+    def client_ids(self) -> Sequence[int]:
+        return [self.client.client_id]
+
+    @property
+    def names(self) -> Sequence[str]:
+        require_named(self.local)
+        specs = self.model.layout.trainable
+        return [specs[place].name for place in self._own_places]
+
+    @property
+    def epochs_K(self) -> Tensor:
+        epoch = self.step // self.client.steps_per_epoch
+        return torch.tensor([epoch], device=self.model.device)
+
+    @property
+    def num_steps_K(self) -> Tensor:
+        return self.model.vector_P.new_full((1,), float(self.client.num_steps))
+
+    @property
+    def losses_K(self) -> Tensor:
+        return self.loss().to(self.model.vector_P.dtype).reshape(1)
+
+    def gradient_at(self, point: Tensors) -> PointGradient:
+        require_asking(self.local)
+        places, values = self._own_places, [value[0] for value in self.model.trainable_stack]
+        require_like(point, [self.model.trainable_stack[place] for place in places])
+        for place, value in zip(places, point, strict=True):
+            values[place] = value[0]
+        sums = [torch.zeros_like(values[place]) for place in places]
+        loss, total = self.model.vector_P.new_zeros(()), 0
+        # The user's draws in the step continue afterwards as if no forward pass had come between.
+        with torch.enable_grad(), preserve_generator(global_generator(self.model.device)):
+            for parts, num_examples in self.batches():
+                grads, own = self.gradients(parts, num_examples=num_examples, point=values)
+                total += num_examples
+                share = num_examples / total
+                loss = torch.lerp(loss, own.detach().to(loss.dtype), share)
+                for value, place in zip(sums, places, strict=True):
+                    grad = grads[place]
+                    value.lerp_(torch.zeros_like(value) if grad is None else grad, share)
+        return PointGradient(loss.reshape(1), [value.unsqueeze(0) for value in sums])
+
+    @property
+    def _own_places(self) -> Sequence[int]:
+        return range(len(self.model.trainable)) if self.places is None else self.places
 
 
 def _select_reached(values: Sequence[ValueT], grads: Sequence[Tensor | None]) -> list[ValueT]:

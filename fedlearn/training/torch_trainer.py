@@ -3,6 +3,8 @@
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol, Self, TypeAlias
 
@@ -39,7 +41,14 @@ from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import share_key, step_keys, step_seed
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData, evaluation_batches
 from fedlearn.training.lockstep import Lockstep, share
-from fedlearn.training.resident import Part, Precision, ResidentModel, Training, weighted_mean
+from fedlearn.training.resident import (
+    ClientRound,
+    Part,
+    Precision,
+    ResidentModel,
+    Training,
+    weighted_mean,
+)
 from fedlearn.training.trainer import (
     UNATTENDED,
     LocalEvaluation,
@@ -358,10 +367,15 @@ class TorchTrainer:
             round_num=context.round_num,
             together=together,
         )
-        seed = client_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
-        with unwritten, training.client(self._select_client_state(local, context.state), seed=seed):
+        client_state = self._select_client_state(local, context.state)
+        client = self._client_round(local.work, context, together.processes)
+        with unwritten, training.client(client_state, client=client):
             losses, sizes = self._run(training, local.work, context, together.processes, turns)
-            report = training.report()
+
+            def mean_loss() -> float:
+                return weighted_mean(losses.cpu().numpy(), np.asarray(sizes))
+
+            report = training.report(mean_loss=mean_loss)
         return LocalResult(
             # A clone, since the next training overwrites the vector.
             tensors={**params.constants, **params.layout.views(self._model.vector_P.clone())},
@@ -430,6 +444,30 @@ class TorchTrainer:
             return {}  # all or nothing: a part of the state would be a state that never existed
         return {name: state[name].to(self._model.vector_P)[None] for name in own_state}
 
+    def _client_round(
+        self, work: LocalWork, context: TrainContext, processes: Cluster
+    ) -> ClientRound:
+        client_id, round_num = context.client_id, context.round_num
+        steps_per_epoch = int(work.steps_per_epoch(np.asarray([len(self._data)]))[0])
+        return ClientRound(
+            client_id=client_id,
+            seed=client_seed(context.seed, round_num=round_num, client_id=client_id),
+            num_steps=self._num_steps(work),
+            steps_per_epoch=steps_per_epoch,
+            read_epoch=partial(
+                self._batches,
+                work,
+                context,
+                num_steps=steps_per_epoch,
+                control=context.control,
+                processes=processes,
+            ),
+        )
+
+    def _num_steps(self, work: LocalWork) -> int:
+        num_steps = int(work.num_steps(np.asarray([len(self._data)]))[0])
+        return num_steps if self._max_steps is None else min(self._max_steps, num_steps)
+
     def _run(
         self,
         training: Training,
@@ -439,38 +477,23 @@ class TorchTrainer:
         turns: Turns,
     ) -> tuple[Tensor, list[int]]:
         """Take the remaining steps; return each step's loss, [steps], and number of examples."""
-        num_parts = self._num_parts
-        num_steps = int(work.num_steps(np.asarray([len(self._data)]))[0])
-        if self._max_steps is not None:
-            num_steps = min(self._max_steps, num_steps)
-        part_size = -(-(work.batch_size or len(self._data)) // num_parts)
+        num_steps = self._num_steps(work)
         losses = torch.zeros(num_steps, dtype=torch.float64, device=self._model.vector_P.device)
         done = self._restore(context.control.load(), training, losses)
-        own = step_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
-        # A key for each part of a batch, since a part is one forward pass.
-        keys = step_keys([own], num_steps * num_parts)[0].tolist()
 
         def take(turn_of: TurnOf, control: TaskControl) -> None:
-            batches = batch_positions(
-                work,
-                seed=context.seed,
-                round_num=context.round_num,
-                client_id=context.client_id,
-                num_examples=len(self._data),
+            batches = self._batches(
+                work, context, num_steps=num_steps, control=control, processes=processes
             )
-            for step, rows in enumerate(islice(batches, num_steps)):
+            for step, (parts, num_examples) in enumerate(batches):
                 # Steps of other processes, and those done before a restart, are skipped but still
                 # counted.
                 turn = turn_of(step) if step >= done else None
                 if turn is None:
                     continue
                 training.num_steps = step
-                own_keys = keys[step * num_parts : (step + 1) * num_parts]
-                parts = self._read_parts(
-                    rows, own_keys, size=part_size, control=control, processes=processes
-                )
                 with turn:
-                    losses[step] = training.step(parts, num_examples=len(rows))
+                    losses[step] = training.step(parts, num_examples=num_examples)
                 control.save(self._take_snapshot(training, losses))
                 control.report(fraction=(step + 1) / num_steps, loss=float(losses[step]))
 
@@ -481,24 +504,38 @@ class TorchTrainer:
     def _count_used(self, work: LocalWork) -> int:
         return int(work.count_used_per_epoch(np.asarray(len(self._data))))
 
-    def _read_parts(
+    def _batches(
         self,
-        rows: NDArray[np.int64],
-        keys: Sequence[int],
+        work: LocalWork,
+        context: TrainContext,
         *,
-        size: int,
+        num_steps: int,
         control: TaskControl,
         processes: Cluster,
-    ) -> Iterator[Part]:
-        """Read this process's share of each part of a batch; check for cancellation before each."""
-        parts = (rows[start : start + size] for start in range(0, len(rows), size))
-        for part, key in zip(parts, keys, strict=False):
-            control.check()
-            own = share(len(part), rank=processes.rank, world_size=processes.world_size)
-            # A share may be empty: a batch can have fewer rows than there are processes.
-            if own.start < own.stop:
-                drawn = share_key(key, own.start)
-                yield Part(*self._data.batch(part[own], key=drawn), key, own.start)
+    ) -> Iterator[tuple["_Parts", int]]:
+        """Yield the batches of the first steps, each in parts, with its number of examples."""
+        num_parts = self._num_parts
+        part_size = -(-(work.batch_size or len(self._data)) // num_parts)
+        own = step_seed(context.seed, round_num=context.round_num, client_id=context.client_id)
+        # A key for each part of a batch, since a part is one forward pass.
+        keys = step_keys([own], num_steps * num_parts)[0].tolist()
+        batches = batch_positions(
+            work,
+            seed=context.seed,
+            round_num=context.round_num,
+            client_id=context.client_id,
+            num_examples=len(self._data),
+        )
+        for step, rows in enumerate(islice(batches, num_steps)):
+            parts = _Parts(
+                data=self._data,
+                rows=rows,
+                keys=keys[step * num_parts : (step + 1) * num_parts],
+                size=part_size,
+                control=control,
+                processes=processes,
+            )
+            yield parts, len(rows)
 
     def _compute_fingerprint(self, losses: Tensor) -> Tensor:
         """Return a fingerprint of the task; a checkpoint with a different one is not resumed."""
@@ -523,6 +560,40 @@ class TorchTrainer:
         training.num_steps = len(saved["losses"])
         losses[: training.num_steps] = saved["losses"]
         return training.num_steps
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Parts:
+    """This process's share of the parts of a batch, read when it is iterated.
+
+    Attributes:
+        data: The client's examples.
+        rows: Numbers of the batch's examples.
+        keys: A 32-bit key for each part.
+        size: Number of examples in a part; the last one may be smaller.
+        control: Checked for cancellation before each part.
+        processes: The processes that share each part.
+    """
+
+    data: LocalData
+    rows: NDArray[np.int64]
+    keys: Sequence[int]
+    size: int
+    control: TaskControl
+    processes: Cluster
+
+    def __iter__(self) -> Iterator[Part]:
+        """Read the parts."""
+        starts = range(0, len(self.rows), self.size)
+        parts = (self.rows[start : start + self.size] for start in starts)
+        for part, key in zip(parts, self.keys, strict=False):
+            self.control.check()
+            processes = self.processes
+            own = share(len(part), rank=processes.rank, world_size=processes.world_size)
+            # A share may be empty: a batch can have fewer rows than there are processes.
+            if own.start < own.stop:
+                drawn = share_key(key, own.start)
+                yield Part(*self.data.batch(part[own], key=drawn), key, own.start)
 
 
 def _batch_sizes(work: LocalWork, *, num_examples: int) -> list[int]:

@@ -216,9 +216,9 @@ class Silent(Returning):
 class Talkative(Silent):
     """Reports more than it declares."""
 
-    def report(self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor) -> Any:
+    def report(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> Any:
         """Report two lanes."""
-        return {name: [torch.zeros(len(num_steps), 3)] for name in ("extra", "surprise")}
+        return {name: [torch.zeros(len(moment.num_steps_K), 3)] for name in ("extra", "surprise")}
 
 
 @pytest.mark.parametrize(

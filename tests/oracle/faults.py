@@ -216,9 +216,9 @@ def _scaffold_share(right: Any) -> Any:
 
 
 def _keeps_old_control(right: Any) -> Any:
-    def wrong(self: Any, x: Any, memory: Any, *, broadcast: Any, num_steps: Any) -> Any:
+    def wrong(self: Any, x: Any, memory: Any, *, broadcast: Any, moment: Any) -> Any:
         before = [value.clone() for value in memory["control"]]
-        reported = right(self, x, memory, broadcast=broadcast, num_steps=num_steps)
+        reported = right(self, x, memory, broadcast=broadcast, moment=moment)
         for value, old in zip(memory["control"], before, strict=True):
             value.copy_(old)
         return reported

@@ -46,13 +46,13 @@ class PerStep(LayerWise):
         return (fl.LaneSpec(name="tau", over=1, weighted=True, bound=None),)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Send the mean step."""
         for value, model in zip(x, broadcast["model"], strict=True):
-            share = num_steps.to(value).view(-1, *[1] * (value.dim() - 1))
+            share = moment.num_steps_K.to(value).view(-1, *[1] * (value.dim() - 1))
             value.copy_(model + (value - model) / share)
-        return {"tau": [num_steps[:, None]]}
+        return {"tau": [moment.num_steps_K[:, None]]}
 
 
 @dataclass(frozen=True)

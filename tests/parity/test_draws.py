@@ -77,13 +77,13 @@ class Dithered(LocalUpdateWrapper):
             LaneSpec(name="drawn_each", over=Over.TENSORS, weighted=False, bound=None),
         )
 
-    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Move away from the model at random."""
         for value, start in zip(x, memory["start"], strict=True):
             value.add_(start, alpha=0.01)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Round the model to a coarse grid."""
         for value, dither in zip(x, memory["dither"], strict=True):
@@ -210,7 +210,7 @@ class PlainRandom(LocalUpdateWrapper):
             case "python":
                 memory["drawn"][0].fill_(random.random())  # noqa: S311 - under test
 
-    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         self.draw(memory, "begin")
 
     def step(
@@ -220,7 +220,7 @@ class PlainRandom(LocalUpdateWrapper):
         self.draw(memory, "step")
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         self.draw(memory, "report")
         return {"drawn": memory["drawn"]}

@@ -19,6 +19,7 @@ from fedlearn.algorithms.local import (
     LocalUpdateWrapper,
     Memory,
     MemorySpec,
+    Moment,
     Tensors,
     iter_updates,
 )
@@ -316,10 +317,10 @@ class Counting(LocalSgd):
         return {"total": MemorySpec(over=1, is_kept=True)}
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
-        memory["total"][0].add_(num_steps[:, None])
-        return {"steps": [num_steps[:, None]]}
+        memory["total"][0].add_(moment.num_steps_K[:, None])
+        return {"steps": [moment.num_steps_K[:, None]]}
 
 
 def test_what_plain_sgd_reports_and_keeps_is_that_of_the_reference() -> None:

@@ -143,7 +143,7 @@ class LargestChange(LocalUpdateWrapper):
         )
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         each = [norms(v - m)[:, None] for v, m in zip(x, broadcast["model"], strict=True)]
         return {"each": each, "largest": [torch.cat(each, dim=1).amax(1, keepdim=True)]}
@@ -157,8 +157,8 @@ class OwnStart(LocalUpdateWrapper):
     def memory(self) -> Mapping[str, MemorySpec]:
         return {**self.inner.memory, "rounds": MemorySpec(over=1, is_kept=True)}
 
-    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory) -> None:
-        self.inner.begin(x, memory, broadcast=broadcast)
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
+        self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
         x[0].mul_(0.5)
         memory["rounds"][0].add_(1.0)
 
@@ -168,10 +168,10 @@ class LastLayerSent(LocalUpdateWrapper):
     """Sends only the last layer: the values of ``x`` at the end are the update."""
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Restore the other layers."""
-        lanes = self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        lanes = self.inner.report(x, memory, broadcast=broadcast, moment=moment)
         for value, model in zip(x[:-2], broadcast["model"][:-2], strict=True):
             value.copy_(model.expand_as(value))
         return lanes
@@ -272,9 +272,9 @@ class FlatReport(LargestChange):
         return super().lanes[1:]
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
-        found = super().report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        found = super().report(x, memory, broadcast=broadcast, moment=moment)
         return {"largest": found["largest"]}
 
 
@@ -291,7 +291,7 @@ class FlatMemory(FlatByMistake):
     takes_flat: ClassVar[bool] = True
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         memory["first"][0].copy_(norms(x[0])[:, None])
         return {}

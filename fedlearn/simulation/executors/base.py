@@ -1,9 +1,9 @@
 """The interface of executors: the work that they are given and the result that they return."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -12,7 +12,13 @@ from torch import Tensor
 
 from fedlearn.algorithms.draws import Draws, client_seed
 from fedlearn.algorithms.lanes import Lanes
-from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.local import (
+    LocalUpdate,
+    PointGradient,
+    Tensors,
+    require_asking,
+    require_named,
+)
 from fedlearn.algorithms.settings import is_own
 from fedlearn.core.features import Features, move_to_device
 from fedlearn.core.params import Params
@@ -129,6 +135,11 @@ class Work(LocalTask):
         counts_K = (self.schedule.counts_TK > 0).sum(0)
         return torch.from_numpy(counts_K).to(self.params.vector)
 
+    def steps_per_epoch(self) -> Tensor:
+        """Return the number of batches in an epoch of each client: int64 [K]."""
+        counts_K = (self.schedule.counts_TK > 0).sum(0) // self.local.work.epochs
+        return torch.from_numpy(counts_K).to(self.params.vector.device)
+
     def draws(self) -> Draws:
         """Return the random draws of the clients' local updates in this round."""
         draws_any = any(spec.draws is not None for spec in self.local.memory.values())
@@ -167,6 +178,62 @@ class TrainedBlock:
     num_examples_K: NDArray[np.int64]
     client_state: Mapping[str, Tensor]
     metrics_K: Sequence[Mapping[str, float]] = ()
+
+
+class BlockInfo(NamedTuple):
+    """What is known about a step of a block; see :class:`~fedlearn.algorithms.local.Moment`.
+
+    Attributes:
+        work: The block's work.
+        step: Number of the step.
+        clients: Places of its clients in the block.
+        parameters: Names of the tensors in ``x``.
+        compute_losses: Computes the mean losses.
+        compute_gradients: Computes losses and gradients at other parameters.
+    """
+
+    work: Work
+    step: int
+    clients: slice | Tensor
+    parameters: Sequence[str]
+    compute_losses: Callable[[], Tensor]
+    compute_gradients: Callable[[Tensors], PointGradient]
+
+    @property
+    def client_ids(self) -> Sequence[int]:
+        """Ids of the clients."""
+        found: list[int] = torch.from_numpy(self.work.client_ids)[self._on_cpu].tolist()
+        return found
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the tensors; raises ValueError if they are flat."""
+        require_named(self.work.local)
+        return self.parameters
+
+    @property
+    def epochs_K(self) -> Tensor:
+        """Index of each client's epoch."""
+        return self.step // self.work.steps_per_epoch()[self.clients]
+
+    @property
+    def num_steps_K(self) -> Tensor:
+        """Number of steps of each client."""
+        return self.work.num_steps()[self.clients]
+
+    @property
+    def losses_K(self) -> Tensor:
+        """Mean losses."""
+        return self.compute_losses()
+
+    def gradient_at(self, point: Tensors) -> PointGradient:
+        """Compute losses and gradients at other parameters."""
+        require_asking(self.work.local)
+        return self.compute_gradients(point)
+
+    @property
+    def _on_cpu(self) -> slice | Tensor:
+        return self.clients if isinstance(self.clients, slice) else self.clients.cpu()
 
 
 class Executor(Protocol):

@@ -1,6 +1,7 @@
 """Trains one client after another on one model in memory: works always, and is the reference."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from math import gcd
 
@@ -12,10 +13,17 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.draws import client_seed
 from fedlearn.algorithms.local import LocalReport
-from fedlearn.core.features import Features, list_tensors, rebuild_inputs
+from fedlearn.core.features import Features, list_tensors, rebuild_inputs, take_rows
 from fedlearn.core.params import Layout
 from fedlearn.simulation.executors.base import TrainedBlock, Work, fit_block_size
-from fedlearn.training.resident import Part, ResidentModel, Training, weighted_mean
+from fedlearn.training.keyed_dropout import step_keys, step_seed
+from fedlearn.training.resident import (
+    ClientRound,
+    Part,
+    ResidentModel,
+    Training,
+    weighted_mean,
+)
 
 #: Bytes of features to gather at a time, unless a single batch has more.
 _GATHERED_BYTES = 4 << 20
@@ -63,15 +71,14 @@ class SequentialExecutor:
             client_state = {
                 name: rows[client : client + 1] for name, rows in work.client_state.items()
             }
-            seed = client_seed(
-                work.seed, round_num=work.round_num, client_id=int(work.client_ids[client])
-            )
-            with training.client(client_state, seed=seed):
-                losses += [
+            with training.client(client_state, client=_client_round(work, client, num_steps)):
+                own = [
                     training.step([batch], num_examples=len(batch.labels))
                     for batch in islice(batches, num_steps)
                 ]
-                reports.append(training.report())
+                counts_T = work.schedule.counts_TK[:num_steps, client]
+                reports.append(training.report(mean_loss=partial(_mean_loss, own, counts_T)))
+                losses += own
             torch.sub(self._model.vector_P, global_P, out=self._deltas_KP[client])
         return TrainedBlock(
             deltas_KP=self._deltas_KP[:num_clients],
@@ -80,6 +87,36 @@ class SequentialExecutor:
             num_examples_K=work.num_examples(),
             client_state=_stack([report.client_state for report in reports]),
         )
+
+
+def _client_round(work: Work, client: int, num_steps: int) -> ClientRound:
+    """Describe the part of one client of the block in the round."""
+    client_id = int(work.client_ids[client])
+    steps_per_epoch = num_steps // work.local.work.epochs
+    return ClientRound(
+        client_id=client_id,
+        seed=client_seed(work.seed, round_num=work.round_num, client_id=client_id),
+        num_steps=num_steps,
+        steps_per_epoch=steps_per_epoch,
+        read_epoch=partial(_read_epoch, work, client, steps_per_epoch),
+    )
+
+
+def _read_epoch(work: Work, client: int, num_steps: int) -> Iterator[tuple[Sequence[Part], int]]:
+    """Yield the batches of one client's first epoch, one at a time."""
+    client_id = int(work.client_ids[client])
+    own = step_seed(work.seed, round_num=work.round_num, client_id=client_id)
+    keys = step_keys([own], num_steps)[0].tolist()
+    for step in range(num_steps):
+        size = int(work.schedule.counts_TK[step, client])
+        rows = work.schedule.rows_TKB[step, client, :size]
+        labels = work.labels.index_select(0, rows)
+        yield [Part(take_rows(work.features, rows), labels, keys[step])], size
+
+
+def _mean_loss(losses: Sequence[Tensor], counts: NDArray[np.int64]) -> float:
+    """Return the mean of the steps' losses by examples."""
+    return weighted_mean(torch.stack(list(losses)).double().cpu().numpy(), counts)
 
 
 def _stack(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

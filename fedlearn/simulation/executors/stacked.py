@@ -13,7 +13,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,10 +30,15 @@ from fedlearn.algorithms.local import (
     LocalWork,
     MemorySpec,
     Moment,
+    PointGradient,
+    Tensors,
     along_trainable,
     load_client_state,
     make_memory,
+    refuse_early_loss,
+    refuse_noiseless_loss,
     report_of,
+    require_like,
 )
 from fedlearn.algorithms.noised_gradients import TOGETHER, NoisedGradients
 from fedlearn.algorithms.objectives import batch_weights
@@ -41,6 +46,7 @@ from fedlearn.core.features import map_inputs
 from fedlearn.core.params import Layout
 from fedlearn.errors import EngineError
 from fedlearn.simulation.executors.base import (
+    BlockInfo,
     TrainedBlock,
     Work,
     fit_block_size,
@@ -50,6 +56,7 @@ from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.stacked_gradient import (
     Batch,
     BlockGradient,
+    GradientResult,
     Named,
     Shared,
     Stack,
@@ -92,9 +99,6 @@ class _Run:
     draws: Draws
     shared: Shared
     inputs: InputCast
-
-    def moment(self, step: int) -> Moment:
-        return Moment(self.work.round_num, step)
 
     def batch(self, step: int, clients: slice | Tensor, *, size: int) -> Batch:
         """Gather the first ``size`` examples of the batches of some clients."""
@@ -196,23 +200,29 @@ class StackedExecutor:
             value.copy_(views[name])
         load_client_state(work.local, stack.memory, client_state=work.client_state)
         broadcast = along_trainable(self._layout, work.params.vector, work.broadcast)
-        draws = work.draws()
-        draws.fill(stack.memory, BEGIN)
-        work.local.begin(list(stack.trainable.values()), stack.memory, broadcast=broadcast)
-        return _Run(
+        run = _Run(
             work=work,
             inputs=self._gradient.inputs,
             rows_TKB=rows_TKB,
             weights_TKB=weights_TKB,
             keys_TK=self._keys(work, num_steps, height),
             means_TK=rows_TKB.new_zeros(num_steps, height, dtype=self._layout.dtype),
-            draws=draws,
+            draws=work.draws(),
             shared=Shared(
                 frozen=self._gradient.frozen(work.params),
                 constants=self._gradient.constants(work.params),
                 broadcast=broadcast,
             ),
         )
+        own = self._prefix(len(work.client_ids))
+        run.draws.fill(own.memory, BEGIN)
+        work.local.begin(
+            list(own.trainable.values()),
+            own.memory,
+            broadcast=broadcast,
+            moment=self._moment_of_round(run, step=0, compute_losses=refuse_early_loss),
+        )
+        return run
 
     def _pad_schedule(self, work: Work) -> tuple[Tensor, Tensor]:
         """Return the rows and weights of the schedule, padded to the shapes that are traced."""
@@ -239,25 +249,33 @@ class StackedExecutor:
     def _build_result(self, run: _Run) -> TrainedBlock:
         work, num_clients = run.work, len(run.work.client_ids)
         stack, deltas_KP = self._prefix(num_clients), self._deltas_KP[:num_clients]
+        counts_TK = torch.from_numpy(work.schedule.counts_TK)
+        # A step's loss is a mean over its batch, so it counts by the batch's size.
+        sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
+        losses_K = sums_K / counts_TK.sum(0)
+        is_noised = isinstance(work.local, NoisedGradients)
         run.draws.fill(stack.memory, REPORT)
         report = report_of(
             work.local,
             list(stack.trainable.values()),
             stack.memory,
             broadcast=run.shared.broadcast,
-            num_steps=work.num_steps(),
+            moment=self._moment_of_round(
+                run,
+                step=work.schedule.num_steps,
+                compute_losses=lambda: (
+                    refuse_noiseless_loss() if is_noised else losses_K.to(work.params.vector)
+                ),
+            ),
             layout=self._layout,
         )
         local, start = self._layout.views(deltas_KP), self._layout.views(work.params.vector)
         for name, value in (stack.trainable | stack.statistics).items():
             torch.sub(value, start[name], out=local[name])
-        counts_TK = torch.from_numpy(work.schedule.counts_TK)
-        # A step's loss is a mean over its batch, so it counts by the batch's size.
-        sums_K = (run.means_TK[:, :num_clients].double().cpu() * counts_TK).sum(0)
         return TrainedBlock(
             deltas_KP=deltas_KP,
             lanes=report.lanes,
-            losses_K=(sums_K / counts_TK.sum(0)).numpy(),
+            losses_K=losses_K.numpy(),
             num_examples_K=work.num_examples(),
             client_state=report.client_state,
         )
@@ -301,31 +319,44 @@ class StackedExecutor:
         run.draws.fill(self._prefix(active).memory, step)
         if isinstance(run.work.local, NoisedGradients):
             self._step_by_example(run, step, sizes_k, rule=run.work.local)
-        elif self._mixes is False:  # `None` means unknown, and padding is safe only if they do not
-            self._step_together(run, step, active=active, size=run.rows_TKB.shape[2])
-        elif (sizes_k == sizes_k[0]).all():
-            self._step_together(run, step, active=active, size=int(sizes_k[0]))
-        else:
-            self._step_by_size(run, step, sizes_k)
+            return
+        shared = run.shared
+        for clients, size in self._split_by_size(run, sizes_k):
+            if isinstance(clients, slice):
+                self._step_together(run, step, active=active, size=size)
+            else:
+                self._step_some(run, step, clients, size=size, shared=shared)
 
     def _step_together(self, run: _Run, step: int, *, active: int, size: int) -> None:
+        outcome = self._compute_together(run, step, self._prefix, active=active, size=size)
+        stack = self._prefix(active)
+        outcome.finish(
+            stack,
+            run.work.local,
+            broadcast=run.shared.broadcast,
+            moment=self._moment(run, step, slice(active), size=size, outcome=outcome),
+        )
+        run.means_TK[step, :active] = outcome.losses
+        run.shared = replace(run.shared, constants=outcome.constants)
+
+    def _compute_together(
+        self,
+        run: _Run,
+        step: int,
+        stack_of: Callable[[int], Stack],
+        *,
+        active: int,
+        size: int,
+    ) -> GradientResult:
+        """Compute the gradients of the first clients, by the trace if their batches are padded."""
         if size == run.rows_TKB.shape[2]:
             # Some clients past the active ones compute along, since each height must be traced.
             # Their results are cut off before they reach the stack.
             height = _round_up_height(active, self._height)
             batch = run.batch(step, slice(height), size=size)
-            outcome = self._traced(self._prefix(height), run.shared, batch).first(active)
-        else:
-            batch = run.batch(step, slice(active), size=size)
-            outcome = self._gradient(self._prefix(active), run.shared, batch)
-        outcome.finish(
-            self._prefix(active),
-            run.work.local,
-            broadcast=run.shared.broadcast,
-            moment=run.moment(step),
-        )
-        run.means_TK[step, :active] = outcome.losses
-        run.shared = replace(run.shared, constants=outcome.constants)
+            return self._traced(stack_of(height), run.shared, batch).first(active)
+        batch = run.batch(step, slice(active), size=size)
+        return self._gradient(stack_of(active), run.shared, batch)
 
     def _step_by_example(
         self, run: _Run, step: int, sizes_k: NDArray[np.int64], *, rule: NoisedGradients
@@ -355,27 +386,135 @@ class StackedExecutor:
             sizes_k.tolist(),
             own.memory,
             broadcast=run.shared.broadcast,
-            moment=run.moment(step),
+            moment=self._moment(run, step, slice(active), size=size, outcome=None),
         )
 
-    def _step_by_size(self, run: _Run, step: int, sizes_k: NDArray[np.int64]) -> None:
+    def _step_some(self, run: _Run, step: int, index: Tensor, *, size: int, shared: Shared) -> None:
         """Step clients with batches of the same size together, for models that mix examples.
 
         There, padding would change the gradients of a client's own examples.
         """
-        shared = run.shared
-        for size in np.unique(sizes_k).tolist():
-            index = torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device)
-            # index_select copies, so the stepped rows are written back below.
-            part = self._stack.map(partial(torch.index_select, dim=0, index=index))
-            outcome = self._gradient(part, shared, run.batch(step, index, size=size))
-            outcome.finish(
-                part, run.work.local, broadcast=shared.broadcast, moment=run.moment(step)
+        # index_select copies, so the stepped rows are written back below.
+        part = self._stack.map(partial(torch.index_select, dim=0, index=index))
+        outcome = self._gradient(part, shared, run.batch(step, index, size=size))
+        outcome.finish(
+            part,
+            run.work.local,
+            broadcast=shared.broadcast,
+            moment=self._moment(run, step, index, size=size, outcome=outcome),
+        )
+        for whole, some in zip(self._stack.tensors(), part.tensors(), strict=True):
+            whole.index_copy_(0, index, some)
+        run.means_TK[step].index_copy_(0, index, outcome.losses)
+        run.shared = replace(shared, constants=outcome.constants)
+
+    # --- what local updates may know -----------------------------------------------------
+
+    def _moment(
+        self,
+        run: _Run,
+        step: int,
+        clients: slice | Tensor,
+        *,
+        size: int,
+        outcome: GradientResult | None,
+    ) -> Moment:
+        """Build the moment of a step of some clients; without ``outcome``, losses are refused."""
+        names = self._gradient.trainable
+        losses_K = None
+        if outcome is not None:
+            losses_K = outcome.losses
+            names = [each for each in names if each in outcome.grads or each in outcome.factors]
+        info = BlockInfo(
+            work=run.work,
+            step=step,
+            clients=clients,
+            parameters=names,
+            compute_losses=lambda: refuse_noiseless_loss() if losses_K is None else losses_K,
+            compute_gradients=partial(
+                self._gradient_at, run, step, clients, size=size, names=names
+            ),
+        )
+        return Moment(run.work.round_num, step, info=info)
+
+    def _moment_of_round(
+        self, run: _Run, *, step: int, compute_losses: Callable[[], Tensor]
+    ) -> Moment:
+        """Build the moment before the first step or after the last one."""
+        info = BlockInfo(
+            work=run.work,
+            step=step,
+            clients=slice(len(run.work.client_ids)),
+            parameters=self._gradient.trainable,
+            compute_losses=compute_losses,
+            compute_gradients=partial(self._gradient_of_epoch, run),
+        )
+        return Moment(run.work.round_num, step, info=info)
+
+    def _gradient_at(
+        self,
+        run: _Run,
+        step: int,
+        clients: slice | Tensor,
+        point: Tensors,
+        *,
+        size: int,
+        names: Sequence[str],
+    ) -> PointGradient:
+        """Compute losses and gradients of some clients' batches of one step at other parameters."""
+        stack = self._stack.map(lambda tensor: tensor[clients])
+        require_like(point, [stack.trainable[name] for name in names])
+        moved = dict(zip(names, point, strict=True))
+        if isinstance(clients, slice):
+            active = len(stack.trainable[names[0]])
+            outcome = self._compute_together(
+                run, step, partial(self._move, moved), active=active, size=size
             )
-            for whole, some in zip(self._stack.tensors(), part.tensors(), strict=True):
-                whole.index_copy_(0, index, some)
-            run.means_TK[step].index_copy_(0, index, outcome.losses)
-            run.shared = replace(shared, constants=outcome.constants)
+        else:
+            part = replace(stack, trainable=stack.trainable | moved)
+            outcome = self._gradient(part, run.shared, run.batch(step, clients, size=size))
+        grads = outcome.whole_gradients()
+        found = [grads[n].contiguous() if n in grads else torch.zeros_like(moved[n]) for n in names]
+        return PointGradient(outcome.losses, found)
+
+    def _move(self, moved: Named, height: int) -> Stack:
+        """Return the first clients' stack, with other parameters of the first of them."""
+        stack = self._prefix(height)
+        rest = {name: stack.trainable[name][len(value) :] for name, value in moved.items()}
+        moved = {name: torch.cat([value, rest[name]]) for name, value in moved.items()}
+        return replace(stack, trainable=stack.trainable | moved)
+
+    def _gradient_of_epoch(self, run: _Run, point: Tensors) -> PointGradient:
+        """Compute the mean over the batches of the first epoch, by examples."""
+        schedule, names = run.work.schedule, self._gradient.trainable
+        steps_K = run.work.steps_per_epoch().cpu().numpy()
+        counts_TK = np.where(
+            np.arange(schedule.num_steps)[:, None] < steps_K, schedule.counts_TK, 0
+        )
+        shares_TK = torch.from_numpy(counts_TK / counts_TK.sum(0)).to(run.work.params.vector)
+        losses_K, grads = torch.zeros_like(shares_TK[0]), [torch.zeros_like(x) for x in point]
+        for step in range(int(steps_K.max())):
+            active = int((steps_K > step).sum())  # a prefix: sorted by the number of steps
+            for clients, size in self._split_by_size(run, counts_TK[step, :active]):
+                some = [each[clients] for each in point]
+                found = self._gradient_at(run, step, clients, some, size=size, names=names)
+                share_k = shares_TK[step, clients]
+                losses_K[clients] += share_k * found.losses_K
+                for total, grad in zip(grads, found.grads, strict=True):
+                    total[clients] += grad * share_k.view(-1, *[1] * (grad.dim() - 1))
+        return PointGradient(losses_K, grads)
+
+    def _split_by_size(
+        self, run: _Run, sizes_k: NDArray[np.int64]
+    ) -> Iterator[tuple[slice | Tensor, int]]:
+        """Yield the clients whose gradients are computed together, and the size of a batch."""
+        if self._mixes is False:  # `None` means unknown, and padding is safe only if they do not
+            yield slice(len(sizes_k)), run.rows_TKB.shape[2]
+        elif (sizes_k == sizes_k[0]).all():
+            yield slice(len(sizes_k)), int(sizes_k[0])
+        else:
+            for size in np.unique(sizes_k).tolist():
+                yield torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device), size
 
 
 def _round_up_height(height: int, capacity: int) -> int:

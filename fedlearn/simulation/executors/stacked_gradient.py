@@ -171,6 +171,10 @@ class GradientResult(NamedTuple):
             constants=self.constants,
         )
 
+    def whole_gradients(self) -> Named:
+        """Return all gradients, with the factors multiplied."""
+        return self.grads | {name: torch.bmm(*pair) for name, pair in self.factors.items()}
+
     def finish(
         self, stack: Stack, local: LocalUpdate, *, broadcast: Memory, moment: Moment
     ) -> None:
@@ -190,7 +194,7 @@ class GradientResult(NamedTuple):
                         own.add_(model, alpha=affine.pull)
             grads = dict(self.grads)
         else:
-            grads = self.grads | {name: torch.bmm(*pair) for name, pair in self.factors.items()}
+            grads = self.whole_gradients()
         if not grads:
             return
         if not takes_flat(local):  # such an update may view gradients in another shape

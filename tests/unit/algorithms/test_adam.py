@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.local import Memory, Moment, flatten_rows, make_memory, report_of
 from fedlearn.core.params import Layout
+from tests.moments import after
 
 ADAM = LocalAdam(
     epochs=1,
@@ -52,7 +53,7 @@ def report_state(local: LocalAdam, x: list[Tensor], memory: Memory) -> Mapping[s
     """Return the client state after a report: one row per client."""
     num_steps = torch.ones(NUM_CLIENTS)
     return report_of(
-        local, x, memory, broadcast={}, num_steps=num_steps, layout=LAYOUT
+        local, x, memory, broadcast={}, moment=after(num_steps), layout=LAYOUT
     ).client_state
 
 

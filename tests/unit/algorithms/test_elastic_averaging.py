@@ -26,6 +26,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import RoundError
 from fedlearn.rounds.strategy_calls import call_step
+from tests.moments import after
 from tests.unit.algorithms import test_scaffold as quadratics
 
 ETA, RHO = 0.1, 0.5
@@ -157,11 +158,11 @@ class TakenAfter(ElasticForce):
     """Computes the force after the step instead of before it, which is wrong."""
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         for own, value in zip(memory["own_model"], x, strict=True):
             own.copy_(value)
-        return super().report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        return super().report(x, memory, broadcast=broadcast, moment=moment)
 
 
 @pytest.mark.usefixtures("nothing_to_learn")
@@ -268,7 +269,7 @@ def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -
     x = [torch.zeros(1, 1), torch.zeros(1, 1)]
     broadcast = {"model": [torch.zeros(1, 1), torch.zeros(1, 1)]}
     memory = make_memory(local, x, client_state=own)
-    local.begin(x, memory, broadcast=broadcast)
+    local.begin(x, memory, broadcast=broadcast, moment=Moment(0, 0))
     assert [value.item() for value in x] == [1.0, 2.0]
     reached = {name: values if len(values) == 1 else values[:1] for name, values in memory.items()}
     zero = [torch.zeros(1, 1)]
@@ -276,7 +277,7 @@ def test_a_tensor_that_the_first_batch_does_not_reach_is_pulled_all_the_same() -
         x[:1], zero, reached, broadcast={"model": broadcast["model"][:1]}, moment=Moment(0, 0)
     )
     x[0].add_(float("inf"))
-    local.report(x, memory, broadcast=broadcast, num_steps=torch.ones(1))
+    local.report(x, memory, broadcast=broadcast, moment=after(torch.ones(1)))
     assert memory["own_model"][1].item() == pytest.approx(2.0 * (1.0 - ETA * RHO))
     assert x[1].item() == pytest.approx(2.0 * ETA * RHO)
     assert x[0].item() == float("inf")

@@ -45,6 +45,7 @@ from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.training.resident import Precision, ResidentModel
+from tests.moments import after
 
 SGD = LocalSgd(epochs=5, batch_size=None, learning_rate=0.1, shuffle=False)
 NUM_CLIENTS = 4
@@ -169,7 +170,9 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
         gradients.append(A[0] * (x[0] - B[0]))
         local.step(x, [gradients[-1].clone()], memory, broadcast=broadcast, moment=Moment(0, step))
     num_steps = torch.tensor([5.0], dtype=torch.float64)
-    reported = report_of(local, x, memory, broadcast=broadcast, num_steps=num_steps, layout=layout)
+    reported = report_of(
+        local, x, memory, broadcast=broadcast, moment=after(num_steps), layout=layout
+    )
     expected = torch.stack(gradients).mean(0)
     torch.testing.assert_close(reported.client_state["control"], expected)
     torch.testing.assert_close(reported.lanes["control"], expected - own)
@@ -213,7 +216,9 @@ def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
     memory = make_memory(local, x, client_state={"control": own})
     memory["num_gradients"][0].fill_(5.0)
     num_steps = torch.tensor([5.0, 5.0]).double()
-    reported = report_of(local, x, memory, broadcast=broadcast, num_steps=num_steps, layout=layout)
+    reported = report_of(
+        local, x, memory, broadcast=broadcast, moment=after(num_steps), layout=layout
+    )
     change = -x[0] / 0.5 - broadcast["control"][0]
     if bound == 0.5:
         change[0] *= bound / float(change[0].norm())
@@ -235,7 +240,7 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
             local.step(
                 x, [torch.ones(1, 2).double()], memory, broadcast=broadcast, moment=Moment(0, step)
             )
-        local.report(x, memory, broadcast=broadcast, num_steps=torch.tensor([4.0]).double())
+        local.report(x, memory, broadcast=broadcast, moment=after(torch.tensor([4.0]).double()))
         mean = torch.full((1, 2), expected).double()
         torch.testing.assert_close(memory["control"][0], mean, rtol=0.0, atol=1e-12)
 

@@ -10,9 +10,9 @@ from torch.nn import functional as F
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
 from fedlearn.training.memory_format import convolution_weights
 from fedlearn.training.resident import Part, Precision, ResidentModel, Training
+from tests.moments import SOME_CLIENT
 
 CPU = torch.device("cpu")
 LOCAL = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -81,7 +81,7 @@ def train(model: ResidentModel, params: Params) -> Tensor:
     features, labels = examples()
     batches = map(Part, features.split(4), labels.split(4), range(2))
     training = Training(model, params, local=LOCAL, broadcast={}, round_num=0)
-    with training.client({}, seed=Seed(0)):
+    with training.client({}, client=SOME_CLIENT):
         for batch in batches:
             training.step([batch], num_examples=len(batch.labels))
     return model.vector_P.clone()

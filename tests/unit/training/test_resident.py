@@ -14,8 +14,8 @@ from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.core.params import Params
-from fedlearn.core.randomness import Seed
 from fedlearn.training.resident import Part, Precision, ResidentModel, Training
+from tests.moments import SOME_CLIENT
 
 CPU = torch.device("cpu")
 PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -85,7 +85,7 @@ def train(
     features, labels = examples(params.layout.dtype)
     batches = map(Part, features.split(4), labels.split(4), range(first_key, first_key + 3))
     training = Training(model, params, local=local, broadcast={}, round_num=0)
-    with training.client({}, seed=Seed(0)):
+    with training.client({}, client=SOME_CLIENT):
         losses = [training.step([batch], num_examples=4) for batch in batches]
     return float(torch.stack(losses).mean())
 
@@ -295,7 +295,7 @@ def test_a_module_trains_in_its_own_dtypes(
     local = replace(PLAIN, momentum=0.9, weight_decay=0.01)
     features, labels = examples()
     training = Training(model, params, local=local, broadcast={}, round_num=0)
-    with training.client({}, seed=Seed(0)):
+    with training.client({}, client=SOME_CLIENT):
         for x, y in zip(features.split(4), labels.split(4), strict=True):
             training.step([Part(x, y, 0)], num_examples=4)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -333,10 +333,10 @@ def test_every_local_update_trains_a_module_of_other_dtypes(
     model, (features, labels) = resident(make_model), examples()
     local = Proximal(inner=adam, proximal=0.5)
     training = Training(model, params, local=local, broadcast={}, round_num=0)
-    with training.client({}, seed=Seed(0)):
+    with training.client({}, client=SOME_CLIENT):
         for _ in range(300):
             training.step([Part(features, labels, 0)], num_examples=12)
-        report = training.report()
+        report = training.report(mean_loss=lambda: 0.0)
     assert not torch.equal(model.vector_P, params.vector)
     assert (report.client_state["num_steps"] == 300).all()
     assert {value.dtype for value in report.client_state.values()} == {params.layout.dtype}
@@ -412,7 +412,7 @@ def test_a_step_leaves_parameters_without_a_gradient_alone(
     features, labels = examples(torch.float64)
     branches = set()
     training = Training(model, params, local=local, broadcast={}, round_num=0)
-    with training.client({}, seed=Seed(0)):
+    with training.client({}, client=SOME_CLIENT):
         for x, y in zip(features.split(2), labels.split(2), strict=True):
             parts = zip(x.chunk(num_parts), y.chunk(num_parts), strict=True)
             training.step([Part(*part, 0) for part in parts], num_examples=2)

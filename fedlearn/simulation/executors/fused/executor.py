@@ -6,7 +6,8 @@ one grouped convolution. There is no autograd, and the memory of activations is 
 to the next. The shape legend is that of :mod:`fedlearn.simulation.executors.fused.layers`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,11 +20,14 @@ from fedlearn.algorithms.local import (
     Affine,
     Memory,
     Moment,
+    PointGradient,
+    Tensors,
     along_trainable,
     drift_of,
     find_affine_step,
     has_report,
     make_memory,
+    refuse_early_loss,
     report_of,
     require_broadcast,
     takes_flat,
@@ -31,8 +35,9 @@ from fedlearn.algorithms.local import (
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weights
 from fedlearn.core.features import Features, require_single_input
 from fedlearn.core.params import Layout
-from fedlearn.errors import DataError
+from fedlearn.errors import DataError, EngineError
 from fedlearn.simulation.executors.base import (
+    BlockInfo,
     TrainedBlock,
     Work,
     fit_block_size,
@@ -41,6 +46,8 @@ from fedlearn.simulation.executors.base import (
 from fedlearn.simulation.executors.fused.chain import Chain
 from fedlearn.simulation.executors.fused.workspace import Workspace
 
+#: Why this executor cannot train with an update that calls ``Moment.gradient_at``.
+FURTHER_GRADIENTS = "the local update asks for gradients at other points than the clients' models"
 #: Makes the backward pass store the gradient itself, where it would otherwise apply a step.
 _WRITE_DOWN = Affine(keep=0.0, scale=1.0)
 
@@ -134,7 +141,8 @@ class FusedExecutor:
             work.draws(),
         )
         draws.fill(memory, BEGIN)
-        work.local.begin(params, memory, broadcast=broadcast)
+        early = _moment(work, 0, num_clients=num_clients, compute_losses=refuse_early_loss)
+        work.local.begin(params, memory, broadcast=broadcast, moment=early)
         stack.refresh(num_clients)
         rules = _make_rules(work)
         has_drift = rules is not None and any(rule.shift for rule in rules)
@@ -161,7 +169,12 @@ class FusedExecutor:
             params,
             memory,
             broadcast=broadcast,
-            num_steps=work.num_steps(),
+            moment=_moment(
+                work,
+                work.schedule.num_steps,
+                num_clients=num_clients,
+                compute_losses=lambda: torch.from_numpy(losses_K).to(global_P),
+            ),
             layout=work.params.layout,
         )
         return TrainedBlock(
@@ -232,7 +245,12 @@ def _train(
                 stack.grads(num_clients, is_flat=is_flat),
                 own,
                 broadcast=broadcast,
-                moment=Moment(work.round_num, step),
+                moment=_moment(
+                    work,
+                    step,
+                    num_clients=num_clients,
+                    compute_losses=partial(_mean_losses, likelihoods_TKB[part], weights_TKB[part]),
+                ),
             )
             stack.refresh(num_clients)
             continue
@@ -251,6 +269,29 @@ def _train(
     sums_K = torch.where(is_real_TKB, own_TKB, 0.0).sum((0, 2), dtype=torch.float64)
     losses_K: NDArray[np.float64] = -sums_K.cpu().numpy() / plan.counts_TK.sum(0)
     return losses_K
+
+
+def _mean_losses(likelihoods_KB: Tensor, weights_KB: Tensor) -> Tensor:
+    """Return the mean loss of each client's batch: [K]."""
+    return -torch.where(weights_KB > 0.0, likelihoods_KB * weights_KB, 0.0).sum(1)
+
+
+def _moment(
+    work: Work, step: int, *, num_clients: int, compute_losses: Callable[[], Tensor]
+) -> Moment:
+    info = BlockInfo(
+        work=work,
+        step=step,
+        clients=slice(num_clients),
+        parameters=work.params.layout.trainable_names,
+        compute_losses=compute_losses,
+        compute_gradients=_refuse_gradients,
+    )
+    return Moment(work.round_num, step, info=info)
+
+
+def _refuse_gradients(point: Tensors) -> PointGradient:  # noqa: ARG001 - as BlockInfo
+    raise EngineError(FURTHER_GRADIENTS)
 
 
 def _lay_out_broadcast(work: Work, *, is_flat: bool) -> Memory:
