@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.lanes import LaneSpec, Over, size_of
 from fedlearn.core.calls import call_example, explain_calls
+from fedlearn.core.features import Features
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import BelowOne, Count, NotNegative, Positive, Ranged
@@ -387,6 +388,92 @@ class Drifting(Protocol):
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
         """Update ``memory`` as [K] calls of ``step`` would, each with gradients for all tensors."""
+
+
+class ClientModel(Protocol):
+    """One client's model, in its own loss."""
+
+    def __call__(self, features: Features) -> Tensor:
+        """Return the outputs at the client's parameters: [b, ...]."""
+
+    def at(self, tensors: Tensors) -> "ClientModel":
+        """Return the model with other trainable parameters, and statistics that do not change.
+
+        Args:
+            tensors: Such as ``broadcast["model"]``, or a memory over ``Over.TRAINABLE``.
+        """
+
+    def with_output_of(self, name: str, features: Features) -> tuple[Tensor, Tensor]:
+        """Return the outputs, and what a submodule returned in the same forward pass.
+
+        Args:
+            name: Name of the submodule, as in ``named_modules()``.
+            features: The inputs.
+
+        Raises:
+            ValueError: There is no such submodule, or the forward pass does not call it.
+        """
+
+
+class ClientBatch(Protocol):
+    """One client's batch, in its own loss."""
+
+    @property
+    def features(self) -> Features:
+        """The features: [b, ...], or several such."""
+
+    @property
+    def labels(self) -> Tensor:
+        """The labels: [b, ...]."""
+
+    def mean_loss(self, outputs: Tensor) -> Tensor:
+        """Return the mean loss of the run's objective for these outputs: a scalar."""
+
+
+@runtime_checkable
+class ClientLoss(Protocol):
+    """A local update with its own loss in place of the objective's."""
+
+    def client_loss(
+        self,
+        model: ClientModel,
+        batch: ClientBatch,
+        *,
+        memory: Memory,
+        broadcast: Memory,
+        moment: Moment,
+    ) -> Tensor:
+        """Return the loss of one client's batch, a scalar, whose gradient the step receives.
+
+        It is written for one client: tensors of ``memory`` and ``broadcast`` have no client
+        dimension here. Executors vectorize it over clients, so it must not depend on values by
+        ``if`` or ``item()``. Batches are never padded or split.
+
+        Args:
+            model: Runs the module; only its own parameters receive a gradient.
+            batch: The batch.
+            memory: As :attr:`LocalUpdate.memory` declares it; do not write to it.
+            broadcast: The broadcast, and the global parameters as ``"model"``.
+            moment: The time of the step; nothing else is known here.
+        """
+
+
+def find_client_loss(local: LocalUpdate) -> ClientLoss | None:
+    """Return the part of an update that has its own loss, or ``None``.
+
+    Raises:
+        ValueError: Several parts have one.
+    """
+    found = [piece for piece in iter_updates(local) if isinstance(piece, ClientLoss)]
+    if len(found) > 1:
+        names = " and ".join(type(each).__name__ for each in found)
+        raise ValueError(f"{names} both define client_loss, but there is one loss; leave one out")
+    return found[0] if found else None
+
+
+def of_one_client(memory: Memory) -> Memory:
+    """Select the first client's tensors, without the client dimension."""
+    return {name: [value[0] for value in values] for name, values in memory.items()}
 
 
 def drift_of(local: LocalUpdate) -> Drifting:

@@ -32,6 +32,7 @@ from fedlearn.algorithms.local import (
     Tensors,
     asks_gradients,
     find_affine_step,
+    find_client_loss,
 )
 from fedlearn.algorithms.transforms import norms
 from fedlearn.core.noise import SecretStream, add_discrete_gaussian, bound_sample
@@ -72,7 +73,8 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         example_noise_multiplier: z > 0.
 
     Raises:
-        ValueError: A number is out of range, or the inner update asks for further gradients.
+        ValueError: A number is out of range, or the inner update asks for further gradients or has
+            its own loss.
 
     Guarantees:
         Removing one example's contribution moves a sum by at most :meth:`sensitivity`, and the
@@ -91,6 +93,12 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
                 f"{type(self.inner).__name__} asks for further gradients of the examples "
                 "(asks_gradients), which are neither clipped nor noised, so they would reveal the "
                 "examples; use another local update, or leave out example-level privacy"
+            )
+        if find_client_loss(self.inner) is not None:
+            raise ValueError(
+                f"{type(self.inner).__name__} has its own loss (client_loss), which may couple the "
+                "examples of a batch, so they have no gradients of their own to clip; use another "
+                "local update, or leave out example-level privacy"
             )
 
     def step(

@@ -22,7 +22,12 @@ from pydantic import FiniteFloat, TypeAdapter, ValidationError
 from torch import nn
 
 from fedlearn.algorithms.lanes import Lanes
-from fedlearn.algorithms.local import LocalUpdate, asks_gradients, iter_updates
+from fedlearn.algorithms.local import (
+    LocalUpdate,
+    asks_gradients,
+    find_client_loss,
+    iter_updates,
+)
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import Objective
@@ -50,6 +55,8 @@ from fedlearn.training.resident import Precision, ResidentModel
 _SECONDS = TypeAdapter(dict[str, FiniteFloat])
 #: Compiling pays off in a run that takes longer than this without it, in seconds.
 _WORTH_COMPILING_S = 60.0
+#: Why executors that compile or fuse the loss refuse an update.
+_OWN_LOSS = "the local update has its own loss (client_loss)"
 #: Clients that a probe trains.
 _PROBE_CLIENTS = 16
 #: Largest part of a run's time for timing block sizes.
@@ -162,7 +169,9 @@ def make_executor(job: TrainingJob, kind: ExecutorKind) -> Executor:
         return SequentialExecutor(job.resident_model())
     if kind is ExecutorKind.FUSED:
         return FusedExecutor(_chain(job), objective=job.objective)
-    reason = explain_not_compiled() if kind is ExecutorKind.COMPILED else None
+    reason = None
+    if kind is ExecutorKind.COMPILED:
+        reason = _OWN_LOSS if find_client_loss(job.local) is not None else explain_not_compiled()
     if reason is not None:
         raise EngineError(f'engine.executor "compiled": {reason}; use "vmap"')
     gradient = BlockGradient(
@@ -401,6 +410,8 @@ def _chain(job: TrainingJob) -> Chain:
         )
     if asks_gradients(job.local):
         raise EngineError(fused.FURTHER_GRADIENTS)
+    if find_client_loss(job.local) is not None:
+        raise EngineError(_OWN_LOSS)
     model = job.resident_model()
     chain = as_chain(model.module, model.layout)
     if isinstance(chain, NotAChain):

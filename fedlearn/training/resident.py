@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from itertools import chain
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -29,10 +30,13 @@ from fedlearn.algorithms.local import (
     Tensors,
     along,
     along_trainable,
+    asks_gradients,
     count_writes,
     find_affine_step,
+    find_client_loss,
     load_client_state,
     make_memory,
+    of_one_client,
     refuse_early_loss,
     refuse_noiseless_loss,
     report_of,
@@ -68,6 +72,7 @@ from fedlearn.core.randomness import (
     seed_global_generators,
 )
 from fedlearn.training import memory_format
+from fedlearn.training.client_models import BatchOfClient, ModelOfClient, call_client_loss
 from fedlearn.training.example_gradients import ExampleGradients
 from fedlearn.training.functional import functional_call
 from fedlearn.training.input_dtypes import InputCast
@@ -122,6 +127,8 @@ class Part(NamedTuple):
     first: int = 0
 
 
+#: Computes a client's own loss from its model and batch.
+LossOf: TypeAlias = Callable[[ModelOfClient, BatchOfClient], Tensor]
 #: Reads batches: the parts of each, which may be read again, and its number of examples.
 Batches: TypeAlias = Callable[[], Iterable[tuple[Iterable[Part], int]]]
 
@@ -325,6 +332,7 @@ class ResidentModel:
         *,
         num_examples: int,
         point: Sequence[Tensor] | None = None,
+        loss_of: LossOf | None = None,
     ) -> Gradients:
         """Compute the gradients of one batch's mean loss, and that loss.
 
@@ -338,6 +346,7 @@ class ResidentModel:
             num_examples: Number of examples in the whole batch.
             point: Values of :attr:`trainable` at which to compute them, without a change to the
                 module's statistics; ``None``: the current ones.
+            loss_of: A loss in place of the objective's; the batch must be one part then.
         """
         grads: Sequence[Tensor | None] = ()
         losses = list[Tensor]()
@@ -349,9 +358,8 @@ class ResidentModel:
             self._choose_formats(part.features, part.labels)
             with lock_global_generators():
                 self._seed_masks(part)
-                loss = self._compute_loss(
-                    part.features, part.labels, at=None if point is None else leaves
-                )
+                at = None if point is None else leaves
+                loss = self._compute_loss(part.features, part.labels, at=at, loss_of=loss_of)
                 weighs: Tensor | float = float(len(part.labels))
                 # A whole batch is not scaled, so that it keeps the bits of plain training.
                 if len(part.labels) < num_examples:
@@ -520,13 +528,35 @@ class ResidentModel:
         self._untried = {}
 
     def _compute_loss(
-        self, features: Features, labels: Tensor, *, at: Sequence[Tensor] | None = None
+        self,
+        features: Features,
+        labels: Tensor,
+        *,
+        at: Sequence[Tensor] | None,
+        loss_of: LossOf | None,
     ) -> Tensor:
         features = self.inputs(features)
         if self._precision is Precision.FLOAT32:
-            return self._loss_of(self._call(features, at), labels)
+            return self._loss_at(features, labels, at=at, loss_of=loss_of)
         with autocast(self._precision, self.device):
+            return self._loss_at(features, labels, at=at, loss_of=loss_of)
+
+    def _loss_at(
+        self,
+        features: Features,
+        labels: Tensor,
+        *,
+        at: Sequence[Tensor] | None,
+        loss_of: LossOf | None,
+    ) -> Tensor:
+        if loss_of is None:
             return self._loss_of(self._call(features, at), labels)
+        model = ModelOfClient(
+            module=self.module,
+            forward=lambda inputs, tensors: self._call(inputs, at if tensors is None else tensors),
+        )
+        objective = partial(self._loss_of, labels=labels)
+        return loss_of(model, BatchOfClient(features=features, labels=labels, objective=objective))
 
     def _call(self, features: Features, at: Sequence[Tensor] | None) -> Tensor:
         """Run the module, at other parameters if given; its buffers do not change then."""
@@ -658,6 +688,7 @@ class Training:
         self._local = local if self._add_noise is None else self._add_noise.inner
         self._round_num, self._short_cut = round_num, find_affine_step(self._local)
         self._takes_any_layout = takes_flat(self._local)
+        self._client_loss, self._asks = find_client_loss(local), asks_gradients(local)
         if not self._takes_any_layout:
             model.use_contiguous_weights()
         self._broadcast: Memory = {
@@ -723,6 +754,9 @@ class Training:
                 )
                 self._update(noised, lambda: (), loss=refuse_noiseless_loss)
         else:
+            if self._client_loss is not None:
+                with torch.no_grad():
+                    self._draw(self.num_steps)
             grads, loss = self._gradients(parts, num_examples=num_examples)
             with torch.no_grad():
                 self._update(grads, lambda: [(parts, num_examples)], loss=lambda: loss)
@@ -733,7 +767,12 @@ class Training:
         self, parts: Iterable[Part], *, num_examples: int, point: Sequence[Tensor] | None = None
     ) -> tuple[Sequence[Tensor | None], Tensor]:
         """Compute a batch's gradients and mean loss, over all processes that share it."""
-        grads, loss, weight = self._model.gradients(parts, num_examples=num_examples, point=point)
+        if self._asks:  # a forward pass may write to its inputs, which are needed again
+            parts = map(_copy_part, parts)
+        loss_of = None if self._client_loss is None else self._compute_client_loss
+        grads, loss, weight = self._model.gradients(
+            parts, num_examples=num_examples, point=point, loss_of=loss_of
+        )
         with torch.no_grad():
             if self._together is not None:
                 grads, loss, weight = self._together.sum_gradients(grads, loss, weight=weight)
@@ -744,6 +783,18 @@ class Training:
                 grads = [None if grad is None else grad * factor for grad in grads]
                 loss = loss * factor
         return grads, loss
+
+    def _compute_client_loss(self, model: ModelOfClient, batch: BatchOfClient) -> Tensor:
+        """Compute the local update's own loss."""
+        assert self._client_loss is not None
+        return call_client_loss(
+            self._client_loss,
+            model,
+            batch,
+            memory=of_one_client(self.memory),
+            broadcast=of_one_client(self._broadcast),
+            moment=Moment(self._round_num, self.num_steps),
+        )
 
     def _update(
         self,
@@ -934,6 +985,10 @@ class _ClientInfo(NamedTuple):
     @property
     def _own_places(self) -> Sequence[int]:
         return range(len(self.model.trainable)) if self.places is None else self.places
+
+
+def _copy_part(part: Part) -> Part:
+    return part._replace(features=map_inputs(torch.clone, part.features))
 
 
 def _select_reached(values: Sequence[ValueT], grads: Sequence[Tensor | None]) -> list[ValueT]:

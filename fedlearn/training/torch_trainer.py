@@ -22,6 +22,7 @@ from fedlearn.algorithms.local import (
     LocalUpdate,
     LocalWork,
     batch_positions,
+    find_client_loss,
     read_only,
 )
 from fedlearn.algorithms.metrics import Metric
@@ -36,7 +37,7 @@ from fedlearn.core.messages import Settings
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import require_count
 from fedlearn.core.soundness import is_sound
-from fedlearn.errors import CallError, DataError, ModelMismatch
+from fedlearn.errors import CallError, DataError, ModelMismatch, SettingsRefused
 from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import share_key, step_keys, step_seed
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData, evaluation_batches
@@ -341,10 +342,26 @@ class TorchTrainer:
             ProcessesParted: Another process has left the training, or died.
         """
         local = self.update_of(context.settings)
+        self._require_whole_batches(local, processes)
         # Sums of clipped per-example gradients lie on a grid finer than the model's dtype.
         dtype = torch.float64 if isinstance(local, NoisedGradients) else self._model.layout.dtype
         with Lockstep(processes, self._model.trainable, dtype=dtype) as together:
             return self._train(tensors, local, context, together, turns)
+
+    def _require_whole_batches(self, local: LocalUpdate, processes: Cluster) -> None:
+        """Check that batches are not cut if the local update's own loss needs them whole.
+
+        Raises:
+            SettingsRefused: They are cut, into parts or among processes.
+        """
+        own = find_client_loss(local)
+        num_parts = self._num_parts * processes.world_size
+        if own is not None and num_parts > 1:
+            raise SettingsRefused(
+                f"{type(own).__name__} has its own loss (client_loss), which may couple the "
+                f"examples of a batch, but each batch is cut into {num_parts} parts; set "
+                "gradient_accumulation and num_workers to 1"
+            )
 
     def _train(
         self,

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
 from fedlearn.algorithms.local import (
+    ClientLoss,
     LocalUpdate,
     LocalWork,
     MemorySpec,
@@ -33,6 +34,7 @@ from fedlearn.algorithms.local import (
     PointGradient,
     Tensors,
     along_trainable,
+    find_client_loss,
     load_client_state,
     make_memory,
     refuse_early_loss,
@@ -56,6 +58,7 @@ from fedlearn.simulation.executors.fused import executor as fused
 from fedlearn.simulation.executors.stacked_gradient import (
     Batch,
     BlockGradient,
+    BlockLoss,
     GradientResult,
     Named,
     Shared,
@@ -99,6 +102,13 @@ class _Run:
     draws: Draws
     shared: Shared
     inputs: InputCast
+    own_loss: ClientLoss | None
+
+    def loss_of(self, step: int) -> BlockLoss | None:
+        """Return the clients' own loss in a step, if they have one."""
+        if self.own_loss is None:
+            return None
+        return BlockLoss(self.own_loss, Moment(self.work.round_num, step))
 
     def batch(self, step: int, clients: slice | Tensor, *, size: int) -> Batch:
         """Gather the first ``size`` examples of the batches of some clients."""
@@ -203,6 +213,7 @@ class StackedExecutor:
         run = _Run(
             work=work,
             inputs=self._gradient.inputs,
+            own_loss=find_client_loss(work.local),
             rows_TKB=rows_TKB,
             weights_TKB=weights_TKB,
             keys_TK=self._keys(work, num_steps, height),
@@ -349,14 +360,15 @@ class StackedExecutor:
         size: int,
     ) -> GradientResult:
         """Compute the gradients of the first clients, by the trace if their batches are padded."""
-        if size == run.rows_TKB.shape[2]:
+        loss_of = run.loss_of(step)
+        if size == run.rows_TKB.shape[2] and loss_of is None:
             # Some clients past the active ones compute along, since each height must be traced.
             # Their results are cut off before they reach the stack.
             height = _round_up_height(active, self._height)
             batch = run.batch(step, slice(height), size=size)
             return self._traced(stack_of(height), run.shared, batch).first(active)
         batch = run.batch(step, slice(active), size=size)
-        return self._gradient(stack_of(active), run.shared, batch)
+        return self._gradient(stack_of(active), run.shared, batch, loss_of=loss_of)
 
     def _step_by_example(
         self, run: _Run, step: int, sizes_k: NDArray[np.int64], *, rule: NoisedGradients
@@ -396,7 +408,8 @@ class StackedExecutor:
         """
         # index_select copies, so the stepped rows are written back below.
         part = self._stack.map(partial(torch.index_select, dim=0, index=index))
-        outcome = self._gradient(part, shared, run.batch(step, index, size=size))
+        batch = run.batch(step, index, size=size)
+        outcome = self._gradient(part, shared, batch, loss_of=run.loss_of(step))
         outcome.finish(
             part,
             run.work.local,
@@ -472,7 +485,8 @@ class StackedExecutor:
             )
         else:
             part = replace(stack, trainable=stack.trainable | moved)
-            outcome = self._gradient(part, run.shared, run.batch(step, clients, size=size))
+            batch = run.batch(step, clients, size=size)
+            outcome = self._gradient(part, run.shared, batch, loss_of=run.loss_of(step))
         grads = outcome.whole_gradients()
         found = [grads[n].contiguous() if n in grads else torch.zeros_like(moved[n]) for n in names]
         return PointGradient(outcome.losses, found)
@@ -508,7 +522,8 @@ class StackedExecutor:
         self, run: _Run, sizes_k: NDArray[np.int64]
     ) -> Iterator[tuple[slice | Tensor, int]]:
         """Yield the clients whose gradients are computed together, and the size of a batch."""
-        if self._mixes is False:  # `None` means unknown, and padding is safe only if they do not
+        # `None` means unknown, and padding is safe only if they do not.
+        if self._mixes is False and run.own_loss is None:
             yield slice(len(sizes_k)), run.rows_TKB.shape[2]
         elif (sizes_k == sizes_k[0]).all():
             yield slice(len(sizes_k)), int(sizes_k[0])

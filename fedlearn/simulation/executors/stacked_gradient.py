@@ -8,6 +8,7 @@ Shape legend: h clients, b examples per batch.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,13 @@ from torch.func import grad_and_value, vmap
 
 from fedlearn.algorithms.local import (
     MODEL,
+    ClientLoss,
     LocalUpdate,
     Memory,
     Moment,
     along,
     find_affine_step,
+    of_one_client,
     takes_flat,
 )
 from fedlearn.algorithms.objectives import Objective
@@ -37,6 +40,7 @@ from fedlearn.core.features import (
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
+from fedlearn.training.client_models import BatchOfClient, ModelOfClient, call_client_loss
 from fedlearn.training.functional import functional_call
 from fedlearn.training.input_dtypes import InputCast
 from fedlearn.training.keyed_dropout import (
@@ -135,6 +139,18 @@ class Batch(NamedTuple):
         """Build a batch of this structure from other :meth:`tensors`."""
         *inputs, labels, weights, keys = tensors
         return Batch(rebuild_inputs(inputs, like=self.features), labels, weights, keys)
+
+
+class BlockLoss(NamedTuple):
+    """The loss of a local update in place of the objective's.
+
+    Attributes:
+        local: The update.
+        moment: The time of the step.
+    """
+
+    local: ClientLoss
+    moment: Moment
 
 
 class GradientResult(NamedTuple):
@@ -248,7 +264,7 @@ class BlockGradient:
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
         self.statistics = [spec.name for spec in self.layout.statistics]
-        self._reached: dict[tuple[torch.Size, ...], tuple[str, ...]] = {}
+        self._reached: dict[tuple[str | torch.Size, ...], tuple[str, ...]] = {}
         # Constants have no client dimension: a counter such as num_batches_tracked is the same for
         # all.
         out_dims: Any = (0, (0, (0, None)))  # Any: vmap's annotation excludes nested ones
@@ -280,8 +296,19 @@ class BlockGradient:
             if name not in self.layout.by_name
         }
 
-    def __call__(self, stack: Stack, shared: Shared, batch: Batch) -> GradientResult:
-        """Compute the gradients, losses and buffers of one step."""
+    def __call__(
+        self, stack: Stack, shared: Shared, batch: Batch, *, loss_of: BlockLoss | None = None
+    ) -> GradientResult:
+        """Compute the gradients, losses and buffers of one step.
+
+        Args:
+            stack: The clients' tensors.
+            shared: The tensors that they share.
+            batch: The batches, without padding if there is ``loss_of``.
+            loss_of: The clients' own loss in place of the objective's.
+        """
+        if loss_of is not None:
+            return self._compute_own(stack, shared, batch, loss_of)
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
         names = self.find_used(parts, batch)
         grads, (losses, (statistics, constants)) = self.compute_vectorized(names, parts, batch)
@@ -307,6 +334,31 @@ class BlockGradient:
         # Padding has the weight 0, so the largest weight is 1 / (size of the batch).
         return grads, (losses * batch.weights.amax(1), (parts[1], parts[3]))
 
+    def _compute_own(
+        self, stack: Stack, shared: Shared, batch: Batch, loss_of: BlockLoss
+    ) -> GradientResult:
+        """Compute the gradients of the clients' own loss."""
+        loss = partial(self._own_loss, loss_of=loss_of, broadcast=of_one_client(shared.broadcast))
+        out_dims: Any = (0, (0, (0, None)))  # Any: as in __init__
+        in_dims: Any = (0, (0, None, None), 0, 0)
+        vectorised = vmap(
+            grad_and_value(loss, has_aux=True),
+            in_dims=in_dims,
+            out_dims=out_dims,
+            randomness="error",
+        )
+        memory = {name: list(values) for name, values in stack.memory.items()}
+        parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
+        grads, (losses, (statistics, constants)) = vectorised(parts[0], parts[1:], memory, batch)
+        first = of_one_client(memory)
+
+        def first_loss(leaves: Named, *rest: Any) -> Any:  # Any: as those of `_loss`
+            return loss(leaves, rest[:3], first, Batch(*rest[3:]))
+
+        names = self._find_reached(("own",), first_loss, parts, batch)
+        grads = {name: grads[name] for name in names}
+        return GradientResult(grads, {}, losses, statistics, constants)
+
     def find_used(self, parts: Parts, batch: Batch) -> tuple[str, ...]:
         """Return the names of the parameters that the loss of a batch depends on.
 
@@ -317,14 +369,22 @@ class BlockGradient:
         """
         if self.by_example:
             return tuple(self.trainable)
-        shape = tuple(tensor.shape[1:] for tensor in list_tensors(batch.features))
+        return self._find_reached((), self._loss, parts, batch)
+
+    def _find_reached(
+        self, key: tuple[str, ...], loss_of: Callable[..., Any], parts: Parts, batch: Batch
+    ) -> tuple[str, ...]:
+        shape: tuple[str | torch.Size, ...] = tuple(
+            tensor.shape[1:] for tensor in list_tensors(batch.features)
+        )
+        shape += key
         if shape not in self._reached:
             trainable, statistics, frozen, constants = parts
             leaves = {name: v[0].detach().requires_grad_() for name, v in trainable.items()}
             first = {name: v[0] for name, v in statistics.items()}
             examples = batch.rebuilt([v[0] for v in batch.tensors()])
             with torch.enable_grad(), preserve_generator(global_generator(self.device)):
-                loss, _ = self._loss(leaves, first, frozen, constants, *examples)
+                loss, _ = loss_of(leaves, first, frozen, constants, *examples)
                 grads: Sequence[Tensor | None] = torch.autograd.grad(
                     loss, list(leaves.values()), allow_unused=True
                 )
@@ -355,6 +415,45 @@ class BlockGradient:
         loss = (losses * weights).sum() if is_mean else losses
         return loss, (statistics, constants)
 
+    def _own_loss(
+        self,
+        trainable: Named,
+        others: tuple[Named, Named, Named],
+        memory: Memory,
+        batch: Batch,
+        *,
+        loss_of: BlockLoss,
+        broadcast: Memory,
+    ) -> tuple[Tensor, tuple[Named, Named]]:
+        """Compute one client's own loss on one batch, and its buffers afterwards."""
+        features, labels, weights, key = batch
+        statistics, frozen, constants = others
+        self.dropouts.key = key
+        buffers = {**statistics, **constants}
+        moved = {name: value.clone() for name, value in buffers.items()}
+
+        def forward(inputs: Features, at: Sequence[Tensor] | None) -> Tensor:
+            tensors = {**trainable, **frozen, **moved}
+            if at is not None:
+                tensors |= {name: value.clone() for name, value in buffers.items()}
+                tensors |= dict(zip(self.trainable, at, strict=True))
+            return self._outputs(tensors, inputs)
+
+        def objective(outputs: Tensor) -> Tensor:
+            losses = self.objective.losses(outputs, labels)
+            return (losses * weights).sum() if self.objective.per_example else losses
+
+        with autocast(self._precision, self.device):
+            loss = call_client_loss(
+                loss_of.local,
+                ModelOfClient(module=self.module, forward=forward),
+                BatchOfClient(features=features, labels=labels, objective=objective),
+                memory=memory,
+                broadcast=broadcast,
+                moment=loss_of.moment,
+            )
+        return loss, ({n: moved[n] for n in statistics}, {n: moved[n] for n in constants})
+
     def _example_loss(
         self,
         trainable: Named,
@@ -372,12 +471,13 @@ class BlockGradient:
         return loss
 
     def _forward(self, tensors: Named, features: Features, labels: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self._outputs(tensors, features)
+        return outputs, self.objective.losses(outputs, labels)
+
+    def _outputs(self, tensors: Named, features: Features) -> Tensor:
         if self.layout.common_dtype is not None:  # as the sequential executor does
             features = cast_floats(features, self.layout.common_dtype)
-        outputs = require_one_tensor(
-            functional_call(self.module, tensors, *split_arguments(features))
-        )
-        return outputs, self.objective.losses(outputs, labels)
+        return require_one_tensor(functional_call(self.module, tensors, *split_arguments(features)))
 
     # --- probes of the model ------------------------------------------------------------
 
