@@ -17,11 +17,17 @@ from typing import Annotated, ClassVar, TypeAlias
 
 import torch
 from annotated_types import doc
-from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec
-from fedlearn.algorithms.local import MODEL, LocalUpdateWrapper, Memory, Tensors, require_update
+from fedlearn.algorithms.local import (
+    MODEL,
+    LocalUpdateWrapper,
+    Memory,
+    Moment,
+    Tensors,
+    require_update,
+)
 from fedlearn.algorithms.recipes import ByExamples, Local
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.strategy import State, StepResult, Strategy
@@ -69,10 +75,10 @@ class ReportedNorm(LocalUpdateWrapper):
         return (*self.inner.lanes, own)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Return the inner update's report, and the squared norm of what it sends."""
-        lanes = self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        lanes = self.inner.report(x, memory, broadcast=broadcast, moment=moment)
         pairs = zip(x, broadcast[MODEL], strict=True)
         squares = [(y - start).flatten(1).square().sum(1, keepdim=True) for y, start in pairs]
         return {**lanes, _SQUARE: [torch.cat(squares, dim=1).sum(1, keepdim=True)]}

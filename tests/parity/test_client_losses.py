@@ -92,7 +92,8 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loss_over_several_models_is_the_same_in_every_place(name: str) -> None:
     """One client after another, stacked, and deployed."""
-    make = seeded(MODELS[name])
+    # In float64: BatchNorm with batches of two and three examples magnifies rounding.
+    make = seeded(lambda: MODELS[name]().double())
     expected = by_executor(LOCAL, make, ExecutorKind.SEQUENTIAL)
     require_equal(by_executor(LOCAL, make, ExecutorKind.VMAP), expected)
     require_equal(by_trainers(LOCAL, make), expected)

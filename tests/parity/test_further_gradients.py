@@ -178,7 +178,8 @@ def require_equal(found: Found, expected: Found) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_further_gradients_are_the_same_in_every_place(name: str) -> None:
     """One client after another, stacked, and deployed, with batches whole or in parts."""
-    make = seeded(MODELS[name])
+    # In float64: BatchNorm with batches of two and three examples magnifies rounding.
+    make = seeded(lambda: MODELS[name]().double())
     expected = by_executor(LOCAL, make, ExecutorKind.SEQUENTIAL)
     require_equal(by_executor(LOCAL, make, ExecutorKind.VMAP), expected)
     require_equal(by_trainers(LOCAL, make), expected)

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedlearn.algorithms.fedexp import ExtrapolatedAveraging, FedExP
 from fedlearn.algorithms.lanes import Aggregate
-from fedlearn.algorithms.local import LocalSgd, along_trainable
+from fedlearn.algorithms.local import LocalSgd, Moment, along_trainable
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core.params import Params
 
@@ -58,7 +58,8 @@ def test_a_client_reports_the_square_of_what_it_sends(is_flat: bool) -> None:  #
     if is_flat:
         x = [torch.cat([each.flatten(1) for each in x], dim=1)]
         broadcast = {"model": [model.vector[None, :last]]}
-    (squares,) = local.report(x, {}, broadcast=broadcast, num_steps=torch.ones(2))["square_norm"]
+    lanes = local.report(x, {}, broadcast=broadcast, moment=Moment(0, 1))
+    (squares,) = lanes["square_norm"]
     torch.testing.assert_close(squares, torch.tensor([[last], [4.0 * last]]).double())
 
 
