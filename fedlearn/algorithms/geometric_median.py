@@ -40,10 +40,14 @@ class GeometricMedian(Ranged, RobustAggregation):
     w_k\|)` and :math:`v \leftarrow \sum_k \beta_k w_k / \sum_k \beta_k`. With no iteration it is
     the mean.
 
+    Attributes:
+        by_examples: Weight a client by its number of examples; otherwise all count the same.
+
     Example:
         >>> rows = {"delta": torch.tensor([[0.0], [1.0], [2.0], [3.0], [90.0]])}
         >>> updates = Updates([0, 1, 2, 3, 4], torch.ones(5), rows, [0] * 5)
-        >>> GeometricMedian(num_iterations=100).combine(updates)["delta"].round(decimals=3)
+        >>> rule = GeometricMedian(by_examples=False, num_iterations=100)
+        >>> rule.combine(updates)["delta"].round(decimals=3)
         tensor([2.])
 
     References:
@@ -51,17 +55,15 @@ class GeometricMedian(Ranged, RobustAggregation):
         <https://arxiv.org/abs/1912.13445>`_, algorithm 2.
     """
 
+    by_examples: bool
     num_iterations: Annotated[Whole, doc("Iterations of Weiszfeld, >= 0; the paper has 3.")] = 3
     smoothing: Annotated[
         Positive, doc("Smallest distance that an update's weight is divided by, > 0.")
     ] = 1e-6
-    weight_by_examples: Annotated[
-        bool, doc("Weight a client by its number of examples; otherwise all weigh the same.")
-    ] = True
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the example counts, or ones."""
-        return num_examples_B if self.weight_by_examples else torch.ones_like(num_examples_B)
+        return num_examples_B if self.by_examples else torch.ones_like(num_examples_B)
 
     def combine(self, updates: Updates) -> Lanes:
         """Return the geometric median of the deltas, and the same mean of the other lanes."""

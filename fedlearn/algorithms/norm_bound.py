@@ -13,7 +13,7 @@ from fedlearn.core.ranges import Positive, Ranged
 
 @dataclass(frozen=True, kw_only=True)
 class NormBound(Ranged, WeightedMean):
-    r"""The mean of the updates, each scaled down to an L2 norm of at most ``norm_bound``.
+    r"""The mean of the updates, each scaled down to an L2 norm of at most ``clip_norm``.
 
     It is a sum, so it takes the memory of one update. Unlike
     :class:`~fedlearn.algorithms.transforms.ClippedUpdates` on clients, it also holds for clients
@@ -24,7 +24,7 @@ class NormBound(Ranged, WeightedMean):
         >>> from torch import nn
         >>> from fedlearn.algorithms.lanes import DELTA
         >>> from fedlearn.core.params import Layout
-        >>> rule = NormBound(by_examples=False, norm_bound=5.0)
+        >>> rule = NormBound(by_examples=False, clip_norm=5.0)
         >>> state = rule.init([DELTA], Layout.of(nn.Linear(1, 1)), device=torch.device("cpu"))
         >>> rows = {"delta": torch.tensor([[3.0, 4.0], [300.0, 400.0]])}
         >>> state = rule.accumulate(state, Updates([0, 1], torch.ones(2), rows, [0, 0]))
@@ -36,8 +36,8 @@ class NormBound(Ranged, WeightedMean):
         <https://arxiv.org/abs/1911.07963>`_, section 4.
     """
 
-    norm_bound: Annotated[Positive, doc("Largest L2 norm of an update in the mean, > 0.")]
+    clip_norm: Annotated[Positive, doc("Largest L2 norm of an update in the mean, > 0.")]
 
     def accumulate(self, state: LaneSums, updates: Updates) -> LaneSums:
         """Add the weighted rows of ``updates``, clipped."""
-        return super().accumulate(state, ClippedUpdates(update_clip_norm=self.norm_bound)(updates))
+        return super().accumulate(state, ClippedUpdates(update_clip_norm=self.clip_norm)(updates))

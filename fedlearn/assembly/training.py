@@ -138,6 +138,7 @@ def build_algorithm(config: Config) -> Strategy:
             lacks something.
     """
     try:
-        return config.algorithm.strategy(config.client.local_update())
+        strategy = config.algorithm.strategy(config.client.local_update())
+        return config.aggregation.apply(strategy)
     except ValueError as error:
         raise ConfigError(f'algorithm.name is "{config.algorithm.name}": {error}') from error

@@ -39,6 +39,7 @@ TABLES: Final[Mapping[str, Use]] = {
     "loss": Use.ARGUMENT,
     "metrics": Use.ARGUMENT,
     "algorithm": Use.ARGUMENT | Use.SHOWN,
+    "aggregation": Use.ARGUMENT | Use.SHOWN,
     "client": Use.ARGUMENT | Use.SHOWN,
     "cohort": Use.SHOWN,
     "stragglers": Use.SHOWN,

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.stragglers import StragglerPolicy
+from fedlearn.config.aggregation import AGGREGATIONS, AggregationSection
 from fedlearn.config.asynchronous import AsynchronousSection, imply_buffers
 from fedlearn.config.cohort import (
     COHORTS,
@@ -196,6 +197,7 @@ class Config(Section):
         {}, description="Metrics of the model besides the loss, by name."
     )
     algorithm: Annotated[AlgorithmSection, ALGORITHMS] = ALGORITHMS.of("fedavg")
+    aggregation: Annotated[AggregationSection, AGGREGATIONS] = AGGREGATIONS.of("own")
     client: Annotated[ClientSection, CLIENTS] = CLIENTS.of("sgd")
     cohort: Annotated[CohortSection, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = Field(

@@ -39,7 +39,7 @@ RULES: dict[str, tuple[FullAggregation, Callable[[reference.Rows], reference.Row
     ),
     "bulyan": (fl.Bulyan(num_malicious=1), partial(reference.bulyan, num_malicious=1)),
     "geometric median": (
-        fl.GeometricMedian(num_iterations=5, smoothing=0.01, weight_by_examples=False),
+        fl.GeometricMedian(num_iterations=5, smoothing=0.01, by_examples=False),
         partial(reference.geometric_median, weights=np.ones(8), num_iterations=5, smoothing=0.01),
     ),
 }
@@ -100,7 +100,7 @@ OTHERS = {
     "centered clipping": fl.CenteredClipping(clip_radius=0.01, num_iterations=2),
     "bucketing": fl.Bucketing(inner=fl.CoordinateMedian(), bucket_size=2),
     "centered buckets": fl.Bucketing(inner=fl.CenteredClipping(clip_radius=0.01), bucket_size=2),
-    "norm bound": fl.NormBound(by_examples=True, norm_bound=0.1),
+    "norm bound": fl.NormBound(by_examples=True, clip_norm=0.1),
 }
 
 

@@ -16,13 +16,19 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
+from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.krum import Bulyan, Krum
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
+from fedlearn.algorithms.norm_bound import NormBound
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -43,6 +49,7 @@ from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.assembly import Experiment, Simulation, build_experiment, build_simulation
 from fedlearn.assembly.private import add_privacy
 from fedlearn.config import Config, from_mapping
+from fedlearn.config.aggregation import AGGREGATIONS
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
 from fedlearn.config.data import DATA, PARTITIONS
 from fedlearn.config.own_functions import bind_own_function
@@ -757,6 +764,67 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     buffered = {"fedbuff", "fedasync"}
     own = {"scaffold", "easgd", "feddyn", "fedexp", "fednova", "python"}
     assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, *own}
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, WeightedMean(by_examples=False)),
+        ({"rule": "median"}, CoordinateMedian()),
+        ({"rule": "trimmed_mean", "trimmed_share": 0.3}, TrimmedMean(trimmed_share=0.3)),
+        (
+            {"rule": "krum", "num_malicious": 3, "num_selected": 4},
+            Krum(num_malicious=3, num_selected=4),
+        ),
+        ({"rule": "bulyan", "num_malicious": 1}, Bulyan(num_malicious=1)),
+        (
+            {"rule": "geometric_median", "num_iterations": 5, "smoothing": 0.5},
+            GeometricMedian(by_examples=False, num_iterations=5, smoothing=0.5),
+        ),
+        (
+            {"rule": "centered_clipping", "clip_radius": 0.5, "num_iterations": 3},
+            CenteredClipping(clip_radius=0.5, num_iterations=3),
+        ),
+        ({"rule": "norm_bound", "clip_norm": 0.5}, NormBound(by_examples=False, clip_norm=0.5)),
+        (
+            {"rule": "krum", "num_malicious": 1, "bucket_size": 2},
+            Bucketing(inner=Krum(num_malicious=1), bucket_size=2),
+        ),
+    ],
+)
+def test_every_rule_has_all_its_numbers(settings: dict[str, object], expected: object) -> None:
+    """In an algorithm whose other parts are unchanged."""
+    fedavg = {"name": "fedavg", "weight_by_examples": False}
+    built = _build({"algorithm": fedavg, "aggregation": settings, "client": _CLIENT}).algorithm
+    plain = recipes.FedAvg(_LOCAL, weight_by_examples=False)
+    assert built == replace(plain, aggregation=expected)
+
+
+def test_the_rules_tested_are_all_there_are() -> None:
+    """The control of the table above."""
+    clipping = {"centered_clipping", "norm_bound"}
+    selecting = {"krum", "bulyan"}
+    middle = {"median", "trimmed_mean", "geometric_median"}
+    assert _kinds(AGGREGATIONS) == {"own", *clipping, *selecting, *middle}
+
+
+@pytest.mark.parametrize("name", ["fedmedian", "scaffold", "easgd"])
+def test_an_algorithm_with_its_own_rule_takes_no_other(name: str) -> None:
+    """It would be another algorithm. Control: one that averages takes it, with its server step."""
+    median = {"rule": "median"}
+    more = {"num_clients": 100} if name == "scaffold" else {}
+    more |= {"cohort_size": 10} if name == "easgd" else {}
+    with pytest.raises(ConfigError, match=rf'"{name}": it has its own agg.*rule = "median"'):
+        _build({"algorithm": {"name": name, **more}, "aggregation": median})
+    built = _build({"algorithm": {"name": "fedadam"}, "aggregation": median}).algorithm
+    assert built.aggregation == CoordinateMedian()
+
+
+def test_buckets_without_effect_are_refused() -> None:
+    """A mean of means is the mean."""
+    for rule in ({"rule": "own"}, {"rule": "norm_bound", "clip_norm": 1.0}):
+        with pytest.raises(ConfigError, match=r"bucket_size: is 2 without effect on the rule"):
+            _build({"aggregation": rule | {"bucket_size": 2}})
 
 
 def test_fedsgd_is_one_plain_gradient_step() -> None:

@@ -68,7 +68,7 @@ RULES: dict[str, Rule] = {
         lambda rows: reference.bulyan(rows, num_malicious=2),
     ),
     "geometric median": (
-        fl.GeometricMedian(num_iterations=4, smoothing=0.1),
+        fl.GeometricMedian(by_examples=True, num_iterations=4, smoothing=0.1),
         lambda rows: reference.geometric_median(
             rows, weights=WEIGHTS.double().numpy(), num_iterations=4, smoothing=0.1
         ),
@@ -116,7 +116,7 @@ NEUTRAL: dict[str, RobustAggregation] = {
     "trimmed": fl.TrimmedMean(trimmed_share=0.0),
     "krum": fl.Krum(num_malicious=0, num_selected=11),
     "bulyan": fl.Bulyan(num_malicious=0),
-    "geometric median": fl.GeometricMedian(num_iterations=0, weight_by_examples=False),
+    "geometric median": fl.GeometricMedian(num_iterations=0, by_examples=False),
     "centered clipping": fl.CenteredClipping(clip_radius=1e9),
     "bucketing": fl.Bucketing(inner=fl.Krum(num_malicious=0, num_selected=11), bucket_size=1),
 }
@@ -137,7 +137,7 @@ def test_the_norm_bound_clips_and_weighs() -> None:
     """It takes blocks, and clips before it adds; without effect it is the weighted mean."""
     rows, layout = some_rows(6, 8), Layout.of(nn.Linear(3, 2))
     for bound in (2.0, 1e9):
-        rule = fl.NormBound(by_examples=True, norm_bound=bound)
+        rule = fl.NormBound(by_examples=True, clip_norm=bound)
         state = rule.init([DELTA], layout, device=torch.device("cpu"))
         for block in (slice(0, 2), slice(2, 6)):
             part = Updates([ClientId(0)] * 6, WEIGHTS[block], {"delta": rows[block]}, [0] * 6)
@@ -153,7 +153,7 @@ ATTACKED: dict[str, RobustAggregation] = {
     "krum": fl.Krum(num_malicious=2),
     "multi-krum": fl.Krum(num_malicious=2, num_selected=5),
     "bulyan": fl.Bulyan(num_malicious=2),
-    "geometric median": fl.GeometricMedian(num_iterations=30, weight_by_examples=False),
+    "geometric median": fl.GeometricMedian(num_iterations=30, by_examples=False),
     "centered clipping": fl.CenteredClipping(clip_radius=2.0, num_iterations=30),
     "bucketing": fl.Bucketing(inner=fl.CoordinateMedian(), bucket_size=2),
 }
@@ -232,7 +232,7 @@ def test_a_rule_needs_enough_updates(rule: RobustAggregation, needed: int) -> No
 
 
 @pytest.mark.parametrize(
-    "rule", [*ATTACKED.values(), fl.NormBound(by_examples=True, norm_bound=1.0)], ids=str
+    "rule", [*ATTACKED.values(), fl.NormBound(by_examples=True, clip_norm=1.0)], ids=str
 )
 def test_secure_aggregation_refuses_each_rule_with_the_reason(rule: object) -> None:
     """Control: the mean is accepted."""
@@ -249,8 +249,8 @@ def test_secure_aggregation_refuses_each_rule_with_the_reason(rule: object) -> N
         (lambda: fl.Krum(num_malicious=-1), "num_malicious is -1"),
         (lambda: fl.Bulyan(num_malicious=-1), "num_malicious is -1"),
         (lambda: fl.CenteredClipping(clip_radius=0.0), "clip_radius is 0.0"),
-        (lambda: fl.NormBound(by_examples=True, norm_bound=0.0), "norm_bound is 0.0"),
-        (lambda: fl.GeometricMedian(smoothing=0.0), "smoothing is 0.0"),
+        (lambda: fl.NormBound(by_examples=True, clip_norm=0.0), "clip_norm is 0.0"),
+        (lambda: fl.GeometricMedian(by_examples=True, smoothing=0.0), "smoothing is 0.0"),
     ],
 )
 def test_parameters_out_of_range_are_refused(make: Callable[[], object], message: str) -> None:

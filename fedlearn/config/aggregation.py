@@ -1,0 +1,88 @@
+"""Configuration of the rule that combines the updates of a round."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from inspect import signature
+
+from pydantic import Field
+
+from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.bucketing import Bucketing
+from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
+from fedlearn.algorithms.krum import Bulyan, Krum
+from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
+from fedlearn.algorithms.norm_bound import NormBound
+from fedlearn.algorithms.recipes import Algorithm
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.config.components import DeclaredSection, kind, kinds
+from fedlearn.config.section import Problem
+from fedlearn.config.toml import quote
+from fedlearn.core.ranges import Count
+
+#: Rules that average all updates, so that buckets would change nothing.
+_MEANS = ("own", "norm_bound")
+
+
+class AggregationSection(DeclaredSection):
+    """How the updates of a round are combined."""
+
+    rule: str = Field(description="How the updates of a round are combined.")
+    bucket_size: Count = Field(
+        1,
+        description="Updates that are averaged in random buckets before the rule combines the "
+        "averages, >= 1.",
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse buckets for rules that average all updates."""
+        if self.bucket_size > 1 and self.rule in _MEANS:
+            text = f"is {self.bucket_size} without effect on the rule {quote(self.rule)}"
+            yield Problem(("bucket_size", "rule"), f"{text}; leave it out, or choose another rule")
+
+    def apply(self, strategy: Strategy) -> Strategy:
+        """Return the strategy with this rule in place of its mean.
+
+        Raises:
+            ValueError: The strategy has another aggregation.
+        """
+        if self.rule == "own":
+            return strategy
+        match strategy:
+            case Algorithm(aggregation=WeightedMean(by_examples=by_examples)):
+                is_weighted = "by_examples" in signature(type(self).make).parameters
+                rule = self.build(**({"by_examples": by_examples} if is_weighted else {}))
+                if self.bucket_size > 1:
+                    rule = Bucketing(inner=rule, bucket_size=self.bucket_size)
+                return replace(strategy, aggregation=rule)
+        raise ValueError(
+            f"it has its own aggregation, so aggregation.rule = {quote(self.rule)} cannot "
+            "replace it; leave it out, or choose an algorithm that averages"
+        )
+
+
+AGGREGATIONS = kinds(
+    "rule",
+    AggregationSection,
+    kind("own", "The algorithm's own rule: for most a weighted mean.", WeightedMean),
+    kind("median", "The median of each number.", CoordinateMedian),
+    kind(
+        "trimmed_mean",
+        "The mean of each number without its largest and smallest values.",
+        TrimmedMean,
+        trimmed_share=0.2,
+    ),
+    kind("krum", "The update, or updates, that are nearest to most others.", Krum),
+    kind("bulyan", "The values near the median of the updates that Krum selects.", Bulyan),
+    kind(
+        "geometric_median",
+        "The point with the smallest sum of distances to the updates (RFA).",
+        GeometricMedian,
+    ),
+    kind(
+        "centered_clipping",
+        "The mean of the updates, clipped around the aggregate of the round before.",
+        CenteredClipping,
+    ),
+    kind("norm_bound", "The mean of the updates, each scaled down to a largest norm.", NormBound),
+    given=("by_examples", "last"),
+)
