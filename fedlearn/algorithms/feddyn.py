@@ -95,12 +95,12 @@ class DynamicRegularizer(Ranged, LocalUpdateWrapper):
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Add the update to the client's sum, and return the inner update's report."""
         update = add_scaled(x, broadcast[MODEL], factor=-1.0)
         torch._foreach_add_(list(memory[_DRIFT]), update)
-        return self.inner.report(x, memory, broadcast=broadcast, num_steps=num_steps)
+        return self.inner.report(x, memory, broadcast=broadcast, moment=moment)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ r"""FedNova: clients that take more steps do not pull the model towards their ow
 symbol                     here
 ========================== ===================================================
 :math:`x, y_i`             global parameters, a client's
-:math:`\tau_i`             ``num_steps``
+:math:`\tau_i`             ``num_steps_K``
 :math:`\|a_i\|_1`          the lane ``effective_steps``; :func:`effective_steps`
 :math:`d_i`                a client's ``delta`` over the learning rate, negated
 :math:`\tau_{eff}`         the metric ``effective_steps``
@@ -19,7 +19,6 @@ from functools import lru_cache
 from typing import Annotated, ClassVar, TypeAlias
 
 from annotated_types import doc
-from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec
@@ -148,10 +147,11 @@ class NormalizedUpdate(LocalUpdateWrapper):
         self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
 
     def report(
-        self, x: Tensors, memory: Memory, *, broadcast: Memory, num_steps: Tensor
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Divide the update by the effective steps, in place, and return their number."""
         momentum, pull = self._sgd.momentum, self._pull
+        num_steps = moment.num_steps_K
         norms_K = num_steps.new_tensor(
             [
                 effective_steps(round(count), momentum=momentum, pull=pull)

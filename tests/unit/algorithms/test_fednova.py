@@ -14,6 +14,7 @@ from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Moment, make_memory
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import FedAvg
+from tests.moments import after
 from tests.parity import shelf
 
 SGD = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -48,8 +49,8 @@ def test_the_normalizer_is_how_far_unit_gradients_move_a_client(
         ones = [torch.ones(len(taken[0]), 3).double()]
         local.step(taken, ones, part, broadcast=broadcast, moment=Moment(0, step))
     moved = (start - x[0])[:, 0] / SGD.learning_rate
-    num_steps = torch.tensor([5.0, 3.0]).double()
-    (steps,) = local.report(x, memory, broadcast=broadcast, num_steps=num_steps)["effective_steps"]
+    moment = after(torch.tensor([5.0, 3.0]).double())
+    (steps,) = local.report(x, memory, broadcast=broadcast, moment=moment)["effective_steps"]
     torch.testing.assert_close(steps[:, 0], moved)
     pull = SGD.learning_rate * proximal
     assert steps[1].item() == effective_steps(3, momentum=momentum, pull=pull)
