@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.server_optimizers import ServerAdaptive as ServerAdaptive
     from fedlearn.algorithms.server_optimizers import ServerOptimizer as ServerOptimizer
     from fedlearn.algorithms.server_optimizers import ServerSgd as ServerSgd
+    from fedlearn.algorithms.server_schedules import ScheduledFedAvg as ScheduledFedAvg
+    from fedlearn.algorithms.server_schedules import ScheduledServer as ScheduledServer
     from fedlearn.algorithms.staleness import StalenessWeight as StalenessWeight
     from fedlearn.algorithms.strategy import StepResult as StepResult
     from fedlearn.algorithms.strategy import Strategy as Strategy
@@ -127,6 +129,7 @@ _HOME = {
         "FedSGD FedYogi Scaffold"
     ),
     "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler",
+    "algorithms.server_schedules": "ScheduledFedAvg ScheduledServer",
     "algorithms.staleness": "StalenessWeight",
     "algorithms.strategy": "StepResult Strategy StrategyWrapper",
     "algorithms.server_optimizers": "SecondMoment ServerAdaptive ServerOptimizer ServerSgd",

@@ -28,6 +28,7 @@ from fedlearn.algorithms.objectives import (
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.round_settings import RoundSettings
+from fedlearn.algorithms.server_schedules import ScheduledFedAvg
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.config.components import (
     DeclaredSection,
@@ -251,6 +252,12 @@ ALGORITHMS = kinds(
         recipes.FedAvgM,
         server_learning_rate=1.0,
         server_momentum=0.9,
+    ),
+    kind(
+        "scheduled_fedavg",
+        "FedAvgM with a schedule of the server's learning rate.",
+        ScheduledFedAvg,
+        server_learning_rate=1.0,
     ),
     kind(
         "fedadagrad",

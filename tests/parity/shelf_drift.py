@@ -10,7 +10,8 @@ from torch import Tensor
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
-from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.recipes import FedAvg, FedAvgM
+from fedlearn.algorithms.server_schedules import ScheduledFedAvg
 from tests.parity.shelf import (
     COHORTS,
     NUM_CLIENTS,
@@ -85,6 +86,16 @@ def fednova_with_momentum(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
+def scheduled(x: Tensor) -> Iterator[Tensor]:
+    """FedAvgM at the rate 0.8: half of it in the first round, and a tenth from the third on."""
+    velocity = torch.zeros_like(x)
+    for round_num, (cohort, factor) in enumerate(zip(COHORTS, (0.5, 1.0, 0.1), strict=True)):
+        models = [train(x, client, round_num)[0] for client in cohort]
+        velocity = 0.5 * velocity + weighted(shares(cohort), models) - x
+        x = x + 0.8 * factor * velocity
+        yield x
+
+
 CASES: Mapping[str, Case] = {
     "fedexp": Case(
         FedExP(SGD, epsilon=1e-3),
@@ -98,6 +109,21 @@ CASES: Mapping[str, Case] = {
         feddyn,
         control=FedAvg(SGD, weight_by_examples=False),
         protected=FedDyn(SGD, alpha=0.5, num_clients=12),
+    ),
+    "scheduled server": Case(
+        ScheduledFedAvg(
+            SGD,
+            server_learning_rate=0.8,
+            server_momentum=0.5,
+            server_warmup_rounds=2,
+            server_rate_decay=0.1,
+            server_decay_rounds=2,
+        ),
+        scheduled,
+        control=FedAvgM(SGD, server_learning_rate=0.8, server_momentum=0.5),
+        protected=ScheduledFedAvg(
+            SGD, server_learning_rate=0.8, server_warmup_rounds=2, weight_by_examples=False
+        ),
     ),
     "fednova": Case(
         FedNova(SGD),

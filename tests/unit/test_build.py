@@ -46,6 +46,7 @@ from fedlearn.algorithms.sampling import (
     Users,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
+from fedlearn.algorithms.server_schedules import ScheduledFedAvg
 from fedlearn.assembly import Experiment, Simulation, build_experiment, build_simulation
 from fedlearn.assembly.private import add_privacy
 from fedlearn.config import Config, from_mapping
@@ -661,6 +662,22 @@ def test_feddyn_has_all_its_numbers() -> None:
     assert _build({"algorithm": algorithm, "client": _CLIENT}).algorithm == expected
 
 
+def test_a_scheduled_server_has_all_its_numbers() -> None:
+    """And the local training that the configuration describes."""
+    numbers: dict[str, Any] = {  # Any: numbers of two kinds
+        "server_learning_rate": 0.5,
+        "server_momentum": 0.25,
+        "server_rate_decay": 0.75,
+        "server_decay_rounds": 3,
+        "server_warmup_rounds": 2,
+    }
+    algorithm = {"name": "scheduled_fedavg", **numbers}
+    expected = ScheduledFedAvg(_LOCAL, **numbers)
+    assert _build({"algorithm": algorithm, "client": _CLIENT}).algorithm == expected
+    with pytest.raises(ConfigError, match=r"algorithm.*server_rate_decay is 0\.75, but"):
+        _build({"algorithm": algorithm | {"server_cosine_rounds": 5}, "client": _CLIENT})
+
+
 def test_fednova_has_all_its_numbers_and_sgd_clients() -> None:
     """Client settings that it cannot honor are refused, with the algorithm's name."""
     numbers = {"effective_steps_bound": 4.0, "weight_by_examples": False}
@@ -760,7 +777,7 @@ def test_the_local_updates_tested_are_all_there_are() -> None:
 def test_the_algorithms_tested_are_all_there_are() -> None:
     """The control of the table above."""
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
-    plain = {"fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
+    plain = {"fedavg", "scheduled_fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
     own = {"scaffold", "easgd", "feddyn", "fedexp", "fednova", "python"}
     assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, *own}

@@ -18,6 +18,7 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.recipes import FedAvg, FedProx
 from fedlearn.algorithms.scaffold import ControlVariates
+from fedlearn.core.params import Params
 from tests.unit.algorithms import test_scaffold as quadratics
 
 SGD = quadratics.SGD
@@ -83,7 +84,7 @@ def test_two_drifts_have_no_short_cut() -> None:
 
 def test_more_clients_than_the_population_are_refused() -> None:
     """The server's vector would outgrow the clients'."""
-    strategy, params = feddyn(), quadratics.Params.of(quadratics.Point())
+    strategy, params = feddyn(), Params.of(quadratics.Point())
     lanes = {"delta": torch.zeros(2, dtype=torch.float64)}
     with pytest.raises(ValueError, match="num_clients is 4, but 5 clients contributed"):
         strategy.step(params, Aggregate(lanes, num_clients=5), strategy.init(params))
