@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
     from fedlearn.algorithms.geometric_median import GeometricMedian as GeometricMedian
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
+    from fedlearn.algorithms.informed_sampling import InformedSampler as InformedSampler
+    from fedlearn.algorithms.informed_sampling import ObservedRound as ObservedRound
+    from fedlearn.algorithms.informed_sampling import read_client_values as read_client_values
+    from fedlearn.algorithms.informed_sampling import write_client_values as write_client_values
     from fedlearn.algorithms.krum import Bulyan as Bulyan
     from fedlearn.algorithms.krum import Krum as Krum
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
@@ -68,6 +72,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.sampling import CyclicSampler as CyclicSampler
     from fedlearn.algorithms.sampling import PoissonSampler as PoissonSampler
     from fedlearn.algorithms.sampling import UniformSampler as UniformSampler
+    from fedlearn.algorithms.sampling import ids_of as ids_of
     from fedlearn.algorithms.server_optimizers import SecondMoment as SecondMoment
     from fedlearn.algorithms.server_optimizers import ServerAdaptive as ServerAdaptive
     from fedlearn.algorithms.server_optimizers import ServerOptimizer as ServerOptimizer
@@ -113,6 +118,9 @@ _HOME = {
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.krum": "Bulyan Krum",
+    "algorithms.informed_sampling": (
+        "InformedSampler ObservedRound read_client_values write_client_values"
+    ),
     "algorithms.lanes": "Aggregate LaneSpec Over Updates stack_rows",
     "algorithms.local": (
         "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled "
@@ -128,8 +136,8 @@ _HOME = {
         "EASGD Algorithm FedAdagrad FedAdam FedAsync FedAvg FedAvgM FedBuff FedMedian FedProx "
         "FedSGD FedYogi Scaffold"
     ),
-    "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler",
     "algorithms.server_schedules": "ScheduledFedAvg ScheduledServer",
+    "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler ids_of",
     "algorithms.staleness": "StalenessWeight",
     "algorithms.strategy": "StepResult Strategy StrategyWrapper",
     "algorithms.server_optimizers": "SecondMoment ServerAdaptive ServerOptimizer ServerSgd",

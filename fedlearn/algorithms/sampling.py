@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Protocol, overload
+from typing import Annotated, ClassVar, Final, Protocol, overload
 
 import numpy as np
 from annotated_types import Gt, doc
@@ -85,6 +85,69 @@ class _Rest(Sequence[ClientId]):
         passed = int(np.searchsorted(self._passed, place, side="right"))
         return ClientId(self._whole[place + passed])
 
+    def __contains__(self, value: object) -> bool:
+        # Without it Python would compare the clients one by one.
+        if not isinstance(value, int) or value not in self._whole:
+            return False
+        return self._whole.index(value) not in self._gaps
+
+    def ids(self) -> NDArray[np.int64]:
+        return np.delete(ids_of(self._whole), self._gaps)
+
+
+def ids_of(available: Sequence[ClientId] | range) -> NDArray[np.int64]:
+    """Return the clients' ids as an array, without reading a range one by one."""
+    if isinstance(available, _Rest):
+        return available.ids()
+    if isinstance(available, range):
+        return np.arange(available.start, available.stop, available.step, dtype=np.int64)
+    return np.asarray(available, np.int64)
+
+
+class DescribedSampler:
+    """Base class of samplers that say what they draw and what they need.
+
+    A sampler of any other class may draw any number of clients, and needs nothing.
+
+    Attributes:
+        draws_exactly: Whether it always draws as many clients as are asked for, no matter how few.
+            Otherwise secure aggregation refuses it, whose threshold depends on that number.
+        draws_groups: Whether it draws clients as whole groups, or in numbers of its own choice.
+            Then it cannot draw one client after another, as asynchronous rounds need.
+        needs_losses: Whether it needs the training loss of single clients, which secure
+            aggregation hides.
+        counts_examples: Whether a client with more examples is asked more often. Then the
+            aggregation must weight clients equally: otherwise examples would count twice.
+    """
+
+    draws_exactly: ClassVar[bool] = False
+    draws_groups: ClassVar[bool] = False
+    needs_losses: ClassVar[bool] = False
+    counts_examples: ClassVar[bool] = False
+
+
+#: Why a sampler that draws whole groups is refused in asynchronous and semi-synchronous rounds.
+DRAWN_AS_OTHERS_LAND: Final = (
+    "where clients are drawn as others land, and not in whole cohorts; use another sampling, such "
+    'as "uniform"'
+)
+
+
+def why_not_secure(sampler: DescribedSampler | type[DescribedSampler]) -> str | None:
+    """Return the reason why secure aggregation refuses a sampler; ``None`` if it does not."""
+    if sampler.needs_losses:
+        return (
+            "which needs the training loss of each client, but with secure aggregation the "
+            "coordinator learns only the mean over all clients; use another sampling, such as "
+            '"uniform"'
+        )
+    if not sampler.draws_exactly:
+        return (
+            "whose cohorts have no least size, but secure aggregation derives its threshold from "
+            'the number of clients asked; use another sampling, such as "uniform"'
+        )
+    return None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Users:
@@ -103,7 +166,7 @@ class Users:
     has_gaps: bool
 
 
-class SeededSampler(ABC):
+class SeededSampler(DescribedSampler, ABC):
     """Base class of fedlearn's samplers: reproducible, with a scheme for privacy accounting.
 
     The cohort depends on the arguments alone, so each process of a simulation draws it itself. A
@@ -139,7 +202,7 @@ class SeededSampler(ABC):
         """
 
 
-def draws_each_alone(sampler: CohortSampler) -> bool:
+def draws_each_alone(sampler: CohortSampler | DescribedSampler) -> bool:
     """Return whether a client's selection is independent of which other clients are available.
 
     If it is not, sampling does not amplify privacy when clients join and leave.
@@ -183,6 +246,7 @@ class UniformSampler(_WithoutReplacement):
     """
 
     draws_each_alone = False
+    draws_exactly = True
 
     def cohorts(self, users: Users) -> FixedCohorts:
         """Return cohorts of fixed size."""
@@ -210,6 +274,7 @@ class PoissonSampler(Ranged, _WithoutReplacement):
     """
 
     draws_each_alone = True
+    draws_groups = True
 
     cap: Annotated[float, Gt(1), doc("Largest cohort as a multiple of the expected one, > 1.")]
 
@@ -238,6 +303,7 @@ class CyclicSampler(SeededSampler):
     """
 
     draws_each_alone = True
+    draws_groups = True
 
     def cohorts(self, users: Users) -> CyclicCohorts:
         """Return groups of about ``num_wanted`` users; with gaps in the ids, one could hold all."""
@@ -275,11 +341,7 @@ def whose_turn(
         turn: Turn index, from 0.
         seed: Seed that assigns clients to groups.
     """
-    ids_N: NDArray[np.int64] = (
-        np.arange(available.start, available.stop, available.step, dtype=np.int64)
-        if isinstance(available, range)  # np.asarray would iterate over it in Python
-        else np.asarray(available, np.int64)
-    )
+    ids_N = ids_of(available)
     blocks_N, places_N = np.divmod(ids_N, num_groups)
     turned_N = seed.derive("groups").hash(blocks_N) % np.uint64(num_groups)
     groups_N = (places_N + turned_N.astype(np.int64)) % num_groups

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.aggregations import FullAggregation
+from fedlearn.algorithms.informed_sampling import as_informed
 from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.sampling import SeededSampler
 from fedlearn.assembly.components import Components, Simulation
@@ -277,7 +278,8 @@ def _choose_num_workers(
 
 def count_workers_used(simulation: Simulation, requested: int) -> int:
     """Return how many of the requested workers have a client to train."""
-    if isinstance(simulation.sampler, SeededSampler):
+    sampler = simulation.sampler
+    if isinstance(sampler, SeededSampler) or as_informed(sampler).draws_exactly:
         return min(requested, simulation.policy.cohort_size)
     # A custom sampler may select all clients.
     return min(requested, simulation.population.num_clients)

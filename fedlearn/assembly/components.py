@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.metrics import Measures, Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.round_settings import RoundSettings, in_round
-from fedlearn.algorithms.sampling import CohortSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.secure import build_secure_plan
@@ -69,7 +69,7 @@ class Components:
     metrics: Mapping[str, Metric]
     test: Examples | None
     algorithm: Strategy
-    sampler: CohortSampler
+    sampler: Sampler
     policy: StragglerPolicy
     config: Config
     privacy: PrivacyPlan | None = None

@@ -3,7 +3,7 @@
 The other processes receive the results, so that all of them compute the same round.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, cast
@@ -14,7 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.informed_sampling import (
+    NO_STATE,
+    ClientProperties,
+    InformedSampler,
+    ObservedRound,
+    Sampler,
+    SamplerState,
+    as_informed,
+)
+from fedlearn.algorithms.sampling import SeededSampler
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.own_lines import describe_error
@@ -28,14 +37,23 @@ from fedlearn.simulation.behavior import ClientBehavior, DeviceRound
 
 
 @dataclass(frozen=True)
-class SharedSampler:
+class SharedSampler(InformedSampler):
     """A sampler that runs on rank 0, which broadcasts the cohort.
 
-    All processes get the same cohort even if the sampler is random or has state.
+    All processes get the same cohort even if the sampler is random. Only rank 0 has its state,
+    which is enough, since rank 0 also writes the checkpoints.
     """
 
-    sampler: CohortSampler
+    sampler: InformedSampler
     cluster: Cluster
+
+    def init(self) -> SamplerState:
+        """Return the first state on rank 0, and none elsewhere."""
+        return self.sampler.init() if self.cluster.rank == 0 else NO_STATE
+
+    def observe(self, state: SamplerState, observed: ObservedRound) -> SamplerState:
+        """Return the next state on rank 0, and none elsewhere."""
+        return self.sampler.observe(state, observed) if self.cluster.rank == 0 else NO_STATE
 
     def sample(
         self,
@@ -45,12 +63,20 @@ class SharedSampler:
         round_num: int,
         attempt: int,
         seed: Seed,
+        state: SamplerState,
+        properties: ClientProperties,
     ) -> tuple[ClientId, ...]:
         """Return rank 0's cohort, or raise the error that its sampler raised."""
         cohort = None
         if self.cluster.rank == 0:
             cohort = self.sampler.sample(
-                available, cohort_size=cohort_size, round_num=round_num, attempt=attempt, seed=seed
+                available,
+                cohort_size=cohort_size,
+                round_num=round_num,
+                attempt=attempt,
+                seed=seed,
+                state=state,
+                properties=properties,
             )
         return self.cluster.broadcast(cohort)
 
@@ -74,10 +100,27 @@ class SharedNoise:
 
 
 @dataclass(frozen=True)
-class OwnSampler:
-    """A custom sampler, whose cohorts are validated."""
+class CheckedSampler(InformedSampler):
+    """A sampler whose cohorts and states are validated, since it may be custom code."""
 
-    sampler: CohortSampler
+    sampler: Sampler
+
+    @property
+    def _inner(self) -> InformedSampler:
+        return as_informed(self.sampler)
+
+    def init(self) -> SamplerState:
+        """Return the sampler's first state.
+
+        Raises:
+            ConfigError: A value of it is not a tensor.
+            Exception: What the custom code raises.
+        """
+        return self._require_tensors(self._inner.init(), "init")
+
+    def observe(self, state: SamplerState, observed: ObservedRound) -> SamplerState:
+        """Return the sampler's next state; raises as :meth:`init`."""
+        return self._require_tensors(self._inner.observe(state, observed), "observe")
 
     def sample(
         self,
@@ -87,22 +130,54 @@ class OwnSampler:
         round_num: int,
         attempt: int,
         seed: Seed,
+        state: SamplerState,
+        properties: ClientProperties,
     ) -> tuple[ClientId, ...]:
-        """Return the custom code's cohort.
+        """Return the sampler's cohort.
 
         Raises:
-            ConfigError: It is empty, names a client twice, or one that is not available.
+            ConfigError: It is empty, names a client twice, or one that is not available, or it is
+                not as large as the sampler declares.
             Exception: What the custom code raises.
         """
-        drawn = self.sampler.sample(
-            available, cohort_size=cohort_size, round_num=round_num, attempt=attempt, seed=seed
+        drawn = self._inner.sample(
+            available,
+            cohort_size=cohort_size,
+            round_num=round_num,
+            attempt=attempt,
+            seed=seed,
+            state=state,
+            properties=properties,
         )
-        return self._validate(drawn, available, round_num)
+        cohort = self._validate(drawn, available, round_num)
+        if self._inner.draws_exactly and len(cohort) != cohort_size:
+            raise ConfigError(
+                f"{self._name(round_num)}: it returned {len(cohort)} clients, but declares "
+                f"draws_exactly, and {cohort_size} were asked for; return that many"
+            )
+        return cohort
+
+    def _name(self, round_num: int) -> str:
+        return f"sampler: {type(self.sampler).__name__}, round {round_num + 1}"
+
+    def _require_tensors(self, state: object, method: str) -> SamplerState:
+        place = f"sampler: {type(self.sampler).__name__}.{method}"
+        if not isinstance(state, Mapping):
+            raise ConfigError(
+                f"{place} returned {type(state).__name__}; return the state, tensors by name"
+            )
+        for name, value in state.items():
+            if not isinstance(value, Tensor):
+                raise ConfigError(
+                    f"{place} returned the state {name!r} as {type(value).__name__}; it must be a "
+                    "tensor, since it is saved in checkpoints"
+                )
+        return cast("SamplerState", state)
 
     def _validate(
         self, drawn: Sequence[ClientId], available: Sequence[ClientId], round_num: int
     ) -> tuple[ClientId, ...]:
-        name = f"sampler: {type(self.sampler).__name__}, round {round_num + 1}"
+        name = self._name(round_num)
         try:
             # `operator.index` takes numpy's integers, and refuses floats and texts.
             cohort = cast("tuple[ClientId, ...]", tuple(map(index, drawn)))
@@ -120,6 +195,15 @@ class OwnSampler:
             twice = next(each for each in cohort if cohort.count(each) > 1)
             raise ConfigError(f"{name}: client {twice} is in the cohort twice; name each once")
         return cohort
+
+
+def check_own_sampler(sampler: Sampler, *, is_private: bool) -> Sampler:
+    """Wrap a sampler so that its cohorts are validated.
+
+    Those that the seed or a privacy plan determines need no validation, and the latter's may be
+    empty.
+    """
+    return sampler if is_private or isinstance(sampler, SeededSampler) else CheckedSampler(sampler)
 
 
 @dataclass(frozen=True)

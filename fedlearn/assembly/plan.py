@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fedlearn.algorithms.collector import Collector
-from fedlearn.algorithms.pending_tasks import Draw
+from fedlearn.algorithms.informed_sampling import InformedSampler, Sampler, SamplingDraw
 from fedlearn.assembly.components import Components
 from fedlearn.assembly.own_code import SharedNoise
 from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
@@ -45,7 +45,8 @@ def build_initial_params(components: Components, device: torch.device) -> Params
 def build_run_plan(
     components: Components,
     *,
-    draw: Draw,
+    draw: SamplingDraw,
+    sampler: Sampler,
     collector: Collector,
     evaluators: Sequence[Evaluator],
     clock: Clock,
@@ -55,8 +56,9 @@ def build_run_plan(
 ) -> RunPlan:
     """Build the plan of a run, simulated or deployed.
 
-    The evaluators must use different metric names. With ``charging``, each round is charged to the
-    privacy ledger before its clients are asked.
+    ``draw`` draws with ``sampler``, which also observes the rounds. The evaluators must use
+    different metric names. With ``charging``, each round is charged to the privacy ledger before
+    its clients are asked.
     """
     if charging is not None:
         # Other rounds draw clients many times, but release one sum, so they are charged once.
@@ -71,6 +73,8 @@ def build_run_plan(
             seed=components.seed,
             release=release,
             by_round=components.by_round,
+            # The state of a sampler that has none would be empty.
+            sampler=sampler if isinstance(sampler, InformedSampler) else None,
             is_retried=components.asynchrony is None,
         ),
         evaluator=Evaluators(evaluators),

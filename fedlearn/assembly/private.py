@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, UserCohorts
+from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.objectives import why_not_by_example
 from fedlearn.algorithms.sampling import SeededSampler, Users, draws_each_alone
 from fedlearn.assembly.components import Components, ComponentsT, Deployment
@@ -117,6 +118,9 @@ def _choose_cohorts(components: Components, num_users: int) -> UserCohorts:
     """
     policy, mode, sampler = components.policy, components.config.privacy.mode, components.sampler
     is_deployed, alone = isinstance(components, Deployment), draws_each_alone(sampler)
+    # First: accounting for all users in every round is enough only if data do not decide which of
+    # them a round asks.
+    seeded = _require_known_cost(sampler)
     everybody = FixedCohorts(num_users, num_users)
     if components.asynchrony is not None:  # a fast client takes part in every round
         return everybody
@@ -127,14 +131,19 @@ def _choose_cohorts(components: Components, num_users: int) -> UserCohorts:
                 "a round; raise it, or lower cohort.num_wanted or stragglers.over_selection"
             )
         return everybody
+    users = Users(
+        population=num_users,
+        num_wanted=policy.num_wanted,
+        cohort_size=policy.cohort_size,
+        has_gaps=is_deployed,
+    )
+    return seeded.cohorts(users)
+
+
+def _require_known_cost(sampler: Sampler) -> SeededSampler:
+    """Return the sampler; raises ValueError if it has no scheme for privacy accounting."""
     if isinstance(sampler, SeededSampler):
-        users = Users(
-            population=num_users,
-            num_wanted=policy.num_wanted,
-            cohort_size=policy.cohort_size,
-            has_gaps=is_deployed,
-        )
-        return sampler.cohorts(users)
+        return sampler
     raise ValueError(
         f"what cohorts of {type(sampler).__name__} cost is not known; set cohort.sampling to "
         '"poisson", "uniform" or "cyclic"'

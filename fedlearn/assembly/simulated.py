@@ -8,10 +8,11 @@ from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.extra_settings import split_settings
+from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.round_settings import RoundSettings
-from fedlearn.algorithms.sampling import CohortSampler, UniformSampler
+from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.components import ALONE, Simulation
 from fedlearn.assembly.private import add_privacy
@@ -56,7 +57,7 @@ class Experiment:
     make_trainer: MakeTrainer | None = None
     extra: Mapping[str, Scalar] = field(default_factory=dict)
     by_round: RoundSettings | None = None
-    sampler: CohortSampler | None = None
+    sampler: Sampler | None = None
     devices: ClientBehavior | None = None
     callbacks: tuple[RoundCallback, ...] = ()
 

@@ -5,12 +5,13 @@ import math
 import torch
 
 from fedlearn.algorithms.collector import Collector, further_bytes
-from fedlearn.algorithms.sampling import CohortSampler, SeededSampler
+from fedlearn.algorithms.informed_sampling import Sampler, as_informed
+from fedlearn.algorithms.sampling import SeededSampler
 from fedlearn.algorithms.settings import own_classes, own_transforms, require_travels
 from fedlearn.assembly.choices import build_job
 from fedlearn.assembly.client_link import ClientLink, Identities, build_collector
 from fedlearn.assembly.components import Simulation
-from fedlearn.assembly.own_code import OwnDevices, OwnSampler, SharedSampler
+from fedlearn.assembly.own_code import OwnDevices, SharedSampler, check_own_sampler
 from fedlearn.assembly.plan import (
     build_central_evaluator,
     build_initial_params,
@@ -36,6 +37,7 @@ from fedlearn.simulation.choice import (
     TrainingJob,
     make_executor,
 )
+from fedlearn.simulation.client_properties import PopulationProperties
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.evaluation import (
     ClientEvaluator,
@@ -79,14 +81,16 @@ def assemble(
     else:
         collector = _build_engine(simulation, job, cluster)
     sampled = SampledOpening(
-        sampler=_build_sampler(simulation, cluster),
+        sampler=(sampler := _build_sampler(simulation, cluster)),
         available=collector.available,
         seed=simulation.seed,
+        properties=PopulationProperties(simulation.population),
     )
     has_pending = simulation.round_mode is not None
     plan = build_run_plan(
         simulation,
         draw=sampled.draw if has_pending else sampled.draw_cohort,
+        sampler=sampler,
         charging=charging,
         collector=collector,
         host=host,
@@ -97,18 +101,17 @@ def assemble(
     return plan, params
 
 
-def _build_sampler(simulation: Simulation, cluster: Cluster) -> CohortSampler:
+def _build_sampler(simulation: Simulation, cluster: Cluster) -> Sampler:
     """Return a sampler that draws the same cohort in every process.
 
-    The seeded samplers do so by themselves. The samplers of users and of private runs draw on
-    rank 0, which shares the cohort.
+    The seeded samplers do so by themselves. Informed and custom samplers, and those of private
+    runs, draw on rank 0, which shares the cohort.
     """
     given = simulation.sampler
-    if simulation.privacy is not None:
-        return SharedSampler(given, cluster)
-    if isinstance(given, SeededSampler):
+    if simulation.privacy is None and isinstance(given, SeededSampler):
         return given
-    return SharedSampler(OwnSampler(given), cluster)
+    checked = check_own_sampler(given, is_private=simulation.privacy is not None)
+    return SharedSampler(as_informed(checked), cluster)
 
 
 def _build_behavior(simulation: Simulation, cluster: Cluster) -> ClientBehavior:

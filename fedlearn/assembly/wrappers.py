@@ -7,6 +7,8 @@ from fedlearn.algorithms.aggregations import min_updates
 from fedlearn.algorithms.asynchronous import require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.extra_settings import WithExtra
+from fedlearn.algorithms.informed_sampling import Sampler
+from fedlearn.algorithms.sampling import DRAWN_AS_OTHERS_LAND, DescribedSampler, why_not_secure
 from fedlearn.algorithms.strategy import Bounded
 from fedlearn.assembly.components import Components, ComponentsT
 from fedlearn.assembly.server_training import build_server_task
@@ -20,13 +22,14 @@ def add_wrappers(components: ComponentsT, extra: Mapping[str, Scalar]) -> Compon
     """Add every wrapper around the algorithm that the configuration asks for.
 
     Raises:
-        ConfigError: ``extra`` cannot be broadcast, or the run allows updates of earlier models and
-            the algorithm cannot aggregate them.
+        ConfigError: ``extra`` cannot be broadcast, the run allows updates of earlier models and
+            the algorithm cannot aggregate them, or the sampler does not fit the run.
     """
     components = _add_extra_settings(components, extra)
     components = _add_distillation(components)
     components = _add_update_bounds(components)
     _require_asynchronous(components)
+    _require_compatible_sampler(components)
     return components
 
 
@@ -89,6 +92,32 @@ def _require_asynchronous(components: Components) -> None:
                 require_asynchronous(components.algorithm)
             except ValueError as error:
                 raise ConfigError(f"{table}.mode is on, but {error}") from error
+
+
+def _require_compatible_sampler(components: Components) -> None:
+    """Check that the sampler can draw as the run needs.
+
+    The configuration refuses the same for a sampler that it names; here come custom ones, and those
+    that are arguments.
+    """
+    name, sampler = type(components.sampler).__name__, _describe_sampler(components.sampler)
+    modes = {"asynchronous": components.asynchrony, "late_updates": components.late_updates}
+    for table, rule in modes.items():
+        if rule is not None and sampler.draws_groups:
+            raise ConfigError(f"sampler: is {name}, but {table}.mode is on, {DRAWN_AS_OTHERS_LAND}")
+    if components.secure is not None and (reason := why_not_secure(sampler)) is not None:
+        raise ConfigError(f"sampler: is {name}, {reason}")
+    if sampler.counts_examples and getattr(components.algorithm.aggregation, "by_examples", False):
+        raise ConfigError(
+            f"sampler: {name} asks clients with more examples more often, and the algorithm "
+            "weights their updates by examples, so that examples would count twice; set "
+            "weight_by_examples to false"
+        )
+
+
+def _describe_sampler(sampler: Sampler) -> DescribedSampler | type[DescribedSampler]:
+    """Return what a sampler declares; the defaults if it declares nothing."""
+    return sampler if isinstance(sampler, DescribedSampler) else DescribedSampler
 
 
 def _add_extra_settings(components: ComponentsT, extra: Mapping[str, Scalar]) -> ComponentsT:

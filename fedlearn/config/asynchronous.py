@@ -80,10 +80,6 @@ _FULL = ", where a round is a full buffer; leave it out"
 #: For each key the values that asynchronous rounds allow, and the reason given for any other.
 _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "centralized": ((False,), "; remove one of them"),
-    "cohort.sampling": (
-        ("uniform",),
-        ', where clients are drawn as others land; leave it at "uniform"',
-    ),
     "stragglers.over_selection": ((1.0,), "; set asynchronous.concurrency instead"),
     "stragglers.min_reports": (("half",), _FULL),
     "stragglers.below_minimum": ((BelowMinimum.RETRY,), _FULL),

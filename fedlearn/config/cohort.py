@@ -7,7 +7,13 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field
 
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
-from fedlearn.algorithms.sampling import CyclicSampler, PoissonSampler, UniformSampler
+from fedlearn.algorithms.informed_sampling import InformedSampler, Sampler
+from fedlearn.algorithms.sampling import (
+    CyclicSampler,
+    DescribedSampler,
+    PoissonSampler,
+    UniformSampler,
+)
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.config.components import DeclaredSection, build_component, kind, kinds, with_keys_of
 from fedlearn.config.own_functions import (
@@ -15,8 +21,9 @@ from fedlearn.config.own_functions import (
     bind_own_function,
     require_attributes,
 )
-from fedlearn.config.section import PathText, Section
+from fedlearn.config.section import Args, Factory, PathText, Section
 from fedlearn.core.ranges import Count, Positive
+from fedlearn.errors import ConfigError
 from fedlearn.simulation import behavior, sources
 from fedlearn.simulation.population import Population
 
@@ -37,11 +44,40 @@ class CohortSection(DeclaredSection):
     """Which clients a round asks to train, and how many."""
 
     sampling: str = Field(description="How clients are drawn.")
+
+    @classmethod
+    def described(cls) -> type[DescribedSampler] | None:
+        """Return the class of the sampler, if it says what it draws and needs."""
+        make = cls.make
+        return make if isinstance(make, type) and issubclass(make, DescribedSampler) else None
+
     num_wanted: Count | Literal["auto"] = Field(
         USUAL_WANTED,
         description=f'Reports that close a round, >= 1; "auto": {USUAL_WANTED}, or in a simulation '
         "of fewer clients as many as can be asked.",
     )
+
+
+class PythonCohortSection(CohortSection):
+    """Your own sampler; its file may be given as the way of sampling itself."""
+
+    factory: Factory = Field(
+        description='The sampler: "module:Class" or "path/to/file.py:Class", called with args.'
+    )
+    args: Args = Field({}, description="Keyword arguments of the sampler.")
+
+    def build(self, **given: object) -> Sampler:
+        """Call the factory and check that it made a sampler."""
+        key = "cohort.sampling"
+        made = bind_own_function(key, self.factory, self.args)()
+        require_attributes(key, self.factory, made, ("sample",), "give it a method sample")
+        if not isinstance(made, InformedSampler) and hasattr(made, "observe"):
+            raise ConfigError(
+                f"{key}: {self.factory} made a {type(made).__name__} with a method observe, which "
+                "nobody calls; let its class inherit from fedlearn.InformedSampler"
+            )
+        sampler: Sampler = made
+        return sampler
 
 
 COHORTS = kinds(
@@ -58,6 +94,11 @@ COHORTS = kinds(
         "cyclic",
         "All clients in turn: each is in one of ``len(available) // cohort_size`` groups.",
         CyclicSampler,
+    ),
+    kind(
+        "python",
+        "Your own sampler; its file may be given as the way of sampling itself.",
+        PythonCohortSection,
     ),
 )
 

@@ -15,8 +15,8 @@ from fedlearn.config.toml import Key, keys_in, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.core.redaction import redact
 
-#: The name of an algorithm may also be the location of a custom strategy.
-_OWN_STRATEGY: dict[Key, str] = {("algorithm", "name"): "factory"}
+#: The name of an algorithm, and of a way of sampling, may also be the location of custom code.
+_OWN_CODE: dict[Key, str] = {("algorithm", "name"): "factory", ("cohort", "sampling"): "factory"}
 
 
 def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
@@ -105,7 +105,7 @@ def _to_toml_values(value: Any) -> Any:
 
 
 def _with_absolute_paths(raw: dict[str, Any], base: Path) -> dict[str, Any]:
-    return with_absolute_paths(raw, base, root=Config, more=_OWN_STRATEGY)
+    return with_absolute_paths(raw, base, root=Config, more=_OWN_CODE)
 
 
 def _parse_override(text: str) -> Override:

@@ -83,10 +83,6 @@ _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
         ("off",),
         ": a buffer takes updates whenever they come; leave one of them out",
     ),
-    "cohort.sampling": (
-        ("uniform",),
-        ', where clients are drawn of those that are not late yet; leave it at "uniform"',
-    ),
     "secure_aggregation.mode": (
         ("off",),
         (

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.sampling import DRAWN_AS_OTHERS_LAND, SeededSampler, why_not_secure
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.config.aggregation import AGGREGATIONS, AggregationSection
 from fedlearn.config.asynchronous import AsynchronousSection, imply_buffers
@@ -279,7 +280,7 @@ class Config(Section):
     def _imply_defaults(cls, raw: Any) -> Any:  # Any: not validated yet
         """Add the defaults that some tables imply for unset keys of others.
 
-        - An algorithm's name with a colon is the location of a custom strategy.
+        - A name with a colon is the location of a custom strategy or sampler.
         - FedSGD implies the local training that defines it.
         - ClientApps written without fedlearn imply ``client.optimizer = "own"``.
         - Data other than the digits imply no stragglers and ideal devices.
@@ -295,6 +296,10 @@ class Config(Section):
         name = algorithm.get("name") if isinstance(algorithm, dict) else None
         if isinstance(algorithm, dict) and isinstance(name, str) and ":" in name:
             implied["algorithm"] = {**algorithm, "name": "python", "factory": name}
+        cohort = raw.get("cohort")
+        sampling = cohort.get("sampling") if isinstance(cohort, dict) else None
+        if isinstance(cohort, dict) and isinstance(sampling, str) and ":" in sampling:
+            implied["cohort"] = {**cohort, "sampling": "python", "factory": sampling}
         if name == "fedsgd" and isinstance(client, dict):
             implied["client"] = {"epochs": 1, "batch_size": "all"} | client
         flower = raw.get("flower")
@@ -303,7 +308,7 @@ class Config(Section):
             implied["client"] = {"optimizer": "own"} | client
         source = data.get("source") if isinstance(data, dict) else getattr(data, "source", None)
         for key, other in OTHER_DATA.items():
-            table = raw.get(key, {})
+            table = (raw | implied).get(key, {})
             if source not in (None, "digits") and isinstance(table, dict):
                 implied[key] = {**other, **table}
         privacy = raw.get("privacy")
@@ -327,6 +332,7 @@ class Config(Section):
         if self.flower.is_foreign:
             yield from self._check_foreign_apps()
         yield from self._check_asynchrony()
+        yield from self._check_sampling()
         if self.algorithm.name == "fedsgd":
             yield from self._check_fedsgd()
         if self.centralized and self.coordinator.training.is_on:
@@ -348,7 +354,6 @@ class Config(Section):
             "algorithm.name": self.algorithm.name,
             "asynchronous.mode": self.asynchronous.mode,
             "centralized": self.centralized,
-            "cohort.sampling": self.cohort.sampling,
             "cohort.num_wanted": self.cohort.num_wanted,
             "privacy.mode": self.privacy.mode,
             "secure_aggregation.mode": self.secure_aggregation.mode,
@@ -366,6 +371,21 @@ class Config(Section):
                         'set asynchronous.mode to "buffered" or late_updates.mode to "keep"'
                     )
                     yield Problem((f"staleness.{name}", "asynchronous.mode"), text)
+
+    def _check_sampling(self) -> Iterator[Problem]:
+        """Refuse a sampler that cannot draw one client after another, where rounds need that."""
+        sampler = self.cohort.described()
+        modes = {
+            "asynchronous.mode": (self.asynchronous.is_on, self.asynchronous.mode),
+            "late_updates.mode": (self.late_updates.is_on, self.late_updates.mode),
+        }
+        for mode, (is_on, value) in modes.items():
+            if is_on and sampler is not None and sampler.draws_groups:
+                text = (
+                    f"is {quote(self.cohort.sampling)}, but {mode} is {quote(value)}, "
+                    f"{DRAWN_AS_OTHERS_LAND}"
+                )
+                yield Problem(("cohort.sampling", mode), text)
 
     def asynchrony(self) -> Asynchrony | None:
         """Build the settings of asynchronous rounds; ``None`` if rounds are synchronous."""
@@ -465,13 +485,13 @@ class Config(Section):
         if self.centralized:
             text = f"is {quote(self.secure_aggregation.mode)}, but centralized pools the examples"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
-        if self.cohort.sampling != "uniform":
-            text = (
-                f"is {quote(self.cohort.sampling)}, whose cohorts have no least size, but secure "
-                'aggregation derives its threshold from the number of clients asked; use "uniform"'
-            )
-            yield Problem(("cohort.sampling", mode), text)
-            return
+        if (sampler := self.cohort.described()) is not None:
+            reason = why_not_secure(sampler)
+            if reason is not None:
+                yield Problem(
+                    ("cohort.sampling", mode), f"is {quote(self.cohort.sampling)}, {reason}"
+                )
+                return
         minimum, wanted = self.stragglers.min_reports, self.cohort.num_wanted
         if wanted == "auto":
             text = (
@@ -492,11 +512,28 @@ class Config(Section):
             keys = ("secure_aggregation.simulate_as", "engine.transport")
             yield Problem(keys, f'{text}leave it out, or set engine.transport to "engine"')
 
+    def _check_accounted_sampling(self) -> Iterator[Problem]:
+        """Refuse a sampling for which privacy cannot account."""
+        sampler, keys = self.cohort.described(), ("cohort.sampling", "privacy.mode")
+        if self.privacy.mode == "example" and self.cohort.sampling == "cyclic":
+            text = (
+                'is "cyclic", an order that is public, but ε is computed for cohorts that are '
+                'drawn at random and kept secret; set it to "uniform" or "poisson"'
+            )
+            yield Problem(keys, text)
+        elif sampler is not None and not issubclass(sampler, SeededSampler):
+            text = (
+                f"is {quote(self.cohort.sampling)}, but what its cohorts cost in privacy is not "
+                'known; set it to "uniform" or "poisson", or privacy.mode to "off"'
+            )
+            yield Problem(keys, text)
+
     def _check_privacy(self) -> Iterator[Problem]:
         mode = "privacy.mode"
         if self.centralized:
             text = f"is {quote(self.privacy.mode)}, but centralized pools the examples of all users"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
+        yield from self._check_accounted_sampling()
         takes_turns, bands = self.cohort.sampling == "cyclic", self.privacy.bands
         if self.privacy.mode == "central" and takes_turns != (bands is not None):
             text = (

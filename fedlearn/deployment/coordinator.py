@@ -356,6 +356,7 @@ class Coordinator:
             set_aside=channel.set_aside,
             num_set_aside=channel.num_set_aside,
             forget=channel.forget,
+            properties=gateway,
         )
 
     def _limit_in_flight(self, channel: GatewayChannel) -> InFlightLimit | None:

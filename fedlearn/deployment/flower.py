@@ -14,6 +14,7 @@ from pathlib import Path
 import structlog
 
 from fedlearn import assembly
+from fedlearn.algorithms.informed_sampling import NO_PROPERTIES
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.assembly.client_link import ClientLink, Identities
 from fedlearn.config import Config, resolve_addresses
@@ -233,6 +234,7 @@ class _RunServer:
             set_aside=_ignore,  # a node never reconnects, so it would stay set aside
             num_set_aside=lambda: 0,
             forget=_ignore,  # replies end with their exchange
+            properties=NO_PROPERTIES,
         )
 
     def _require_enough(self, num_present: int, num_waits: int) -> None:

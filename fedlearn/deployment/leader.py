@@ -14,9 +14,10 @@ from pathlib import Path
 
 import structlog
 
-from fedlearn.algorithms.pending_tasks import Draw
+from fedlearn.algorithms.informed_sampling import ClientProperties
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.client_link import ClientLink
+from fedlearn.assembly.own_code import check_own_sampler
 from fedlearn.assembly.server_jobs import FOLDER, TrainingHost
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone
@@ -59,6 +60,7 @@ class ReachableClients:
         set_aside: Stops asking a client that keeps failing.
         num_set_aside: Returns how many connected clients are set aside.
         forget: Called with a round number; replies to earlier rounds are no longer needed.
+        properties: What the clients and their tags say about them.
     """
 
     reach: ClientLink
@@ -72,6 +74,7 @@ class ReachableClients:
     set_aside: Callable[[ClientId], None]
     num_set_aside: Callable[[], int]
     forget: Callable[[int], None]
+    properties: ClientProperties
 
 
 @dataclass(eq=False, kw_only=True)
@@ -217,7 +220,7 @@ class Leader:
         live_status.failing = failing.status
         # 4. The rounds that are due.
         opening = self._build_opening(clients, components, journal)
-        draw: Draw = opening.draw_cohort if components.asynchrony is None else opening.draw
+        is_synchronous = components.asynchrony is None
         with nullcontext() if charging is None else closing(charging):
             run_rounds(
                 clients.reach,
@@ -236,7 +239,8 @@ class Leader:
                     masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
                     read_num_rounds=partial(self._refresh_num_rounds, stored),
                 ),
-                draw=draw,
+                draw=opening.draw_cohort if is_synchronous else opening.draw,
+                sampler=opening.sampler,
                 # A resumed round is charged again, because its noise is drawn again.
                 charging=None
                 if charging is None
@@ -264,7 +268,9 @@ class Leader:
         self, clients: ReachableClients, components: Deployment, journal: PatientJournal
     ) -> DurableOpening:
         return DurableOpening(
-            sampler=components.sampler,
+            sampler=check_own_sampler(
+                components.sampler, is_private=components.privacy is not None
+            ),
             available=partial(list_available, components, clients.reach.channel),
             policy=components.policy,
             seed=components.seed,
@@ -277,6 +283,7 @@ class Leader:
             journal=journal,
             live_status=self.live_status,
             clock=self.interruption,
+            properties=clients.properties,
         )
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from fedlearn.algorithms.sampling import CohortSampler, without
+from fedlearn.algorithms.informed_sampling import (
+    NO_PROPERTIES,
+    NO_STATE,
+    ClientProperties,
+    Sampler,
+    SamplerState,
+    as_informed,
+)
+from fedlearn.algorithms.sampling import without
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.assembly import Deployment
 from fedlearn.core.clock import RealClock
@@ -28,7 +36,7 @@ def list_available(components: Deployment, channel: Channel, round_num: int) -> 
     if components.privacy is None or not components.privacy.takes_turns:
         return there
     cohort_size, seed = components.policy.cohort_size, components.seed
-    return components.sampler.sample(
+    return components.privacy.sampler.sample(
         there, cohort_size=cohort_size, round_num=round_num, attempt=0, seed=seed
     )
 
@@ -62,9 +70,10 @@ class DurableOpening:
         journal: Where cohorts are recorded.
         live_status: Receives the progress of the opening.
         clock: Real time; its sleep may raise what ``check`` does.
+        properties: What is known of the clients.
     """
 
-    sampler: CohortSampler
+    sampler: Sampler
     available: Callable[[int], Sequence[ClientId]]
     policy: StragglerPolicy
     seed: Seed
@@ -77,9 +86,16 @@ class DurableOpening:
     journal: RoundJournal
     live_status: LiveStatus
     clock: RealClock
+    properties: ClientProperties = NO_PROPERTIES
 
     def draw_cohort(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> Sequence[ClientId]:
         """Return the cohort in the journal, or wait for clients, draw one, and record it.
 
@@ -105,13 +121,7 @@ class DurableOpening:
             cohort_size = min(num, len(present))
             cohort = tuple[ClientId, ...]()
             if cohort_size:
-                cohort = self.sampler.sample(
-                    present,
-                    cohort_size=cohort_size,
-                    round_num=round_num,
-                    attempt=attempt,
-                    seed=self.seed,
-                )
+                cohort = self._sample(present, cohort_size, round_num, attempt, state)
             opened = OpenRound(
                 round_num=round_num,
                 attempt=attempt,
@@ -123,7 +133,13 @@ class DurableOpening:
         return opened.cohort
 
     def draw(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> Sequence[ClientId]:
         """Return the clients that an asynchronous round asks next, the same ones after a restart.
 
@@ -146,13 +162,7 @@ class DurableOpening:
         there = without(self.available(round_num), busy)
         if not there:
             return ()
-        drawn = self.sampler.sample(
-            there,
-            cohort_size=min(num, len(there)),
-            round_num=round_num,
-            attempt=attempt,
-            seed=self.seed,
-        )
+        drawn = self._sample(there, min(num, len(there)), round_num, attempt, state)
         self.journal.open(
             OpenRound(
                 round_num=round_num,
@@ -163,6 +173,24 @@ class DurableOpening:
         )
         self.live_status.phase = Phase.ROUND
         return drawn
+
+    def _sample(
+        self,
+        idle: Sequence[ClientId],
+        cohort_size: int,
+        round_num: int,
+        attempt: int,
+        state: SamplerState,
+    ) -> tuple[ClientId, ...]:
+        return as_informed(self.sampler).sample(
+            idle,
+            cohort_size=cohort_size,
+            round_num=round_num,
+            attempt=attempt,
+            seed=self.seed,
+            state=state,
+            properties=self.properties,
+        )
 
     def _wait_for_clients(self, round_num: int, busy: Collection[ClientId]) -> Sequence[ClientId]:
         """Wait for ``num_needed`` clients or, once patience has run out, the fewest for a round.

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.collector import ChannelCollector
-from fedlearn.algorithms.pending_tasks import Draw
+from fedlearn.algorithms.informed_sampling import Sampler, SamplingDraw
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.client_link import ClientLink, build_collector
@@ -68,7 +68,8 @@ def run_rounds(
     components: Deployment,
     storage: RunStorage,
     *,
-    draw: Draw,
+    draw: SamplingDraw,
+    sampler: Sampler,
     clock: Clock,
     host: TrainingHost | None = None,
     on_outcomes: Callable[[Participations], None] = ignore,
@@ -81,6 +82,7 @@ def run_rounds(
         components: The assembled run.
         storage: Where the run is stored and resumed.
         draw: Draws the clients to ask.
+        sampler: The sampler that ``draw`` uses, which observes the rounds.
         clock: Real time.
         host: Where the coordinator's own training takes place.
         on_outcomes: Receives the outcomes of the clients in every attempt at a round.
@@ -101,6 +103,7 @@ def run_rounds(
     plan = build_run_plan(
         components,
         draw=draw,
+        sampler=sampler,
         charging=charging,
         collector=ReportingCollector(inner=collector, on_outcomes=on_outcomes),
         evaluators=list(_evaluators(components, reach.channel, collector)),

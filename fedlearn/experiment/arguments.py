@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.asynchronous import Buffered
-from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.core.calls import call_example
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.run import RoundCallback
@@ -126,7 +126,7 @@ def require_settings(*, extra: object, resume: object) -> None:
 
 def require_callable(
     *,
-    sampler: CohortSampler | None,
+    sampler: Sampler | None,
     callbacks: Sequence[RoundCallback],
     trainer: object,
     by_round: object,

@@ -20,12 +20,13 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.asynchronous import Buffered
+from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.round_settings import RoundSettings
-from fedlearn.algorithms.sampling import CohortSampler
+from fedlearn.algorithms.sampling import DescribedSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.torch_losses import as_objective
 from fedlearn.assembly import Components, Experiment, Simulation, build_experiment, build_simulation
@@ -167,7 +168,7 @@ def simulate(
     local_of: Callable[[ClientId], LocalUpdate] | None = None,
     extra: Mapping[str, Scalar] = MappingProxyType({}),
     by_round: RoundSettings | None = None,
-    sampler: CohortSampler | None = None,
+    sampler: Sampler | None = None,
     devices: ClientBehavior | Mapping[str, object] | None = None,
     callbacks: Sequence[RoundCallback] = (),
     progress: RunProgress | None = None,
@@ -263,7 +264,7 @@ def simulate(
         )
     config = build_config(settings, source="simulate()")
     if sampler is not None:
-        _require_compatible_sampler(config, settings)
+        _require_compatible_sampler(sampler, config, settings)
     addresses = resolve_addresses(config, environ=os.environ)
     printer = progress or choose_printer(sys.stdout, as_json=False)
     site = Site(addresses, os.environ, SystemClock(), printer)
@@ -327,7 +328,9 @@ def _split_buffered(
     return algorithm.strategy, {**settings, **tables}
 
 
-def _require_compatible_sampler(config: Config, settings: Mapping[str, object]) -> None:
+def _require_compatible_sampler(
+    sampler: Sampler, config: Config, settings: Mapping[str, object]
+) -> None:
     """Refuse settings that conflict with a custom sampler.
 
     These are another sampling rule, and guarantees that rest on how many clients are drawn and how.
@@ -347,7 +350,7 @@ def _require_compatible_sampler(config: Config, settings: Mapping[str, object]) 
             f"simulate(): privacy.mode is {config.privacy.mode!r}, whose ε depends on how clients "
             'are drawn, but sampler= draws them; leave sampler= out, or set the mode to "off"'
         )
-    if config.secure_aggregation.is_on:
+    if config.secure_aggregation.is_on and not isinstance(sampler, DescribedSampler):
         raise ConfigError(
             f"simulate(): secure_aggregation.mode is {config.secure_aggregation.mode!r}, whose "
             "threshold is derived from the number of clients asked, but sampler= may ask any "

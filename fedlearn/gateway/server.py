@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import cast
 
 import grpc
+import numpy as np
 import structlog
+from numpy.typing import NDArray
 
 from fedlearn.core.clock import RealClock, utc
 from fedlearn.core.messages import ClientId
@@ -269,6 +271,29 @@ class Gateway:
     def _find_name(self, client_id: ClientId) -> str:
         client = self._enrolled.find_by_id(client_id)
         return "" if client is None else client.name
+
+    def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many examples each client reports; 0 if it is not connected or reports none.
+
+        See :class:`~fedlearn.algorithms.informed_sampling.ClientProperties`.
+        """
+
+        def look_up() -> list[int]:
+            found = [self._sessions.find(ClientId(each)) for each in client_ids.tolist()]
+            return [0 if each is None else each.eligibility.num_examples for each in found]
+
+        # A client may report any number. The limit is far above real ones, and sums below it fit.
+        return np.asarray(np.minimum(self._loop.ask(look_up), 1 << 40), np.int64)
+
+    def groups(self, client_ids: NDArray[np.int64], *, by: str) -> Sequence[str]:
+        """Return the value of each client's tag ``by=value``; empty if it has none."""
+
+        def look_up() -> list[str]:
+            found = [self._enrolled.find_by_id(ClientId(each)) for each in client_ids.tolist()]
+            tags = [dict(tag.split("=", 1) for tag in each.tags) if each else {} for each in found]
+            return [each.get(by, "") for each in tags]
+
+        return self._loop.ask(look_up)
 
     def _status(self) -> dict[str, object]:
         set_aside = self._sessions.find_set_aside()

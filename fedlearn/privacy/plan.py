@@ -73,6 +73,18 @@ class PrivacyPlan(Ranged, ABC):
     hides_examples: ClassVar[bool] = False
     #: Whether each update already has enough noise when it leaves its client.
     is_local: ClassVar[bool] = False
+    #: The kinds of cohorts that the plan can account for.
+    schemes: ClassVar[tuple[type[UserCohorts], ...]] = (FixedCohorts, PoissonCohorts)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        can_account = isinstance(self.cohorts, self.schemes)
+        if not can_account:
+            known = " or ".join(each.__name__ for each in self.schemes)
+            raise ValueError(
+                f"the sampler draws {type(self.cohorts).__name__}, but {type(self).__name__} "
+                f"accounts for {known}; use another sampler"
+            )
 
     @property
     def accounted(self) -> Cohorts:
@@ -132,7 +144,7 @@ class PrivacyPlan(Ranged, ABC):
         """The sampler that draws cohorts the way they are accounted for."""
         if isinstance(self.cohorts, PoissonCohorts):
             return SecretPoissonSampler(self.cohorts, self.streams)
-        assert isinstance(self.cohorts, FixedCohorts)  # a plan with others overrides this
+        assert isinstance(self.cohorts, FixedCohorts)  # as checked when the plan was built
         return SecretUniformSampler(self.cohorts, self.streams)
 
     @property
@@ -281,6 +293,7 @@ class BandedPlan(PrivacyPlan):
 
     mode_text = CentralPlan.mode_text
     noise_text = "correlated over rounds"
+    schemes = (CyclicCohorts,)
 
     def __post_init__(self) -> None:
         super().__post_init__()

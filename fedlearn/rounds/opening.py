@@ -8,8 +8,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from fedlearn.algorithms.pending_tasks import Draw
-from fedlearn.algorithms.sampling import CohortSampler, without
+from fedlearn.algorithms.informed_sampling import (
+    NO_PROPERTIES,
+    NO_STATE,
+    ClientProperties,
+    Sampler,
+    SamplerState,
+    SamplingDraw,
+    as_informed,
+)
+from fedlearn.algorithms.sampling import without
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 
@@ -22,34 +30,60 @@ class SampledOpening:
         sampler: Draws the clients.
         available: Returns the clients that can be asked now.
         seed: Seed of the draw.
+        properties: What is known of the clients.
     """
 
-    sampler: CohortSampler
+    sampler: Sampler
     available: Callable[[], Sequence[ClientId]]
     seed: Seed
+    properties: ClientProperties = NO_PROPERTIES
 
     def draw_cohort(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> Sequence[ClientId]:
         """Draw exactly ``num`` clients; the draw depends on the arguments and who is available.
 
         Raises:
             CohortTooSmall: Fewer clients are available.
         """
-        return self._sample(without(self.available(), busy), num, round_num, attempt)
+        idle = without(self.available(), busy)
+        return self._sample(idle, num, round_num, attempt, state)
 
     def draw(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> Sequence[ClientId]:
         """Draw up to ``num`` clients; otherwise like :meth:`draw_cohort`."""
         idle = without(self.available(), busy)
-        return self._sample(idle, min(num, len(idle)), round_num, attempt) if idle else ()
+        return self._sample(idle, min(num, len(idle)), round_num, attempt, state) if idle else ()
 
     def _sample(
-        self, idle: Sequence[ClientId], num: int, round_num: int, attempt: int
+        self,
+        idle: Sequence[ClientId],
+        num: int,
+        round_num: int,
+        attempt: int,
+        state: SamplerState,
     ) -> Sequence[ClientId]:
-        return self.sampler.sample(
-            idle, cohort_size=num, round_num=round_num, attempt=attempt, seed=self.seed
+        return as_informed(self.sampler).sample(
+            idle,
+            cohort_size=num,
+            round_num=round_num,
+            attempt=attempt,
+            seed=self.seed,
+            state=state,
+            properties=self.properties,
         )
 
 
@@ -74,13 +108,19 @@ class ChargedDraw:
             times, and is charged once.
     """
 
-    inner: Draw
+    inner: SamplingDraw
     charges: Charges
     each_attempt: bool
     _charged: tuple[int, int] | None = None  # last charged round and attempt
 
     def __call__(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> Sequence[ClientId]:
         """Draw clients and charge the round, even if there are none.
 
@@ -90,7 +130,7 @@ class ChargedDraw:
         """
         # Draw first: a draw that fails costs nothing. The charge is durable before any client is
         # asked.
-        drawn = self.inner(num, round_num=round_num, attempt=attempt, busy=busy)
+        drawn = self.inner(num, round_num=round_num, attempt=attempt, busy=busy, state=state)
         key = round_num, attempt if self.each_attempt else 0
         if key != self._charged:
             self.charges.charge(round_num=round_num, attempt=attempt)

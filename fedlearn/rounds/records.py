@@ -132,8 +132,8 @@ class Checkpoint:
 
     Attributes:
         round_num: Number of finished rounds.
-        tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``; in an asynchronous
-            run also ``flight/…`` and ``versions/…``.
+        tensors: By name: ``params/…``, ``server/…``, ``best/…``, ``clients/…``, ``sampler/…``; in
+            an asynchronous run also ``flight/…`` and ``versions/…``.
         values: Scalars of the run's state by name; under :data:`ALIAS` the other names of tied
             tensors, under :data:`CLIENTS_RUN` the id by which clients know a deployed run.
     """

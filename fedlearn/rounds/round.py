@@ -15,10 +15,17 @@ machine.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
+from fedlearn.algorithms.informed_sampling import (
+    NO_STATE,
+    InformedSampler,
+    SamplerState,
+    SamplingDraw,
+)
 from fedlearn.algorithms.lanes import Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.own_training import keeps_something
@@ -58,6 +65,7 @@ class ServerState:
         round_num: Index of the next round, from 0.
         params: The global model.
         strategy_state: The strategy's state, such as the momentum of a server optimizer.
+        sampler_state: The sampler's state, such as the clients' last losses.
         client_states: Client state, in a process that simulates the clients.
         begin_metrics: Metrics of the strategy's start, by name, for the record of the first round.
         pending: Pending tasks of earlier rounds, in a run that is asynchronous or accepts late
@@ -71,6 +79,7 @@ class ServerState:
     round_num: int
     params: Params
     strategy_state: State
+    sampler_state: SamplerState = field(default_factory=dict)
     client_states: ClientStates = field(default_factory=dict)
     begin_metrics: Mapping[str, float] = field(default_factory=dict)
     pending: PendingTasks = ()
@@ -119,17 +128,19 @@ class RoundPlan:
         seed: Public seed of everything reproducible.
         release: Transforms the aggregate before the step; ``None``: it is unchanged.
         by_round: Returns the clients' settings of a round; ``None``: they do not change.
+        sampler: Keeps the state by which ``draw`` draws; ``None``: there is none.
         is_retried: Whether a round below its minimum is retried or skipped as the policy says. A
             buffered round is not: its collector has already asked other clients when some failed.
     """
 
-    draw: Draw
+    draw: SamplingDraw
     policy: StragglerPolicy
     collector: Collector
     strategy: Strategy
     seed: Seed
     release: Release | None = None
     by_round: RoundSettings | None = None
+    sampler: InformedSampler | None = None
     is_retried: bool = True
 
     def apply_settings(self, strategy: Strategy, round_num: int) -> Strategy:
@@ -148,6 +159,7 @@ class RoundPlan:
             round_num=0,
             params=begun.params,
             strategy_state=begun.state,
+            sampler_state=NO_STATE if self.sampler is None else self.sampler.init(),
             begin_metrics=begun.metrics,
         )
 
@@ -206,11 +218,12 @@ def run_round(
         for based_on, sent in state.versions.items()
     } | {state.round_num: request}
     # 2. Ask clients, and collect their updates.
+    draw = partial(plan.draw, state=state.sampler_state)
     collected = plan.collector.collect(
         state.pending,
         requests,
         round_num=state.round_num,
-        draw=_leave_out(without, plan.draw) if without else plan.draw,
+        draw=_leave_out(without, draw) if without else draw,
     )
     # Keep the strategy's state only if the clients' work depends on it, since it can be large.
     newest = Version(

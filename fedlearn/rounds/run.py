@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.client_state import from_tensors, to_tensors
 from fedlearn.algorithms.collector import CollectedRound
+from fedlearn.algorithms.informed_sampling import ObservedRound
 from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.pending_tasks import PendingTasks, tasks_from_tensors, tasks_to_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
@@ -290,6 +291,16 @@ def _run_next_round(
     # Only a step of the server raises the round number, so a skipped round has not raised it.
     moved = server.round_num > state.server.round_num
     metrics = {**server.begin_metrics, **ran.metrics, **_count_changes(collected)}
+    if plan.round.sampler is not None:
+        # Once a round, and not once an attempt: a process that resumes in a later attempt does not
+        # know what became of the earlier ones, and would draw other clients.
+        observed = ObservedRound(
+            round_num=state.server.round_num,
+            is_aggregated=moved,
+            participations=collected.participations,
+        )
+        sampler_state = plan.round.sampler.observe(server.sampler_state, observed)
+        server = replace(server, sampler_state=sampler_state)
     server = replace(server, round_num=state.server.round_num + 1, begin_metrics={})
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
     state = state.note(collected)
@@ -405,6 +416,7 @@ def _build_checkpoint(state: RunState) -> Checkpoint:
         f"params/{n}": t for n, t in _tensors_by_name(server.params).items()
     }
     tensors |= {f"server/{name}": value for name, value in server.strategy_state.items()}
+    tensors |= {f"sampler/{name}": value for name, value in server.sampler_state.items()}
     tensors |= {f"clients/{name}": t for name, t in to_tensors(server.client_states).items()}
     # "flight" and "told" are old words for pending tasks and the broadcast: stored checkpoints have
     # them, so they stay.
@@ -472,6 +484,7 @@ def _restore(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSta
         round_num=checkpoint.round_num,
         params=_build_params(_load_tensors(checkpoint, "params/", device), like),
         strategy_state=strategy_state,
+        sampler_state=checkpoint.select_tensors("sampler/"),
         client_states=from_tensors(_load_tensors(checkpoint, "clients/", device)),
         begin_metrics={
             name.removeprefix(_BEGUN): _to_float(value)

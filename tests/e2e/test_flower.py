@@ -276,6 +276,7 @@ def replay(
         components,
         RunStorage(store=Forgetful()),
         draw=opening.draw_cohort if components.asynchrony is None else opening.draw,
+        sampler=opening.sampler,
         clock=VirtualClock(),
         host=TrainingHost(
             kind="deployment",

@@ -138,7 +138,7 @@ EASGD = fl.EASGD(
             {"privacy": {"clip_norm": 1.0, "noise_multiplier": 1.0, "target_delta": 1e-5}},
             "moves from one sum to the next",
         ),
-        ({"cohort": {"num_wanted": 4, "sampling": "poisson"}}, 'leave it at "uniform"'),
+        ({"cohort": {"num_wanted": 4, "sampling": "poisson"}}, 'such as "uniform"'),
         ({"asynchronous": {"mode": "buffered"}}, "a buffer takes updates whenever they come"),
         ({"late_updates": {"deadline_quantile": 0.5}}, "their durations are unknown"),
         (

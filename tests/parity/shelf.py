@@ -196,7 +196,7 @@ def over(channel: Channel) -> PlainCollector:
 def run(strategy: Strategy, collector: Collector) -> list[Tensor]:
     """The models after each round."""
     plan = RoundPlan(
-        draw=lambda _, *, round_num, **__: [ClientId(each) for each in COHORTS[round_num]],
+        draw=lambda *_, round_num, **__: [ClientId(each) for each in COHORTS[round_num]],
         policy=POLICY,
         collector=collector,
         strategy=strategy,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from fedlearn.algorithms.informed_sampling import NO_PROPERTIES, NO_STATE, as_informed
 from fedlearn.assembly import Deployment, build_deployment, build_simulation
 from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
@@ -136,7 +137,15 @@ def test_clients_that_take_turns_may_all_be_in_one_group(without_data: dict[str,
         [ClientId(each) for each in range(0, 100, 2)],
     )
     cohorts = [
-        sampler.sample(available, cohort_size=50, round_num=turn, attempt=0, seed=components.seed)
+        as_informed(sampler).sample(
+            available,
+            cohort_size=50,
+            round_num=turn,
+            attempt=0,
+            seed=components.seed,
+            state=NO_STATE,
+            properties=NO_PROPERTIES,
+        )
         for sampler, turn in [(components.sampler, 7), (later.sampler, 5), (later.sampler, 7)]
     ]
     assert cohorts[0] == cohorts[1] != cohorts[2]

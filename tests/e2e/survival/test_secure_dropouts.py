@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fedlearn import assembly
+from fedlearn.algorithms.informed_sampling import NO_STATE, SamplerState
 from fedlearn.assembly.plan import build_initial_params
 from fedlearn.client.home import Home
 from fedlearn.core.clock import VirtualClock
@@ -181,7 +182,13 @@ class Recorded:
     rounds: Sequence[Sequence[int]]
 
     def __call__(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> Sequence[ClientId]:
         return [ClientId(each) for each in self.rounds[round_num]]
 

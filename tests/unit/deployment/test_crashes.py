@@ -17,6 +17,7 @@ from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collector import ChannelCollector
+from fedlearn.algorithms.informed_sampling import NO_STATE, SamplerState
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -296,7 +297,13 @@ class Opening:
         return self(POLICY.num_wanted, round_num=round_num, attempt=attempt, busy=())
 
     def __call__(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> tuple[ClientId, ...]:
         found = self.world.find(round_num, attempt)
         if found is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from fedlearn.algorithms.pending_tasks import Draw
+from fedlearn.algorithms.informed_sampling import NO_STATE, SamplerState, SamplingDraw
 from fedlearn.algorithms.recipes import FedAvg, FedBuff
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.core.clock import VirtualClock
@@ -33,16 +33,24 @@ DEADLINES_S = {True: 10.0, False: 3.5}
 class Waiting:
     """A draw of at most ``most`` clients, before which time passes."""
 
-    draw: Draw
+    draw: SamplingDraw
     clock: VirtualClock
     before_s: float
     most: int
 
     def __call__(
-        self, num: int, *, round_num: int, attempt: int, busy: Collection[ClientId]
+        self,
+        num: int,
+        *,
+        round_num: int,
+        attempt: int,
+        busy: Collection[ClientId],
+        state: SamplerState = NO_STATE,
     ) -> Sequence[ClientId]:
         self.clock.sleep(self.before_s)
-        return self.draw(min(num, self.most), round_num=round_num, attempt=attempt, busy=busy)
+        return self.draw(
+            min(num, self.most), round_num=round_num, attempt=attempt, busy=busy, state=state
+        )
 
 
 def count_reports(*, is_buffered: bool, evaluated_s: float = 0.0, drawn_s: float = 0.0) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collector import CollectedRound
+from fedlearn.algorithms.informed_sampling import NO_STATE, SamplerState
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg, FedAvgM
 from fedlearn.algorithms.staleness import StalenessWeight
@@ -85,6 +86,7 @@ def in_order(
     round_num: int,
     attempt: int,
     busy: Collection[ClientId],
+    state: SamplerState = NO_STATE,
 ) -> Sequence[ClientId]:
     """Draw the idle clients with the lowest ids."""
     return [ClientId(each) for each in range(NUM_CLIENTS) if each not in busy][:num]
