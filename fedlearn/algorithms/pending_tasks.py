@@ -58,6 +58,7 @@ _DTYPES = {
     "based_on": torch.int64,
     "attempt": torch.int64,
     "place": torch.int64,
+    # `sent_s`: stored checkpoints have this name.
     "asked_s": torch.float64,
     "duration_s": torch.float64,
     "fails": torch.bool,

@@ -127,8 +127,8 @@ class RoundState(ABC):
         """Whether enough updates have arrived for a step of the server."""
 
     @property
-    def is_undone(self) -> bool:
-        """Whether there are too few updates, which then count in the next attempt."""
+    def is_carried_over(self) -> bool:
+        """Whether these updates, too few for a step, are carried over to the next attempt."""
         return False
 
     def age(self, task: PendingTask) -> int:
@@ -386,8 +386,8 @@ class CohortRoundState(RoundState):
         return len(self._taken) >= self.policy.min_reports
 
     @property
-    def is_undone(self) -> bool:
-        """Whether there are too few updates, which then count in the next attempt."""
+    def is_carried_over(self) -> bool:
+        """Whether these updates, too few for a step, are carried over to the next attempt."""
         return self._late is not None and not self.is_enough
 
     def draw(self, draw: Draw) -> Sequence[PendingTask]:
@@ -476,7 +476,7 @@ class CohortRoundState(RoundState):
             return ()
         # After too few reports the next attempt takes these updates again, as if they had not
         # landed.
-        flying = [*self._pending.values(), *(self.counted if self.is_undone else ())]
+        flying = [*self._pending.values(), *(self.counted if self.is_carried_over else ())]
         flying.sort(key=lambda each: (each.sent_s, _lasts_s(each)))
         return tuple(each._replace(sent_s=each.sent_s - closed_s) for each in flying)
 

@@ -228,7 +228,7 @@ def rounds(
     ] = 20,
     clients: Annotated[
         bool,
-        typer.Option("--clients", help="Also list the clients that were late or failed, and why."),
+        typer.Option("--clients", help="Also list the clients that did not report, and why."),
     ] = False,
     as_json: Json = False,
     config: ConfigFile = COORDINATOR_TOML,
@@ -250,7 +250,7 @@ def rounds(
         if missed:
             typer.echo(f"\n{format_missed(missed, names)}")
         elif clients:
-            typer.echo("\nnobody was late or failed in them")
+            typer.echo("\nevery client reported in them")
     else:
         typer.echo("no round is finished yet; `fedlearn why` shows what the run waits for")
 

@@ -27,7 +27,7 @@ from fedlearn.store.registry import StoredRegistry
 Brief: TypeAlias = tuple[RunRecord, Sequence[RoundMetrics]]
 
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
-#: Limits on late and failed clients: rounds in the text, clients of each, and JSON objects in all.
+#: Limits on clients that did not report: rounds in the text, clients of each, JSON objects in all.
 _MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
 #: Modes of configuration tables that are not worth printing.
 _OFF = ("off", "drop")
@@ -161,7 +161,7 @@ def _format_checkpoint(file: CheckpointFile) -> str:
 def run_object(run: Run) -> str:
     """Format everything about a run as a one-line JSON object; values that are not finite are null.
 
-    Late and failed clients are limited to the latest.
+    Clients that did not report are limited to the latest.
     """
     record, rounds = run.record, run.history
     summary, spent = summarize(record, rounds), run.privacy

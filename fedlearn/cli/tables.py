@@ -118,7 +118,7 @@ def rounds_table(rounds: Iterable[RoundSummary]) -> str:
 def describe_missed(
     missed: Iterable[Participation], names: Mapping[ClientId, str]
 ) -> list[dict[str, object]]:
-    """Describe the late and failed clients of a round, with the reasons, as JSON values."""
+    """Describe the clients of a round that did not report, with the reasons, as JSON values."""
     return [
         {
             "client_id": each.client_id,
@@ -133,7 +133,7 @@ def describe_missed(
 def format_missed(
     missed: Mapping[int, Iterable[Participation]], names: Mapping[ClientId, str]
 ) -> str:
-    """Format the late and failed clients, by round and with the reasons, as a table."""
+    """Format the clients that did not report, by round and with the reasons, as a table."""
     rows = [
         (str(round_num + 1), client_text(each.client_id, names), format_status(each))
         for round_num, ended in missed.items()

@@ -129,7 +129,7 @@ class Operator:
         return self.database.run(self._load_run().name).round_summaries(last)
 
     def load_missed(self, *, first: int) -> dict[int, list[Participation]]:
-        """Return the late and failed participations by round, from round ``first`` on."""
+        """Return the participations that are not reported, by round, from round ``first`` on."""
         return self.database.run(self._load_run().name).load_missed(first=first)
 
     def load_contacts(self) -> dict[ClientId, Contact]:

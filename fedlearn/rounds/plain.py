@@ -1,4 +1,8 @@
-"""Collects plaintext updates over a channel, in synchronous, late-update and buffered rounds."""
+"""Collects plaintext updates over a channel, in rounds of all three kinds.
+
+A round is synchronous, semi-synchronous (:class:`LateUpdates`) or asynchronous
+(:class:`Asynchrony`).
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +71,8 @@ class PlainCollector:
         channel: The connection to the clients.
         policy: When a round closes, and how long a client may take.
         slab_bytes: Bound of the queued replies, in bytes; if no two fit, none is queued.
-        round_mode: Settings for late updates or for a buffer; ``None``: rounds are synchronous.
+        round_mode: Settings of semi-synchronous or asynchronous rounds; ``None``: rounds are
+            synchronous.
         wait: Waits a moment for clients to connect, if an asynchronous round has no client in
             flight and none to ask; ``None``: no client will connect.
         prefetcher: Sends the newest model to clients that still work on an older one; ``None``: no
@@ -383,7 +388,7 @@ class _RoundAttempt:
             factor=1.0 if factors is None else float(factors[0]),
             sent_S=self.collector.sent_statistics.get(task.based_on),
         )
-        if self.round_state.is_undone:
+        if self.round_state.is_carried_over:
             self.held[task.client_id] = arrived
         else:
             self.held.clear()  # no later attempt will count these updates

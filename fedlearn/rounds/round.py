@@ -201,7 +201,9 @@ def run_round(
     # 1. Fix the strategy and the request of this round.
     strategy = call_at(plan.strategy, state.strategy_state)
     request = _build_request(state, plan, strategy, attempt=attempt)
-    usual = plan.strategy if state.strategy_state else strategy
+    # An empty state of a version means that `at` changed nothing (see `newest` below), or that the
+    # strategy has no state.
+    unchanged = plan.strategy if state.strategy_state else strategy
     # A client in flight was sent an older model, perhaps by a process that has since crashed.
     # Rebuild the request of each such round, to ask again and to check the updates.
     requests = {
@@ -212,7 +214,7 @@ def run_round(
             broadcast=sent.broadcast,
             counted=None if request.counted is None else sent.counted,
             strategy=plan.apply_settings(
-                call_at(plan.strategy, sent.state) if sent.state else usual, based_on
+                call_at(plan.strategy, sent.state) if sent.state else unchanged, based_on
             ),
         )
         for based_on, sent in state.versions.items()

@@ -240,7 +240,7 @@ class VirtualRound:
             aggregate,
             closed_s=self.now_s,
             client_states=self.request.client_states
-            if self.round_state.is_undone
+            if self.round_state.is_carried_over
             else self.client_states,
             participations=participations,
         )

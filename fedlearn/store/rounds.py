@@ -111,7 +111,7 @@ def summarize_rounds(session: Session, run_id: int, *, last: int) -> list[RoundS
 
 
 def read_missed(session: Session, run_id: int, *, first: int) -> dict[int, list[Participation]]:
-    """Return the late and failed participations by round, from round ``first`` on."""
+    """Return the missed participations (not reported) by round, from round ``first`` on."""
     row = ParticipationRow
     missed = row.round_num >= first, row.status != Status.REPORTED
     return dict(_read_participations(session, run_id, *missed))

@@ -473,7 +473,7 @@ class StoredRun:
             return summarize_rounds(session, self._run_id, last=last)
 
     def load_missed(self, *, first: int) -> dict[int, list[Participation]]:
-        """Return late and failed participations by round, from ``first`` on, in arrival order."""
+        """Return the missed participations by round, from ``first`` on, in arrival order."""
         with self.database.reading() as session:
             return read_missed(session, self._run_id, first=first)
 

@@ -1,4 +1,4 @@
-"""The one interface that differs between a simulation and a deployment."""
+"""The channel: sends requests to clients and receives replies, in memory or over a network."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
