@@ -1,5 +1,7 @@
 """Random numbers for local updates, reproducible for each client.
 
+The draw of a round's clients is :class:`fedlearn.algorithms.pending_tasks.Draw`.
+
 Each client, round and step has its own generator. So the numbers depend neither on the executor,
 block, worker process or transport that runs the client, nor on restarts.
 

@@ -19,7 +19,7 @@ from fedlearn.core.ranges import (
     describe_out_of_range,
 )
 from fedlearn.errors import ConfigError
-from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
+from fedlearn.secagg.min_cohort import USUAL_MIN_COHORT
 
 PrivacyMode: TypeAlias = Literal["any", "distributed", "local"]
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]

@@ -66,7 +66,7 @@ class PrivacyPlan(Ranged, ABC):
     num_wanted: int
     streams: Streams
 
-    #: Words for which side adds noise, and to what.
+    #: Descriptions, for people: which side adds the noise, and to what.
     mode_text: ClassVar[str]
     noise_text: ClassVar[str] = "in the sum of a round"
     #: Whether the plan hides one example of a user, rather than the user.
@@ -103,7 +103,7 @@ class PrivacyPlan(Ranged, ABC):
 
     @property
     def clip_text(self) -> str:
-        """Words for the clip norm of updates."""
+        """Description of the clip norm of updates."""
         return f"{self.clip_norm:g}"
 
     @property
@@ -178,7 +178,8 @@ class PrivacyPlan(Ranged, ABC):
         """Build the mechanism that adds noise to the sums of :meth:`wrap_strategy`.
 
         Returns:
-            ``None`` if clients have already added the noise.
+            ``None`` if clients have already added the noise. In mode "distributed", the sum is
+            still divided: by :class:`fedlearn.rounds.distributed_mean.DistributedMean`.
 
         Raises:
             ValueError: The sums for models of ``layout`` are too large to be exact.
@@ -204,7 +205,7 @@ class CentralPlan(PrivacyPlan):
 
     @property
     def clip_text(self) -> str:
-        """Words for the clip norm of updates."""
+        """Description of the clip norm of updates."""
         if self.adaptive is None:
             return super().clip_text
         quantile = f"quantile {self.adaptive.quantile:g} of the updates' norms"
@@ -503,7 +504,7 @@ class ExampleLevelPlan(PrivacyPlan):
 
     @property
     def clip_text(self) -> str:
-        """Words for the clip norm of gradients."""
+        """Description of the clip norm of gradients."""
         return f"{self.clip_norm:g}, the gradient of each example"
 
     def adapt_policy(self, policy: StragglerPolicy) -> StragglerPolicy:
@@ -522,7 +523,7 @@ class ExampleLevelPlan(PrivacyPlan):
         _ = made.local  # raises
         return made
 
-    def add_noise(self, local: LocalUpdate) -> NoisedGradients:
+    def wrap_local(self, local: LocalUpdate) -> NoisedGradients:
         """Return a local update with noise in its gradients.
 
         Raises:
@@ -568,16 +569,16 @@ class ExampleNoiseStrategy(StrategyWrapper):
         """The inner strategy's local update, with noise.
 
         Raises:
-            ValueError: See :meth:`ExampleLevelPlan.add_noise`.
+            ValueError: See :meth:`ExampleLevelPlan.wrap_local`.
         """
-        return self.plan.add_noise(self.inner.local)
+        return self.plan.wrap_local(self.inner.local)
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return each client's local update, with noise; equal ones stay one shared object."""
         updates = self.inner.locals_for(client_ids)
         # By identity: clients that share an update share the wrapped one, so that engines can group
         # them.
-        rules = {id(update): self.plan.add_noise(update) for update in updates}
+        rules = {id(update): self.plan.wrap_local(update) for update in updates}
         return [rules[id(update)] for update in updates]
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fedlearn.algorithms.cohorts import Adjacency
 
-#: Words for what each adjacency hides.
+#: Descriptions of what each adjacency hides.
 _HIDDEN = {
     Adjacency.ADD_OR_REMOVE: "one user added or removed",
     Adjacency.REPLACE: "one user replaced",
@@ -34,7 +34,7 @@ class Spending:
 
     @property
     def hidden(self) -> str:
-        """Words for what the guarantee hides."""
+        """Description of what the guarantee hides."""
         return _HIDDEN[self.adjacency]
 
     def format(self) -> str:

@@ -1,6 +1,6 @@
-"""Divides a secure sum by the expected number of clients, in mode "distributed".
+"""Divides a secure sum by the expected number of clients, in privacy mode "distributed".
 
-The clients added the noise, in :func:`fedlearn.secagg.terms.to_words`.
+The clients added the noise, in :func:`fedlearn.secagg.terms.encode_contribution`.
 
 References:
     Kairouz, Liu and Steinke, 2021, `The Distributed Discrete Gaussian Mechanism for Federated

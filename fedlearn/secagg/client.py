@@ -60,7 +60,7 @@ from fedlearn.secagg.session import (
     build_terms_text,
     to_member,
 )
-from fedlearn.secagg.terms import Contribution, Terms, to_words
+from fedlearn.secagg.terms import Contribution, Terms, encode_contribution
 
 #: Masks that are expanded between two calls of ``check``; smaller batches take longer in total.
 _MASKS_PER_CHECK = 32
@@ -295,7 +295,8 @@ class SecureClient:
         held = self._open_packets(message, step)
         partners = [owner for owner in held if owner != self.client_id]
         fresh = SecretBytes.generate(keys.KEY_BYTES).reveal()
-        words = to_words(terms, contribution, rounding_key=fresh)
+        # With privacy, this adds the client's share of the noise, before the masks.
+        words = encode_contribution(terms, contribution, rounding_key=fresh)
         if precomputed is None:
             folded = self._derive_mask_keys(step, partners)
         else:

@@ -40,7 +40,8 @@ MAX_LEVEL = (1 << 51) - 1
 #: Relative excess over its bound that a value may have: the float32 error of clipping a norm.
 BOUND_TOLERANCE = 1e-4
 
-#: Least noise of one client, in levels: below it, a sum of discrete Gaussians is not close to one.
+#: Least noise of one client, in levels: below it, a sum of discrete Gaussians is not close to a
+#: discrete Gaussian.
 MIN_NOISE = 4.0
 
 MAX_NAME_BYTES = 64

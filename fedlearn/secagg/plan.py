@@ -16,8 +16,9 @@ weight       examples                        max_examples    where the algorithm
 num_examples examples                        max_examples    where it does not weigh
 ============ =============================== =============== ==============================
 
-With differential privacy each client adds noise to all that it sends, so it sends only what can
-have noise: the delta in one lane (parameters), and the further lanes.
+In privacy mode "distributed" each client adds noise to all that it sends (in
+:func:`fedlearn.secagg.terms.encode_contribution`), so it sends only what can have noise: the delta
+in one lane (parameters), and the further lanes.
 """
 
 import json
@@ -42,7 +43,6 @@ from fedlearn.core.messages import (
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Positive, describe_out_of_range
 from fedlearn.errors import ConfigError, RoundError
-from fedlearn.secagg.cohorts import USUAL_MIN_COHORT
 from fedlearn.secagg.fixed_point import (
     Lane,
     LaneRole,
@@ -51,6 +51,7 @@ from fedlearn.secagg.fixed_point import (
     build_weight_lane,
 )
 from fedlearn.secagg.keys import digest
+from fedlearn.secagg.min_cohort import USUAL_MIN_COHORT
 from fedlearn.secagg.parameters import Parameters, num_assured
 from fedlearn.secagg.terms import Terms, propose
 
@@ -187,10 +188,11 @@ class SecurePlan:
 
     @property
     def noise_share(self) -> float:
-        """Standard deviation of one client's noise, divided by its norm, per lane; 0: no noise."""
+        """Standard deviation of a client's noise in a lane, divided by the lane's norm; 0: none."""
         if self.noise_multiplier is None:
             return 0.0
-        # With each lane scaled to norm 1, all lanes together have the root of their number.
+        # Scaled to norm 1 each, k lanes together have norm √k. Noise of independent clients adds up
+        # in variance, and only that of `num_noisy` clients counts.
         return self.noise_multiplier * math.sqrt((1 + len(self.further)) / self.num_noisy)
 
     def vector_lanes(self, layout: Layout) -> dict[str, tuple[Lane, ...]]:

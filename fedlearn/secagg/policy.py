@@ -25,7 +25,8 @@ class NoiseFloor:
     """The least noise that a client accepts.
 
     Attributes:
-        min_share: Smallest standard deviation of the client's noise, divided by its norm, per lane.
+        min_share: Smallest standard deviation of the client's noise in a lane, divided by the
+            lane's norm.
         max_epsilon: Largest ε of all sessions that it joins within 24 hours; ``None``: no limit.
         target_delta: The δ of that ε.
         spent: Sum of the squared distances of the last 24 hours (:func:`squared_distance`).
@@ -40,7 +41,7 @@ class NoiseFloor:
         """Raise PolicyViolation if there is too little noise.
 
         Args:
-            share: Standard deviation of the client's own noise, divided by its norm.
+            share: The client's own noise: its standard deviation divided by the lane's norm.
             squared: Squared distance of the session that it is asked to join.
         """
         # The tolerance allows for rounding: noise and norm have passed through the terms' floats.

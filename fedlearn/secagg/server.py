@@ -41,7 +41,7 @@ from fedlearn.secagg.messages import (
 )
 from fedlearn.secagg.parameters import Adversary
 from fedlearn.secagg.session import Session, Stage, build_terms_text, find_shortage
-from fedlearn.secagg.terms import Terms, Total, from_words
+from fedlearn.secagg.terms import Terms, Total, decode_sum
 from fedlearn.secagg.unmasking import RecoveredSecrets, ShareBox, find_leftover_masks
 
 T = TypeVar("T")
@@ -387,7 +387,7 @@ class Unmasking(_Stage[None]):
         masking.fold(self.sums, leftover, num_threads=num_threads)
         try:
             # A level that n clients cannot reach means that some vector was not masked as agreed.
-            total = from_words(self.session.terms, self.sums, num_clients=len(self.survivors))
+            total = decode_sum(self.session.terms, self.sums, num_clients=len(self.survivors))
         except ValueError as error:
             raise AggregationAborted(stage=Stage.UNMASK, reason=str(error)) from error
         return SessionOutcome(total, self.survivors, recovered.suspects)

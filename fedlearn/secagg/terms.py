@@ -205,7 +205,9 @@ class Contribution:
     capped: tuple[str, ...] = ()
 
 
-def to_words(terms: Terms, contribution: Contribution, *, rounding_key: bytes) -> tuple[Words, ...]:
+def encode_contribution(
+    terms: Terms, contribution: Contribution, *, rounding_key: bytes
+) -> tuple[Words, ...]:
     """Encode a contribution in fixed point, lane by lane, with the noise that the terms require.
 
     The noise is secret even if ``rounding_key`` is not.
@@ -266,7 +268,7 @@ class Total:
         return self.sums[lane.name] * (self.max_weight if lane.weighted else 1)
 
 
-def from_words(terms: Terms, words: tuple[Words, ...], *, num_clients: int) -> Total:
+def decode_sum(terms: Terms, words: tuple[Words, ...], *, num_clients: int) -> Total:
     """Decode the sum of ``num_clients`` contributions; ValueError if a mask is left in it."""
     sums, weight = {}, num_clients
     for lane, values in zip(terms.lanes, words, strict=True):

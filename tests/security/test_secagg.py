@@ -38,7 +38,7 @@ from fedlearn.secagg.parameters import Adversary, Assumptions, derive
 from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.server import open_session
 from fedlearn.secagg.session import Stage, build_terms_text
-from fedlearn.secagg.terms import Contribution, Terms, from_words, propose, to_words
+from fedlearn.secagg.terms import Contribution, Terms, decode_sum, encode_contribution, propose
 from tests.rehearsal import Cast, Post, Rehearsal, Way, deliver, rehearse
 from tests.rosters import roster_for, signatures_in, signatures_of, survivors_of
 from tests.security.liars.harness import spoiled
@@ -784,10 +784,10 @@ def test_a_vector_that_comes_late_stays_masked() -> None:
     pairs = derive_pair_keys(agreement, VICTIM, others, session=step.session)
     masking.fold(words, pairs.inverse(), num_threads=1)
     with pytest.raises(ValueError, match="a mask is left"):
-        from_words(TERMS, words, num_clients=1)
+        decode_sum(TERMS, words, num_clients=1)
     own = keys.derive_self_mask_key(step.seed, session=step.session.id, client_id=VICTIM)
     masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)
-    total = from_words(TERMS, words, num_clients=1)  # control: the self-mask was what hid it
+    total = decode_sum(TERMS, words, num_clients=1)  # control: the self-mask was what hid it
     assert total.weight == contribution(VICTIM).weight
 
 
@@ -1165,5 +1165,5 @@ def test_secrets_are_in_no_representation() -> None:
 def test_a_lane_that_was_never_agreed_is_not_summed() -> None:
     wrong = Contribution(values={"other": np.zeros(SIZE)}, weight=1, request_hash=REQUEST)
     with pytest.raises(ValueError, match="values for"):
-        to_words(TERMS, wrong, rounding_key=bytes(32))
+        encode_contribution(TERMS, wrong, rounding_key=bytes(32))
     assert all(lane.role is not LaneRole.METRIC for lane in TERMS.lanes)

@@ -30,7 +30,7 @@ from fedlearn.secagg.messages import (
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive, lowest_threshold
 from fedlearn.secagg.policy import TermsPolicy
 from fedlearn.secagg.session import Session, Stage, build_terms_text
-from fedlearn.secagg.terms import Contribution, Terms, from_words, propose
+from fedlearn.secagg.terms import Contribution, Terms, decode_sum, propose
 from fedlearn.secagg.unmasking import ShareBox, find_leftover_masks
 from tests.rehearsal import Cast, Way, rehearse
 from tests.rosters import whole
@@ -174,7 +174,7 @@ def _unmask(
     sums = masking.zeros(session.terms.lanes)
     masking.add_packed(sums, masked.packed, lanes=session.terms.lanes)
     masking.fold(sums, every.inverse(), num_threads=1)
-    return from_words(session.terms, sums, num_clients=1).sums["delta"]
+    return decode_sum(session.terms, sums, num_clients=1).sums["delta"]
 
 
 #: Parameters that were derived only for the full roster and random dropouts.
@@ -401,7 +401,7 @@ def test_a_ring_that_is_cut_gives_two_partial_sums() -> None:
         seeds = {each: recovered.seeds[each] for each in arc}
         leftover = find_leftover_masks(replace(recovered, seeds=seeds), session=post.session)
         masking.fold(sums, leftover, num_threads=1)
-        found = from_words(terms, sums, num_clients=len(arc)).sums["delta"]
+        found = decode_sum(terms, sums, num_clients=len(arc)).sums["delta"]
         assert np.abs(found - np.sum([update_of(each) for each in arc], axis=0)).max() < 1e-5
 
 

@@ -19,7 +19,7 @@ from fedlearn.secagg.client_state import AdvertisedStep, ClientState, SharedStep
 from fedlearn.secagg.fixed_point import LaneRole
 from fedlearn.secagg.messages import Advert, MaskedVector, Packets, SignedTerms
 from fedlearn.secagg.session import Session, Stage, build_advert_text, build_terms_text
-from fedlearn.secagg.terms import Contribution, Terms, from_words
+from fedlearn.secagg.terms import Contribution, Terms, decode_sum
 from fedlearn.simulation.secure import SimulatedIdentities
 from tests.security.liars.harness import (
     PARAMS,
@@ -157,7 +157,7 @@ class Impostor:
             )
         own = keys.derive_self_mask_key(seed, session=session.id, client_id=VICTIM)
         masking.fold(words, masking.MaskKeys(plus=[], minus=[own]), num_threads=1)
-        total = from_words(self.terms, words, num_clients=1)
+        total = decode_sum(self.terms, words, num_clients=1)
         (lane,) = [lane for lane in self.terms.lanes if lane.role is LaneRole.VECTOR]
         return total.weighted_sum(lane) / total.weight
 

@@ -11,7 +11,7 @@ from fedlearn.secagg.fixed_point import LaneRole, build_vector_lane, build_weigh
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.masking import zeros
 from fedlearn.secagg.parameters import Adversary
-from fedlearn.secagg.terms import Contribution, Terms, from_words, to_words
+from fedlearn.secagg.terms import Contribution, Terms, decode_sum, encode_contribution
 
 DELTA = build_vector_lane(
     "delta",
@@ -113,10 +113,10 @@ def test_a_weighted_mean_comes_out_of_the_sum() -> None:
     sums = zeros(TERMS.lanes)
     for at, one in enumerate(given):
         for total, words in zip(
-            sums, to_words(TERMS, one, rounding_key=bytes([at] * 32)), strict=True
+            sums, encode_contribution(TERMS, one, rounding_key=bytes([at] * 32)), strict=True
         ):
             np.add(total, words, out=total)
-    released = from_words(TERMS, sums, num_clients=3)
+    released = decode_sum(TERMS, sums, num_clients=3)
     assert released.weight == 203
     for lane in (DELTA, LOSS):
         wanted = np.average([one.values[lane.name] for one in given], axis=0, weights=[3, 200, 0])
@@ -126,8 +126,8 @@ def test_a_weighted_mean_comes_out_of_the_sum() -> None:
 
 def test_without_weights_all_count_the_same() -> None:
     given = Contribution(values={"delta": np.full(1000, 0.5)}, weight=999, request_hash=bytes(32))
-    words = to_words(PLAIN, given, rounding_key=bytes(32))
-    total = from_words(PLAIN, words, num_clients=1)
+    words = encode_contribution(PLAIN, given, rounding_key=bytes(32))
+    total = decode_sum(PLAIN, words, num_clients=1)
     assert total.weight == 1
     assert np.abs(total.weighted_sum(PLAIN.lanes[0]) - 0.5).max() < PLAIN.lanes[0].step
 
@@ -137,8 +137,8 @@ def test_a_weight_out_of_bounds_is_refused(weight: int) -> None:
     values = {"delta": np.zeros(1000), "loss": np.zeros(1)}
     given = Contribution(values=values, weight=weight, request_hash=bytes(32))
     with pytest.raises(ValueError, match="not 0 to 200"):
-        to_words(TERMS, given, rounding_key=bytes(32))
-    to_words(TERMS, replace(given, weight=200), rounding_key=bytes(32))
+        encode_contribution(TERMS, given, rounding_key=bytes(32))
+    encode_contribution(TERMS, replace(given, weight=200), rounding_key=bytes(32))
 
 
 def test_rounding_repeats_with_its_key_and_differs_between_lanes() -> None:
@@ -146,7 +146,8 @@ def test_rounding_repeats_with_its_key_and_differs_between_lanes() -> None:
     values = {"delta": np.full(1000, 0.123456), "loss": np.array([1.0])}
     given = Contribution(values=values, weight=100, request_hash=bytes(32))
     first, again, other = (
-        to_words(TERMS, given, rounding_key=key) for key in (bytes(32), bytes(32), b"k" * 32)
+        encode_contribution(TERMS, given, rounding_key=key)
+        for key in (bytes(32), bytes(32), b"k" * 32)
     )
     assert np.array_equal(first[1], again[1])
     assert not np.array_equal(first[1], other[1])
@@ -165,5 +166,7 @@ def test_the_noise_is_in_the_words_and_never_the_same() -> None:
     """Even if the rounding repeats. Control: without noise the words are equal."""
     given = Contribution(values={"delta": np.zeros(1000)}, weight=0, request_hash=bytes(32))
     for terms, is_same in ((NOISY, False), (PLAIN, True)):
-        first, second = (to_words(terms, given, rounding_key=bytes(32))[0] for _ in range(2))
+        first, second = (
+            encode_contribution(terms, given, rounding_key=bytes(32))[0] for _ in range(2)
+        )
         assert np.array_equal(first, second) == is_same
