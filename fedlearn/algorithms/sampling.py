@@ -40,6 +40,16 @@ class CohortSampler(Protocol):
     ) -> tuple[ClientId, ...]:
         """Draw the cohort; the same arguments give the same cohort.
 
+        Args:
+            available: Ids of the clients that can be asked now.
+            cohort_size: Number of clients that the configuration asks for.
+            round_num: Round index, from 0.
+            attempt: Retry number of the round, starting at 0.
+            seed: The run's public seed.
+
+        Returns:
+            Ids from ``available``, each once.
+
         Raises:
             CohortTooSmall: Fewer clients are available than the sampler must ask.
         """
@@ -173,7 +183,7 @@ class SeededSampler(DescribedSampler, ABC):
     sampler of any other class runs on rank 0 only.
 
     Under differential privacy :meth:`sample` is not used: :meth:`cohorts` names the scheme, and
-    the privacy plan draws cohorts by that scheme from secret coins.
+    the privacy plan has its own sampler for that scheme, with secret coins if it is random.
 
     Attributes:
         draws_each_alone: See :func:`draws_each_alone`.
