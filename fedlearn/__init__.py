@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.bucketing import Bucketing as Bucketing
+    from fedlearn.algorithms.compression import Compressor as Compressor
+    from fedlearn.algorithms.compression import PartSpec as PartSpec
+    from fedlearn.algorithms.compression import Target as Target
     from fedlearn.algorithms.feddyn import FedDyn as FedDyn
     from fedlearn.algorithms.fedexp import FedExP as FedExP
     from fedlearn.algorithms.fednova import FedNova as FedNova
@@ -83,6 +86,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.strategy import StepResult as StepResult
     from fedlearn.algorithms.strategy import Strategy as Strategy
     from fedlearn.algorithms.strategy import StrategyWrapper as StrategyWrapper
+    from fedlearn.algorithms.top_k import TopK as TopK
     from fedlearn.algorithms.transforms import ClippedUpdates as ClippedUpdates
     from fedlearn.algorithms.transforms import Transform as Transform
     from fedlearn.core.randomness import Seed as Seed
@@ -113,6 +117,7 @@ _HOME = {
     "algorithms.asynchronous": "Asynchrony Buffered",
     "algorithms.bucketing": "Bucketing",
     "algorithms.feddyn": "FedDyn",
+    "algorithms.compression": "Compressor PartSpec Target",
     "algorithms.fedexp": "FedExP",
     "algorithms.fednova": "FedNova",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
@@ -141,6 +146,7 @@ _HOME = {
     "algorithms.staleness": "StalenessWeight",
     "algorithms.strategy": "StepResult Strategy StrategyWrapper",
     "algorithms.server_optimizers": "SecondMoment ServerAdaptive ServerOptimizer ServerSgd",
+    "algorithms.top_k": "TopK",
     "algorithms.transforms": "ClippedUpdates Transform",
     "core.randomness": "Seed",
     "errors": "FedlearnError",

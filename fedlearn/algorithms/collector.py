@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from fedlearn.algorithms.client_state import ClientStates
+from fedlearn.algorithms.compression import count_delta_bytes
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
@@ -90,9 +91,15 @@ class RoundRequest:
 
     @property
     def upload_bytes(self) -> int:
-        """Size of one client's update: the model's delta and the other lanes."""
+        """Size of one client's update: the model's delta, as it is sent, and the other lanes."""
         layout = self.params.layout
-        return layout.size * layout.dtype.itemsize + further_bytes(self.strategy, layout)
+        delta = count_delta_bytes(
+            self.strategy.transforms,
+            [spec.shape for spec in layout.trainable],
+            num_statistics=layout.size - layout.num_trainable,
+            dtype=layout.dtype,
+        )
+        return delta + further_bytes(self.strategy, layout)
 
 
 def further_bytes(strategy: Strategy, layout: Layout) -> int:

@@ -144,6 +144,8 @@ class Updates:
             round that takes it minus this one.
         num_trained: Number of trainable elements of each delta, which come first. Running
             statistics follow; no norm includes them. ``None``: all elements train.
+        shapes: Shapes of the trained tensors, in the order in which they form the delta; ``None``:
+            unknown.
 
     Example:
         >>> import torch
@@ -159,6 +161,7 @@ class Updates:
     lanes: Mapping[str, Rows]
     based_on: Sequence[int]
     num_trained: int | None = None
+    shapes: Sequence[tuple[int, ...]] | None = None
 
     def delta_parts(self) -> tuple[Tensor, Tensor]:
         """Split the deltas into trainable parameters [B, Q] and running statistics [B, P - Q]."""

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.compression import Compressor, find_compressor
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
 from fedlearn.algorithms.feddyn import DynamicRegularizer
@@ -32,6 +33,7 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
+from fedlearn.algorithms.top_k import TopK
 from fedlearn.algorithms.transforms import ClipIndicator, ClippedUpdates, NoisedUpdates, Transform
 from fedlearn.core.messages import Scalar, Settings
 from fedlearn.errors import ConfigError, SettingsRefused
@@ -63,6 +65,7 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
     "clipped_update": ClippedUpdates,
     "told_below": ClipIndicator,
     "noised_update": NoisedUpdates,
+    "top_k": TopK,
 }
 
 #: Components with which a client adds noise to everything it sends.
@@ -131,6 +134,7 @@ def require_travels(locals_: Iterable[LocalUpdate], transforms: Sequence[Transfo
     for local in {id(each): each for each in locals_}.values():
         settings_of(local, transforms)
     own_transforms(transforms)
+    find_compressor(transforms)
 
 
 def update_from(settings: Settings, *, known: Collection[_Kind] = ()) -> LocalUpdate:
@@ -190,9 +194,12 @@ def without_transforms(settings: Settings, *, known: Collection[type[Transform]]
 def last_noise(settings: Settings) -> float | None:
     """Return the noise multiplier of :class:`NoisedUpdates` if it is the last transform.
 
+    Only fedlearn's own compression may follow, which computes from the noised update alone.
     Otherwise ``None``: a later transform could undo the noise.
     """
     names = _names(settings)
+    if names and issubclass(TRANSFORMS.get(names[-1], object), Compressor):
+        names.pop()
     if not names or TRANSFORMS.get(names[-1]) is not NoisedUpdates:
         return None
     noised: NoisedUpdates = _build(NoisedUpdates, _read(settings, NoisedUpdates))

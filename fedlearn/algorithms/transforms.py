@@ -71,9 +71,7 @@ def apply_transforms(
     weights_B = updates.weights_B
     updates = replace(updates, weights_B=torch.ones_like(weights_B))
     for place, transform in enumerate(transforms):
-        # Read from the class itself, not inherited: a subclass may no longer be independent by
-        # client.
-        if vars(type(transform)).get("takes_blocks") is True:
+        if takes_blocks(transform):
             after = transform(updates)
             _require_alike(after, updates, who=transform)
             updates = after
@@ -81,6 +79,12 @@ def apply_transforms(
             own = seed.derive("transform", place, round_num)
             updates = _one_by_one(updates, transform, own)
     return replace(updates, weights_B=weights_B)
+
+
+def takes_blocks(transform: Transform) -> bool:
+    """Return whether a transform is called for many clients at once."""
+    # Read from the class itself, not inherited: a subclass may no longer be independent by client.
+    return vars(type(transform)).get("takes_blocks") is True
 
 
 def _one_by_one(updates: Updates, transform: Transform, seed: Seed) -> Updates:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from fedlearn.algorithms.aggregations import WeightedMean, require_weighted_mean
+from fedlearn.algorithms.compression import find_compressor
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
@@ -52,6 +53,12 @@ def require_summable(strategy: Strategy) -> WeightedMean:
             "its terms prescribe one training for all, but each client gets its own task; leave "
             f"local_of out (or {type(strategy).__name__}.locals_for), or switch secure aggregation "
             "off"
+        )
+    if (compressor := find_compressor(strategy.transforms)) is not None:
+        raise ConfigError(
+            f"{type(compressor).__name__} compresses updates, and a masked update has all of its "
+            "numbers whatever they are, so nothing would be saved; leave compression out, or "
+            "lower secure_aggregation.modulus_bits to send fewer bits a number"
         )
     return require_weighted_mean(strategy.aggregation)
 

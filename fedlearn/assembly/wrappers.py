@@ -6,6 +6,7 @@ from dataclasses import replace
 from fedlearn.algorithms.aggregations import min_updates
 from fedlearn.algorithms.asynchronous import require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
+from fedlearn.algorithms.compression import find_compressor
 from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.sampling import DRAWN_AS_OTHERS_LAND, DescribedSampler, why_not_secure
@@ -44,6 +45,7 @@ def validate_components(components: ComponentsT) -> ComponentsT:
         components.early_stopping(),
     )  # both raise ConfigError if they cannot be built
     components.require_settings_of_rounds()
+    find_compressor(components.algorithm.transforms)  # raises ConfigError unless it comes last
     most, num_wanted = components.algorithm.max_reports, components.policy.num_wanted
     if most is not None and num_wanted > most:
         raise ConfigError(

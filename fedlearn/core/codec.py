@@ -109,9 +109,10 @@ _MODELS = {
     for each in (TrainRequest, EvaluateRequest, SecureTrainRequest, SecureEvaluateRequest)
 }
 #: Fields that are in a header only if they differ from these values. Version 4 has none of them.
-_OPTIONAL: Mapping[str, Mapping[str, int | None]] = {
-    _FORMS[each][0]: {"counted": None, "num_statistics": 0}
-    for each in (TrainRequest, SecureTrainRequest)
+_OPTIONAL: Mapping[str, Mapping[str, int | str | None]] = {
+    _FORMS[TrainRequest][0]: {"counted": None, "num_statistics": 0},
+    _FORMS[SecureTrainRequest][0]: {"counted": None, "num_statistics": 0},
+    _FORMS[TrainReply][0]: {"encoding": ""},
 }
 #: Settings that version 4 does not have, each with the value that leaves training unchanged.
 _NEW_SETTINGS: Mapping[str, Scalar] = {"drop_last": False}
@@ -678,6 +679,7 @@ def _read_rounds(value: Any, name: str) -> dict[ClientId, int]:
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "counted": _read_rounds,
+    "encoding": _read_text,
     "num_statistics": _read_integer,
     "round_num": _read_integer,
     "attempt": _read_integer,

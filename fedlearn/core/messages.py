@@ -9,6 +9,7 @@ repeats that of its request. ``attempt`` is the retry number of the round, from 
 other clients, and in secure aggregation it is a new session.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
@@ -79,8 +80,13 @@ class TrainRequest:
     @property
     def num_trained(self) -> int:
         """Number of elements of the vector that are trained: the first ones."""
+        return sum(math.prod(shape) for shape in self.trained_shapes)
+
+    @property
+    def trained_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of the trained tensors, in the order in which they form the vector."""
         trained = self.order[: len(self.order) - self.num_statistics]
-        return sum(self.tensors[name].numel() for name in trained)
+        return [tuple(self.tensors[name].shape) for name in trained]
 
     @property
     def constants(self) -> "dict[str, Tensor]":
@@ -249,12 +255,15 @@ class TrainReply:
             global model in the order of the request, and any others that the algorithm needs.
         num_examples: Local training examples used; the aggregation weight.
         metrics: Local metrics by name.
+        encoding: How the delta is compressed; empty: it is not. Otherwise parts of it take its
+            place in ``lanes``: see :mod:`fedlearn.algorithms.compression`.
     """
 
     round_num: int
     lanes: "Mapping[str, Tensor]"
     num_examples: int
     metrics: Mapping[str, float]
+    encoding: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -26,6 +26,8 @@ BelowOne: TypeAlias = Annotated[float, Ge(0), Lt(1)]
 """Momentum, [0, 1)."""
 Probability: TypeAlias = Annotated[float, Ge(0), Le(1)]
 """In [0, 1]."""
+Fraction: TypeAlias = Annotated[float, Gt(0), Le(1)]
+"""In (0, 1]."""
 
 _LARGEST_INTEGER = 2**63 - 1  # numpy's and torch's int64
 _Limit: TypeAlias = Ge | Gt | Le | Lt | MultipleOf

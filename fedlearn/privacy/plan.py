@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts, UserCohorts
+from fedlearn.algorithms.compression import find_compressor
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.algorithms.local import LocalUpdate, iter_updates
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -244,6 +245,12 @@ class CentralPlan(PrivacyPlan):
         summed = self._build_sum(inner)
         if self.adaptive is None:
             return BoundedUpdates(inner, summed)
+        if (compressor := find_compressor(inner.transforms)) is not None:
+            raise ValueError(
+                "clients compare their updates with an adaptive clip norm, but the coordinator "
+                f"clips what {type(compressor).__name__} leaves of them, which has another norm; "
+                "leave privacy.clip_quantile out"
+            )
         return AdaptivelyBoundedUpdates(inner, summed, self.adaptive)
 
     def build_release(self, strategy: Strategy, layout: Layout, noise: Noise) -> NoisyMean:
@@ -459,8 +466,14 @@ class LocalNoiseStrategy(StrategyWrapper):
 
     @property
     def transforms(self) -> Sequence[Transform]:
-        """The inner strategy's transforms, then the noise."""
-        return (*self.inner.transforms, self.noised)
+        """The inner strategy's transforms and the noise, then compression, if there is any.
+
+        What is done to a noised update reveals nothing more about the client.
+        """
+        transforms = self.inner.transforms
+        if find_compressor(transforms) is None:
+            return (*transforms, self.noised)
+        return (*transforms[:-1], self.noised, transforms[-1])
 
 
 @dataclass(frozen=True, kw_only=True)

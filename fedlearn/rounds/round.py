@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
+from fedlearn.algorithms.compression import find_compressor
 from fedlearn.algorithms.informed_sampling import (
     NO_STATE,
     InformedSampler,
@@ -266,8 +267,16 @@ def _build_request(
         seed=plan.seed.value,
         client_states=state.client_states,
         durations=state.durations,
-        counted=state.counted if keeps_something(strategy.local) else None,
+        counted=state.counted if _keeps_state(strategy, state.params) else None,
     )
+
+
+def _keeps_state(strategy: Strategy, params: Params) -> bool:
+    """Return whether clients may keep something between their rounds."""
+    compressor = find_compressor(strategy.transforms)
+    shapes = [spec.shape for spec in params.layout.trainable]
+    keeps_own = compressor is not None and bool(compressor.kept_sizes(shapes))
+    return keeps_own or keeps_something(strategy.local)
 
 
 def _find_counted_rounds(collected: CollectedRound, round_num: int) -> Mapping[ClientId, int]:

@@ -9,11 +9,14 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, combine, weights
 from fedlearn.algorithms.bounds import refusal
 from fedlearn.algorithms.collector import RoundRequest
+from fedlearn.algorithms.compression import restore_lanes
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, describe_misfit
 from fedlearn.algorithms.transforms import is_clipped, last_clip
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import rebase_statistics
 from fedlearn.core.participations import MAX_REASON, Participation, Status
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import UnusableResult
 from fedlearn.transport.base import Arrival
 
 #: No honest client has more examples: a larger weight is an attack or a bug.
@@ -133,6 +136,10 @@ def validate(
     first = request.round_num if oldest is None else oldest
     if not first <= reply.round_num <= request.round_num:
         return Failure(f"reply to round {reply.round_num} in round {request.round_num}")
+    try:
+        reply = _restore(reply, request, client_id=arrival.client_id)
+    except UnusableResult as error:
+        return Failure(str(error))
     if (problem := describe_misfit(reply.lanes, specs, request.params.layout)) is not None:
         return Failure(problem)
     bounds = request.strategy.bounds
@@ -143,6 +150,29 @@ def validate(
     # Last, since it reads every number of the update.
     problem = refusal(reply.lanes, specs, layout=request.params.layout, bounds=bounds)
     return reply if problem is None else Failure(problem)
+
+
+def _restore(reply: TrainReply, request: RoundRequest, *, client_id: ClientId) -> TrainReply:
+    """Restore the delta if the request asked for a compressed one.
+
+    Raises:
+        UnusableResult: The reply is not what was asked for.
+    """
+    transforms, layout = request.strategy.transforms, request.params.layout
+    if not reply.encoding and not transforms:
+        return reply
+    lanes = restore_lanes(
+        reply.lanes,
+        reply.encoding,
+        transforms,
+        client_id=client_id,
+        round_num=reply.round_num,  # that of an older model, if the client began early
+        shapes=[spec.shape for spec in layout.trainable],
+        num_statistics=layout.size - layout.num_trainable,
+        dtype=layout.dtype,
+        seed=Seed(request.seed),
+    )
+    return replace(reply, lanes=lanes, encoding="")
 
 
 def build_participation(

@@ -5,12 +5,20 @@ A result that the coordinator would refuse fails here, where the user sees why.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.compression import (
+    Sent,
+    find_compressor,
+    join_kept,
+    send_updates,
+    split_kept,
+)
 from fedlearn.algorithms.lanes import DELTA, Updates
 from fedlearn.algorithms.settings import (
     has_own_noise,
@@ -18,7 +26,7 @@ from fedlearn.algorithms.settings import (
     transforms_from,
     without_transforms,
 )
-from fedlearn.algorithms.transforms import Transform, apply_transforms
+from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.messages import EvaluateReply, TrainReply, TrainRequest
 from fedlearn.core.params import compute_delta
 from fedlearn.core.soundness import describe_unsound, is_sound
@@ -32,6 +40,7 @@ def train_and_reply(
     *,
     context: TrainContext,
     known: Collection[type[Transform]] = (),
+    is_masked: bool = False,
 ) -> tuple[TrainReply, dict[str, Tensor]]:
     """Train on a request; return the reply and the state that the client keeps.
 
@@ -44,6 +53,8 @@ def train_and_reply(
         request: The coordinator's request.
         context: The context passed to the trainer.
         known: Custom transforms that the coordinator may ask for.
+        is_masked: Whether the update goes into a secure sum, which takes every number of it, so
+            that it is not sent compressed.
 
     Raises:
         SettingsRefused: The trainer would ignore one of the requested settings, or a transform is
@@ -55,9 +66,10 @@ def train_and_reply(
     transforms = transforms_from(request.settings, known=known)
     settings = without_transforms(request.settings, known=known)
     require_honored(settings, trainer.honors, who=type(trainer).__name__)
+    own_state, kept = split_kept(context.state)
     # Simulated clients share these tensors, so a trainer must not write to them.
     sent = _mark_tensors(request.tensors)
-    result = trainer.train(request.tensors, context=context)
+    result = trainer.train(request.tensors, context=replace(context, state=own_state))
     if not isinstance(result, LocalResult):
         raise UnusableResult(f"the trainer returned {type(result).__name__}, not a LocalResult")
     _require_unchanged(request.tensors, sent)
@@ -67,7 +79,8 @@ def train_and_reply(
             raise UnusableResult(f"the trainer returned a lane {name!r}, a reserved name")
         vector = _to_tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
         lanes[name] = vector.reshape(-1)
-    lanes = _apply_transforms(lanes, transforms, context, request)
+    leaving = _apply_transforms(lanes, transforms, context, request, kept)
+    lanes = {name: rows[0] for name, rows in leaving.updates.lanes.items()}
     # After the transforms: what leaves the client is what the coordinator checks.
     for name, vector in lanes.items():
         if not is_sound(vector):
@@ -76,13 +89,18 @@ def train_and_reply(
     if has_own_noise(request.settings):
         # The noise covers the update alone; exact counts and metrics would leak past it.
         num_examples, metrics = 1, {}
+    compressor = None if is_masked else find_compressor(transforms)
     reply = TrainReply(
-        round_num=request.round_num, lanes=lanes, num_examples=num_examples, metrics=metrics
+        round_num=request.round_num,
+        lanes=lanes if compressor is None else leaving.lanes_on_wire(),
+        num_examples=num_examples,
+        metrics=metrics,
+        encoding="" if compressor is None else compressor.encoding,
     )
     state = {
         name: _to_tensor(value, what=f"state {name!r}") for name, value in result.state.items()
     }
-    return reply, state
+    return reply, join_kept(state, {name: rows[0] for name, rows in leaving.kept.items()})
 
 
 def build_evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
@@ -213,18 +231,18 @@ def _apply_transforms(
     transforms: Sequence[Transform],
     context: TrainContext,
     request: TrainRequest,
-) -> dict[str, Tensor]:
-    if not transforms:
-        return dict(lanes)
+    kept: Mapping[str, Tensor],
+) -> Sent:
     updates = Updates(
         client_ids=[context.client_id],
         weights_B=torch.ones(1),
         lanes={name: vector[None] for name, vector in lanes.items()},
         based_on=[request.round_num],
         num_trained=request.num_trained,
+        shapes=request.trained_shapes,
     )
-    sent = apply_transforms(updates, transforms, seed=context.seed, round_num=request.round_num)
-    return {name: values[0] for name, values in sent.lanes.items()}
+    rows = {name: value[None] for name, value in kept.items()}
+    return send_updates(updates, transforms, rows, seed=context.seed, round_num=request.round_num)
 
 
 def _require_count(value: object) -> int:

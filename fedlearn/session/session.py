@@ -240,7 +240,7 @@ class ClientSession:
                 case SecureTrainRequest(train=train) if hash_request(train) == terms.request_hash:
                     nonlocal trained
                     begun = kept.settle(train, self.client_id)
-                    update, trainer = self._train(train, begun.trainer, control)
+                    update, trainer = self._train(train, begun.trainer, control, is_masked=True)
                     trained = begun.record_training(train, trainer)
                     added = bound_update(terms, update)
                     self.on_bounded(added)
@@ -296,7 +296,12 @@ class ClientSession:
         return build_evaluate_reply(result, round_num=request.round_num)
 
     def _train(
-        self, request: TrainRequest, state: Mapping[str, Tensor], control: TaskControl
+        self,
+        request: TrainRequest,
+        state: Mapping[str, Tensor],
+        control: TaskControl,
+        *,
+        is_masked: bool = False,
     ) -> tuple[TrainReply, Mapping[str, Tensor]]:
         known = (*self.transforms, *getattr(self.trainer, "own_transforms", ()))
         settings, extra = split_settings(without_transforms(request.settings, known=known))
@@ -310,4 +315,6 @@ class ClientSession:
             broadcast=request.broadcast,
             control=control,
         )
-        return train_and_reply(self.trainer, request, context=context, known=known)
+        return train_and_reply(
+            self.trainer, request, context=context, known=known, is_masked=is_masked
+        )

@@ -26,6 +26,13 @@ from fedlearn.algorithms.client_state import (
     stack_states,
 )
 from fedlearn.algorithms.collector import CollectedRound, RoundRequest
+from fedlearn.algorithms.compression import (
+    Parts,
+    find_compressor,
+    join_kept,
+    send_updates,
+    split_kept,
+)
 from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, describe_misfit
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
@@ -33,7 +40,8 @@ from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
 from fedlearn.algorithms.round_state import round_state_for
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.transforms import Transform, apply_transforms, last_clip
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.transforms import Transform, last_clip, takes_blocks
 from fedlearn.core.cluster import Cluster, gather
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params, rebase_statistics
@@ -202,8 +210,7 @@ class Engine:
 
         def train(some: NDArray[np.int64]) -> tuple[TrainedBlock, Updates]:
             block_requests = [requests[place] for place in some.tolist()]
-            trained = self._train_block(client_ids[some], block_requests, updates[some[0]])
-            return trained, _build_sent_updates(client_ids[some], trained, block_requests)
+            return self._train_and_send(client_ids[some], block_requests, updates[some[0]])
 
         # 2. Train each block, add its updates, and record what its clients report.
         attempted = chain.from_iterable(attempts(train, each, errors) for each in blocks)
@@ -251,7 +258,7 @@ class Engine:
         everything = share_client_states(
             client_states,
             client_ids[verdicts == REPORTED].tolist(),
-            local=request.strategy.local,
+            strategy=request.strategy,
             params=request.params,
             cluster=self.cluster,
         )
@@ -288,8 +295,7 @@ class Engine:
     def _trains(self, client_id: int, request: RoundRequest) -> bool:
         (local,), client_ids = request.strategy.locals_for([ClientId(client_id)]), [client_id]
         try:
-            trained = self._train_block(np.asarray(client_ids), [request], local)
-            _build_sent_updates(np.asarray(client_ids), trained, [request])
+            self._train_and_send(np.asarray(client_ids), [request], local)
         except BaseException as error:  # custom code may raise anything
             if not is_failure(error):
                 raise
@@ -307,6 +313,8 @@ class Engine:
             getattr(self.executor, "takes_apart", False)
             and all(type(update) is LocalSgd for update in updates)
             and not any(request.broadcast for request in requests)
+            # The random numbers of the other transforms depend on the round.
+            and all(takes_blocks(each) for each in requests[0].strategy.transforms)
         )
 
     def _locals(
@@ -326,8 +334,22 @@ class Engine:
             locals_ |= zip(some, strategies[key].locals_for(ids), strict=True)
         return [locals_[place] for place in range(len(requests))]
 
-    def _train_block(
+    def _train_and_send(
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest], local: LocalUpdate
+    ) -> tuple[TrainedBlock, Updates]:
+        """Train a block; return it, and its updates as the coordinator sees them."""
+        state = stack_states(requests[0].client_states, client_ids.tolist())
+        own_state, before = split_kept(state)
+        trained = self._train_block(client_ids, requests, local, own_state)
+        sent, kept = _build_sent_updates(client_ids, trained, requests, before)
+        return replace(trained, client_state=join_kept(trained.client_state, kept)), sent
+
+    def _train_block(
+        self,
+        client_ids: NDArray[np.int64],
+        requests: Sequence[RoundRequest],
+        local: LocalUpdate,
+        client_state: Mapping[str, Tensor],
     ) -> TrainedBlock:
         request, apart = requests[0], None
         if not _is_one(requests):
@@ -346,7 +368,7 @@ class Engine:
             task,
             self._rows(client_ids, request, local, apart),
             client_ids,
-            client_state=stack_states(request.client_states, client_ids.tolist()),
+            client_state=client_state,
             apart=apart,
         )
         # All clients of a round share these tensors. A step that changes one in place would change
@@ -387,9 +409,14 @@ class Engine:
 
 
 def _build_sent_updates(
-    client_ids: NDArray[np.int64], trained: TrainedBlock, requests: Sequence[RoundRequest]
-) -> Updates:
-    """Build a block's updates as clients send them, after transforms, with weights of 1.
+    client_ids: NDArray[np.int64],
+    trained: TrainedBlock,
+    requests: Sequence[RoundRequest],
+    kept: Parts,
+) -> tuple[Updates, Parts]:
+    """Build a block's updates as the coordinator sees them, after transforms, with weights of 1.
+
+    Returns them, and what a compressor keeps for the clients' next rounds.
 
     Raises:
         UnusableResult: The updates do not match the strategy's declared lanes.
@@ -403,18 +430,19 @@ def _build_sent_updates(
         lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
         based_on=[each.round_num for each in requests],
         num_trained=layout.num_trainable,
+        shapes=[spec.shape for spec in layout.trainable],
     )
     transforms = strategy.transforms
     reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
     _require_declared(updates, reported, layout, who=strategy.local)
     if not transforms:
-        return updates
-    sent = apply_transforms(
-        updates, transforms, seed=Seed(request.seed), round_num=request.round_num
+        return updates, {}
+    sent = send_updates(
+        updates, transforms, kept, seed=Seed(request.seed), round_num=request.round_num
     )
     # A transform may add a lane, so all of them exist only after the last transform.
-    _require_declared(sent, strategy.lanes, layout, who=transforms[-1])
-    return sent
+    _require_declared(sent.updates, strategy.lanes, layout, who=transforms[-1])
+    return sent.updates, sent.kept
 
 
 def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) -> Updates:
@@ -506,7 +534,7 @@ def share_client_states(
     client_states: ClientStates,
     client_ids: Sequence[int],
     *,
-    local: LocalUpdate,
+    strategy: Strategy,
     params: Params,
     cluster: Cluster,
 ) -> ClientStates:
@@ -515,13 +543,18 @@ def share_client_states(
     ``client_states`` has the clients that this worker trained. ``client_ids`` are all clients whose
     state is shared, the same in every process.
     """
-    specs = {name: spec for name, spec in local.memory.items() if spec.is_kept}
-    if cluster.world_size == 1 or not specs or not client_ids:
+    if cluster.world_size == 1 or not client_ids:
+        return client_states
+    memory, layout = strategy.local.memory, params.layout
+    zeros = {n: make_initial_state(spec, params) for n, spec in memory.items() if spec.is_kept}
+    if (compressor := find_compressor(strategy.transforms)) is not None:
+        sizes = compressor.kept_sizes([spec.shape for spec in layout.trainable])
+        zeros |= join_kept({}, {n: params.vector.new_zeros(size) for n, size in sizes.items()})
+    if not zeros:
         return client_states
     rows = {}
-    for name, spec in specs.items():
+    for name, zero in zeros.items():
         # Each client trained on one worker and is zero on the others, so the sum is its state.
-        zero = make_initial_state(spec, params)
         rows[name] = torch.stack(
             [client_states[c][name] if c in client_states else zero for c in client_ids]
         )

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from fedlearn.algorithms.client_state import ClientStates, replace_states
 from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
+from fedlearn.algorithms.compression import count_delta_bytes
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
+from fedlearn.algorithms.settings import transforms_from
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import encode, peek
@@ -30,7 +32,6 @@ from fedlearn.core.messages import (
     SecureTrainRequest,
     TrainRequest,
 )
-from fedlearn.core.params import size_of_delta
 from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.secagg.terms import Contribution
@@ -203,9 +204,19 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             attempt=train.attempt,
             num_examples_processed=work.num_processed(self.population.num_examples(client_ids)),
             download_bytes=num_bytes + sum(each.nbytes for each in train.broadcast.values()),
-            upload_bytes=size_of_delta(train.tensors, order=train.order) + self.further_bytes,
+            upload_bytes=self._count_upload_bytes(train),
             seed=Seed(train.seed),
         )
+
+    def _count_upload_bytes(self, train: TrainRequest) -> int:
+        shapes, all_sizes = train.trained_shapes, [train.tensors[n].numel() for n in train.order]
+        delta = count_delta_bytes(
+            transforms_from(train.settings, known=self.transforms),
+            shapes,
+            num_statistics=sum(all_sizes[len(shapes) :]),
+            dtype=self.dtype,
+        )
+        return delta + self.further_bytes
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from fedlearn.core.cluster import Cluster
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.choice import ExecutorKind
 from fedlearn.simulation.cluster import launch
-from tests.parity import shelf, shelf_drift
+from tests.parity import shelf, shelf_compression, shelf_drift
 from tests.parity import test_grpc as grpc
 from tests.processes import Launcher
 
-CASES: Mapping[str, shelf.Case] = {**shelf_drift.CASES}
+CASES: Mapping[str, shelf.Case] = {**shelf_drift.CASES, **shelf_compression.CASES}
 every_case = pytest.mark.parametrize("name", CASES)
 
 

@@ -52,7 +52,14 @@ messages: st.SearchStrategy[Request | Reply] = st.one_of(
         seed=numbers,
     ),
     st.builds(EvaluateRequest, round_num=numbers, tensors=tensors),
-    st.builds(TrainReply, round_num=numbers, lanes=tensors, num_examples=numbers, metrics=metrics),
+    st.builds(
+        TrainReply,
+        round_num=numbers,
+        lanes=tensors,
+        num_examples=numbers,
+        metrics=metrics,
+        encoding=st.sampled_from(["", "top_k"]),
+    ),
     st.builds(EvaluateReply, round_num=numbers, num_examples=numbers, metrics=metrics),
     st.builds(Failure, reason=st.text()),
 )

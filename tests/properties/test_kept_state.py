@@ -23,6 +23,7 @@ from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
+from fedlearn.algorithms.top_k import TopK
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId, TrainRequest
@@ -59,6 +60,7 @@ POLICY = StragglerPolicy(
 )
 SCAFFOLD = Scaffold(SGD, num_clients=NUM_CLIENTS, server_learning_rate=1.0)
 MOMENTUM = FedAvg(replace(SGD, momentum=0.9, keep_momentum=True))
+FEEDBACK = replace(FedAvg(SGD), transforms=(TopK(fraction=0.2, error_feedback=True),))
 
 
 @dataclass(frozen=True)
@@ -202,18 +204,21 @@ cases = st.builds(
     history=st.integers(0, 2**16),
     max_norm=st.sampled_from([1e9, 1.0, 0.5]),
     restarts=st.frozensets(st.integers(1, NUM_ROUNDS - 1), max_size=2),
-    base=st.sampled_from([SCAFFOLD, MOMENTUM]),
+    base=st.sampled_from([SCAFFOLD, MOMENTUM, FEEDBACK]),
     is_losing=st.booleans(),
 )
 
 
 #: In the fifth round, a second wave of two clients joins the one client left of the first wave.
 TWO_WAVES = Case(history=199, max_norm=0.5, restarts=frozenset(), base=SCAFFOLD, is_losing=False)
+#: Updates are refused and replies are lost, and clients resume with what error feedback remembers.
+RESIDUALS = Case(history=7, max_norm=0.5, restarts=frozenset({3}), base=FEEDBACK, is_losing=True)
 
 
 @settings(max_examples=3, deadline=None)
 @given(case=cases)
 @example(case=TWO_WAVES)
+@example(case=RESIDUALS)
 def test_clients_keep_what_counted_whatever_happens(case: Case) -> None:
     """Engine and sessions agree to the bit; SCAFFOLD's controls add up after every round."""
     check(case)

@@ -4,6 +4,7 @@ import json
 import re
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Bounded, Strategy
+from fedlearn.algorithms.top_k import TopK
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import VERSION, encode
 from fedlearn.core.messages import (
@@ -353,3 +355,94 @@ def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
     assert (HOSTILE in channel.refused) == (answer not in COUNTED)
     assert metrics["clients/loss_mean"] == 2.0
     assert metrics["clients/loss_worst_decile"] == 2.0
+
+
+TOP = replace(FEDAVG, transforms=(TopK(fraction=0.5),))
+PARTS = {
+    "delta/positions": torch.tensor([0, 2], dtype=torch.int32),
+    "delta/values": torch.tensor([1.0, 1.0]),
+}
+
+
+def compressed(encoding: str = "top_k", **parts: Tensor) -> bytes:
+    own = {f"delta/{name}": value for name, value in parts.items()}
+    message = TrainReply(
+        round_num=0, lanes={**PARTS, **own}, num_examples=5, metrics={}, encoding=encoding
+    )
+    return encode(message)
+
+
+def positions(*numbers: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32)
+
+
+HOSTILE_PARTS: dict[str, tuple[bytes, str]] = {
+    "beyond the model": (compressed(positions=positions(0, 3)), r"do not rise within \[0, 3\)"),
+    "before the model": (compressed(positions=positions(-1, 2)), "do not rise within"),
+    "twice the same": (compressed(positions=positions(1, 1)), "do not rise within"),
+    "falling": (compressed(positions=positions(2, 0)), "do not rise within"),
+    "too many": (compressed(positions=positions(0, 1, 2)), r"int32 \[3\], not torch.int32 \[2\]"),
+    "none": (compressed(positions=positions()), r"int32 \[0\], not"),
+    "a million values": (compressed(values=torch.zeros(1 << 20)), r"\[1048576\], not .* \[2\]"),
+    "values of another dtype": (compressed(values=torch.zeros(2).double()), "float64"),
+    "a table of values": (compressed(values=torch.zeros(2, 1)), r"\[2, 1\]"),
+    "an unknown part": (compressed(extra=torch.zeros(1)), r"extra parts: \['delta/extra'\]"),
+    "a whole delta as well": (
+        encode(
+            TrainReply(
+                round_num=0, lanes={**PARTS, **ZERO}, num_examples=5, metrics={}, encoding="top_k"
+            )
+        ),
+        "a whole delta next to its parts",
+    ),
+    "a whole delta instead": (reply(), "encoding is '', not 'top_k'"),
+    "another encoding": (compressed(encoding="top"), "encoding is 'top', not 'top_k'"),
+    "not a number": (compressed(values=torch.tensor([1.0, float("nan")])), "not finite"),
+    "no text": (raw_reply(encoding=7), "encoding is not text"),
+}
+
+
+def one_compressed_round(answer: bytes, strategy: Strategy = TOP) -> tuple[Params, Participation]:
+    """Run a round with the hostile client alone."""
+    policy = StragglerPolicy(
+        num_wanted=1,
+        over_selection=1.0,
+        deadline_s=10.0,
+        min_reports=1,
+        below_minimum=BelowMinimum.SKIP,
+        max_retries=0,
+    )
+    handlers: dict[ClientId, Handler] = {HOSTILE: lambda _, state: (answer, state)}
+    channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
+    collector = PlainCollector(channel=channel, policy=policy, slab_bytes=1 << 20)
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    plan = RoundPlan(
+        draw=lambda *_, **__: [HOSTILE],
+        policy=policy,
+        collector=collector,
+        strategy=strategy,
+        seed=Seed(0),
+    )
+    state, collected, _ = run_round(plan.init(Params.of(model)), plan, attempt=0)
+    (row,) = collected.participations
+    return state.params, row
+
+
+@pytest.mark.parametrize("name", list(HOSTILE_PARTS))
+def test_hostile_parts_of_a_compressed_update_are_refused(name: str) -> None:
+    """Before anything is computed from them. Control: the parts that all of them were made from."""
+    answer, reason = HOSTILE_PARTS[name]
+    params, row = one_compressed_round(answer)
+    assert row.status is Status.FAILED
+    assert re.search(reason, row.reason), row.reason
+    assert params.vector.tolist() == [0.0, 0.0, 0.0]
+    params, row = one_compressed_round(compressed())
+    assert row.status is Status.REPORTED
+    assert params.vector.tolist() == [1.0, 0.0, 1.0]
+
+
+def test_a_compressed_update_is_refused_where_none_was_asked_for() -> None:
+    _, row = one_compressed_round(compressed(), FEDAVG)
+    assert "encoding is 'top_k', not ''" in row.reason

@@ -311,10 +311,13 @@ def test_workers_share_what_their_clients_kept() -> None:
     """Another worker may train the same client later. A single worker has nothing to share."""
     mine = {4: {"velocity": torch.full((2,), 2.0)}}
     cluster = TwoWorkers(torch.tensor([[0.0, 0.0], [5.0, 5.0]]))
-    found = share_client_states(mine, [4, 8], local=KEEPING, params=PARAMS, cluster=cluster)
+    keeping, keeping_none = FedAvg(KEEPING), FedAvg(LOCAL)
+    found = share_client_states(mine, [4, 8], strategy=keeping, params=PARAMS, cluster=cluster)
     assert {c: own["velocity"].tolist() for c, own in found.items()} == {4: [2.0] * 2, 8: [5.0] * 2}
-    assert share_client_states(mine, [4], local=KEEPING, params=PARAMS, cluster=Alone()) is mine
-    assert share_client_states({}, [4, 8], local=LOCAL, params=PARAMS, cluster=cluster) == {}
+    alone = share_client_states(mine, [4], strategy=keeping, params=PARAMS, cluster=Alone())
+    assert alone is mine
+    none = share_client_states({}, [4, 8], strategy=keeping_none, params=PARAMS, cluster=cluster)
+    assert none == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])

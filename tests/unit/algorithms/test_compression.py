@@ -1,0 +1,327 @@
+"""Compression: what is sent restores what the engine uses, in the bytes that were announced."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fedlearn as fl
+from fedlearn.algorithms.collector import RoundRequest
+from fedlearn.algorithms.compression import (
+    Compressor,
+    Target,
+    count_delta_bytes,
+    find_compressor,
+    restore_lanes,
+    send_updates,
+)
+from fedlearn.algorithms.lanes import stack_rows
+from fedlearn.algorithms.settings import settings_of, transforms_from
+from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates
+from fedlearn.client.judging import local_noise_ratio
+from fedlearn.core.codec import OLDEST, decode, encode
+from fedlearn.core.messages import ClientId, TrainReply
+from fedlearn.core.params import Params
+from fedlearn.core.randomness import Seed
+from fedlearn.errors import ConfigError
+from fedlearn.session.session import ClientSession
+from fedlearn.simulation.behavior import Behavior, LognormalBandwidth
+from fedlearn.training.torch_trainer import TorchTrainer
+from tests.parity import shelf
+
+SEED = Seed(3)
+SGD = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+#: A matrix, a vector, a filter and a number, and three running statistics.
+SHAPES = [(6, 5), (7,), (4, 3, 2, 2), ()]
+NUM_TRAINED, NUM_STATISTICS = sum(math.prod(shape) for shape in SHAPES), 3
+CLIENTS = [ClientId(4), ClientId(9), ClientId(2)]
+COMPRESSORS: Sequence[Compressor] = [
+    fl.TopK(fraction=0.1),
+    fl.TopK(fraction=1.0),
+    fl.TopK(fraction=1e-9, error_feedback=True),
+]
+every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
+
+
+def updates(*, dtype: torch.dtype = torch.float32, seed: int = 0) -> fl.Updates:
+    """Three clients' updates with statistics, and a lane of their own."""
+    generator = torch.Generator().manual_seed(seed)
+    size = NUM_TRAINED + NUM_STATISTICS
+    delta = torch.randn(len(CLIENTS), size, generator=generator, dtype=dtype)
+    return fl.Updates(
+        CLIENTS,
+        torch.ones(len(CLIENTS)),
+        {"delta": delta, "own": delta[:, :2].clone()},
+        based_on=[0] * len(CLIENTS),
+        num_trained=NUM_TRAINED,
+        shapes=SHAPES,
+    )
+
+
+def row(block: fl.Updates, place: int) -> fl.Updates:
+    """The updates of one client."""
+    return replace(
+        block,
+        client_ids=[block.client_ids[place]],
+        weights_B=block.weights_B[:1],
+        lanes={name: rows[place][None] for name, rows in block.lanes.items()},
+        based_on=[0],
+    )
+
+
+@every_compressor
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_coordinator_restores_what_the_engine_uses(
+    compressor: Compressor, dtype: torch.dtype
+) -> None:
+    """To the bit, over two rounds, in the announced bytes; in a block as alone."""
+    block = updates(dtype=dtype)
+    before = list(stack_rows(block.lanes["delta"]).clone())
+    kept_B, kept = dict[str, Tensor](), [dict[str, Tensor]() for _ in CLIENTS]
+    for round_num in range(2):
+        together = send_updates(block, [compressor], kept_B, seed=SEED, round_num=round_num)
+        kept_B = dict(together.kept)
+        for place, client_id in enumerate(CLIENTS):
+            sent = send_updates(
+                row(block, place), [compressor], kept[place], seed=SEED, round_num=round_num
+            )
+            kept[place] = dict(sent.kept)
+            reply = TrainReply(
+                round_num=round_num,
+                lanes=sent.lanes_on_wire(),
+                num_examples=1,
+                metrics={},
+                encoding=compressor.encoding,
+            )
+            arrived = decode(encode(reply))
+            assert isinstance(arrived, TrainReply)
+            found = restore_lanes(
+                arrived.lanes,
+                arrived.encoding,
+                [compressor],
+                client_id=client_id,
+                round_num=arrived.round_num,
+                shapes=SHAPES,
+                num_statistics=NUM_STATISTICS,
+                dtype=dtype,
+                seed=SEED,
+            )
+            for name, rows in together.updates.lanes.items():
+                assert torch.equal(found[name], rows[place])
+            own_bytes = sum(v.nbytes for n, v in reply.lanes.items() if n.startswith("delta/"))
+            assert own_bytes == count_delta_bytes(
+                [compressor], SHAPES, num_statistics=NUM_STATISTICS, dtype=dtype
+            )
+        sizes = {name: value.shape[1] for name, value in kept_B.items()}
+        assert sizes == compressor.kept_sizes(SHAPES)
+    assert torch.equal(block.lanes["delta"][0], before[0]), "its argument is unchanged"
+
+
+@every_compressor
+def test_statistics_and_other_lanes_are_sent_whole(compressor: Compressor) -> None:
+    block = updates()
+    sent = send_updates(block, [compressor], {}, seed=SEED, round_num=0).updates
+    delta = sent.lanes["delta"]
+    assert isinstance(delta, Tensor)
+    statistics = stack_rows(block.lanes["delta"])[:, NUM_TRAINED:]
+    assert torch.equal(delta[:, NUM_TRAINED:], statistics)
+    assert sent.lanes["own"] is block.lanes["own"]
+
+
+@every_compressor
+def test_settings_describe_a_compressor(compressor: Compressor) -> None:
+    """Every client knows it."""
+    assert transforms_from(settings_of(SGD, [compressor])) == (compressor,)
+
+
+def test_top_k_takes_the_first_of_equal_numbers() -> None:
+    """On every device and in every block, whatever torch's own top-k does."""
+    delta = torch.tensor([[1.0, -1.0, 1.0, 0.5, -1.0], [0.0, 0.0, 0.0, 0.0, -0.0]])
+    block = fl.Updates(CLIENTS[:2], torch.ones(2), {"delta": delta}, based_on=[0, 0])
+    found = fl.TopK(fraction=0.4)(block).lanes["delta"]
+    assert stack_rows(found).tolist() == [[1.0, -1.0, 0.0, 0.0, 0.0], [0.0] * 5]
+
+
+def test_top_k_of_everything_is_the_update() -> None:
+    """The identity: nothing is lost, and nothing remains to feed back."""
+    whole = fl.TopK(fraction=1.0, error_feedback=True)
+    sent = send_updates(updates(), [whole], {}, seed=SEED, round_num=0)
+    assert torch.equal(sent.updates.lanes["delta"][0], updates().lanes["delta"][0])
+    assert not sent.kept["residual"].any()
+
+
+def test_error_feedback_sends_everything_in_the_end() -> None:
+    """What is lost in one round is added in later ones. Without feedback, it is lost."""
+    block, total, size = updates(), torch.zeros(3, NUM_TRAINED), NUM_TRAINED
+    quarter = fl.TopK(fraction=0.25, error_feedback=True)
+    kept, empty = dict[str, Tensor](), replace(block, lanes={"delta": torch.zeros(3, size + 3)})
+    for round_num in range(4):
+        sent = send_updates(block, [quarter], kept, seed=SEED, round_num=round_num)
+        kept, block = dict(sent.kept), empty
+        total += stack_rows(sent.updates.lanes["delta"])[:, :size]
+    expected = stack_rows(updates().lanes["delta"])[:, :size]
+    assert torch.equal(total, expected)
+    alone = replace(quarter, error_feedback=False)
+    first = send_updates(updates(), [alone], {}, seed=SEED, round_num=0)
+    assert not first.kept
+    assert not torch.equal(stack_rows(first.updates.lanes["delta"])[:, :size], expected)
+
+
+# ---- Where it runs -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def surroundings(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def answer(algorithm: fl.Strategy) -> bytes:
+    """A deployed client's reply."""
+    request = RoundRequest(
+        round_num=0, attempt=0, params=shelf.initial(), strategy=algorithm, broadcast={}, seed=7
+    )
+    features, labels = torch.randn(8, 5), torch.zeros(8, dtype=torch.int64)
+    trainer = TorchTrainer.of(shelf.make_model, features, labels, device="cpu")
+    reply, _ = ClientSession(ClientId(3), trainer).handle(encode(request.message()), b"")
+    return reply
+
+
+def with_transforms(*transforms: Any) -> fl.Strategy:
+    return replace(fl.FedAvg(SGD, weight_by_examples=False), transforms=transforms)
+
+
+def test_a_reply_is_as_short_as_announced() -> None:
+    """But for the header and a table of names, which do not grow with the model."""
+    whole, short = answer(with_transforms()), answer(with_transforms(fl.TopK(fraction=0.1)))
+    size = Params.of(shelf.make_model()).layout.size
+    saved = size * 4 - math.ceil(0.1 * size) * 8
+    assert len(whole) - len(short) == pytest.approx(saved, abs=150)
+    assert whole[2] == OLDEST
+    assert short[2] == OLDEST + 1, "an older coordinator would misread it"
+
+
+def test_virtual_time_counts_the_short_upload() -> None:
+    """In the engine as in sessions."""
+    request = RoundRequest(
+        round_num=0,
+        attempt=0,
+        params=shelf.initial(),
+        strategy=with_transforms(fl.TopK(fraction=0.1)),
+        broadcast={},
+        seed=7,
+    )
+    size = request.params.layout.size
+    assert request.upload_bytes == math.ceil(0.1 * size) * 8
+    whole = replace(request, strategy=with_transforms())
+    assert whole.upload_bytes == whole.download_bytes == size * 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halves(Compressor):
+    """A user's own: half precision."""
+
+    encoding: ClassVar[str] = "halves"
+
+    def parts(self, shapes: Any, dtype: Any) -> dict[str, fl.PartSpec]:
+        return {"halves": fl.PartSpec(sum(math.prod(each) for each in shapes), torch.float16)}
+
+    def compress(self, updates_BQ: Tensor, target: Target, kept: Any) -> Any:
+        return {"halves": updates_BQ.half()}, {}
+
+    def decompress(self, parts: Any, target: Target) -> Tensor:
+        found: Tensor = parts["halves"].to(target.dtype)
+        return found
+
+
+DEVICES = Behavior(
+    median_ms_per_example=1.0,
+    speed_sigma=0.1,
+    bandwidth=LognormalBandwidth(median_mbit_per_s=0.01, sigma=0.1),
+    dropout_rate=0.0,
+    round_jitter_sigma=0.0,
+)
+
+
+def durations(run: fl.Run) -> list[float]:
+    return [record.duration_s for record in run.history]
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_a_compressor_of_ones_own_runs_in_the_engine_and_in_sessions() -> None:
+    """With error feedback, to the last bit and virtual second."""
+    features = np.random.default_rng(0).normal(size=(60, 5)).astype("float32")
+    labels = (features[:, 0] > 0).astype(int)
+    data = fl.from_arrays(features, labels, partition=fl.Iid(4), test=(features, labels), seed=0)
+    algorithm = with_transforms(Halves(error_feedback=True))
+    engines = ({"executor": "sequential", "block_size": 1}, {"transport": "memory"})
+    runs = [
+        fl.simulate(
+            shelf.make_model,
+            data,
+            algorithm,
+            num_rounds=3,
+            engine={"num_workers": 1, **engine},
+            devices=DEVICES,
+        )
+        for engine in engines
+    ]
+    left, right = (run.weights(best=False) for run in runs)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    assert durations(runs[0]) == durations(runs[1])
+    whole = fl.simulate(
+        shelf.make_model,
+        data,
+        with_transforms(),
+        num_rounds=3,
+        engine={"num_workers": 1},
+        devices=DEVICES,
+    )
+    assert all(a < b for a, b in zip(durations(runs[0]), durations(whole), strict=True))
+
+
+# ---- What it composes with ---------------------------------------------------------------------
+
+
+def test_compression_comes_last() -> None:
+    """A transform after it would make numbers that its parts cannot hold."""
+    compressor = fl.TopK(fraction=0.5)
+    clip = ClippedUpdates(update_clip_norm=1.0)
+    assert find_compressor((clip, compressor)) is compressor
+    for transforms in ((compressor, clip), (compressor, compressor)):
+        with pytest.raises(ConfigError, match="let compression be the last transform"):
+            find_compressor(transforms)
+
+
+@pytest.mark.usefixtures("surroundings")
+@every_compressor
+def test_a_masked_update_is_not_compressed(compressor: Compressor) -> None:
+    """Refused, because nothing would be saved."""
+    with pytest.raises(ConfigError, match="compresses updates, and a masked update has all"):
+        shelf.simulate(with_transforms(compressor), secure_aggregation=shelf.SECURE)
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_central_privacy_clips_what_compression_leaves() -> None:
+    """So the noise covers it: without noise to speak of, the models agree."""
+    algorithm = with_transforms(fl.TopK(fraction=0.3, error_feedback=True))
+    private = shelf.simulate(algorithm, privacy=shelf.PRIVATE)
+    torch.testing.assert_close(private, shelf.simulate(algorithm), rtol=0.0, atol=1e-4)
+    adaptive = {**shelf.PRIVATE, "clip_quantile": 0.5, "noise_multiplier": 1.0}
+    with pytest.raises(ConfigError, match=r"leave privacy\.clip_quantile out"):
+        shelf.simulate(algorithm, privacy=adaptive)
+
+
+def test_local_noise_comes_before_compression() -> None:
+    """What is done to a noised update reveals no more. A client's policy takes it for noise."""
+    noise, compressor = NoisedUpdates(clip_norm=1.0, noise_multiplier=2.0), fl.TopK(fraction=0.1)
+    assert local_noise_ratio(settings_of(SGD, (noise, compressor))) == 2.0
+    assert local_noise_ratio(settings_of(SGD, (compressor, noise))) == 2.0
+    assert (
+        local_noise_ratio(settings_of(SGD, (noise, ClippedUpdates(update_clip_norm=1.0)))) is None
+    )
