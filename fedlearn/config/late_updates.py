@@ -86,16 +86,15 @@ _NEEDED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "secure_aggregation.mode": (
         ("off",),
         (
-            ": masks cancel in the sum of one session, and one that comes later would stay masked; "
+            ": masks cancel in the sum of one session, and a late update would stay masked; "
             "set one of the two to its default"
         ),
     ),
     "privacy.mode": (
         ("off", "local"),
         (
-            ": an update that comes later moves from one sum to the next, and who is late is asked "
-            "less often than is accounted for; have each client add noise enough for itself, with "
-            '"local"'
+            ": a late update moves from one sum to the next, and late clients are asked less often "
+            'than is accounted for; set it to "local", where each client adds enough noise alone'
         ),
     ),
 }
