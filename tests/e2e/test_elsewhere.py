@@ -42,8 +42,8 @@ print(json.dumps([scope["seen"] for scope in scopes]))
 
 SIMULATION = """
 from hashlib import sha256
+import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 import fedlearn as fl
 
@@ -51,9 +51,10 @@ def make_model():
     return nn.Linear(64, 10)
 
 if __name__ == "__main__":
-    x, y = load_digits(return_X_y=True)
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(400, 64)), rng.integers(0, 10, 400)
     clients = fl.Dirichlet(num_clients=8, alpha=0.5, min_examples=5)
-    data = fl.from_arrays(x / 16, y, partition=clients, test_fraction=0.2, seed=0)
+    data = fl.from_arrays(x, y, partition=clients, test_fraction=0.2, seed=0)
     algorithm = fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=16, learning_rate=0.3))
     run = fl.simulate(make_model, data, algorithm, num_rounds=2, engine={"num_workers": 2})
     model = torch.cat([each.detach().flatten() for each in run.load_model().parameters()])
@@ -107,7 +108,8 @@ agent.forget()
 def there(system: str) -> dict[str, str]:
     """Return the environment of a process that sees another system's standard library."""
     paths = os.pathsep.join([str(ELSEWHERE), str(ROOT)])
-    return {**os.environ, "PYTHONPATH": paths, "FEDLEARN_TEST_PLATFORM": system}
+    named = {"PYTHONPATH": paths, "FEDLEARN_TEST_PLATFORM": system}
+    return {**os.environ, **named, "OMP_NUM_THREADS": "1"}
 
 
 def output(system: str, *arguments: str, cwd: Path) -> str:

@@ -75,14 +75,14 @@ def test_published_figures_bound_ours(multiplier: float, epochs: int, published:
 @pytest.mark.slow
 def test_a_large_figure_is_found_quickly_and_no_worse() -> None:
     """Losses are on a grid no finer than necessary: still an upper bound, and as tight."""
-    finest = from_truncated_subsampled_gaussian_mechanism(
+    finer = from_truncated_subsampled_gaussian_mechanism(
         dataset_size=10_000,
         sampling_probability=0.01,
         truncated_batch_size=200,
         noise_multiplier=0.5,
-        value_discretization_interval=1e-4,
+        value_discretization_interval=4e-4,  # a quarter of ours
     ).self_compose(500)
-    expected = finest.get_epsilon_for_delta(DELTA)
+    expected = finer.get_epsilon_for_delta(DELTA)
     found = epsilon_of_release({Event(POISSON, 0.5): 500}, target_delta=DELTA)
     assert expected * (1 - 1e-9) <= found < expected * (1 + 1e-4)
 

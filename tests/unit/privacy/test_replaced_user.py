@@ -153,10 +153,10 @@ def losses_of(updates: Updates, *, rate: float, spacing: float, num: int) -> NDA
 
 
 def epsilon_after(
-    several: Sequence[Updates], *, rate: float, num_rounds: int, spacing: float, num: int
+    pairs: Sequence[NDArray[np.float64]], *, num_rounds: int, spacing: float
 ) -> float:
-    """Return ε against an adversary who chooses among several updates in each round."""
-    pairs = [losses_of(each, rate=rate, spacing=spacing, num=num) for each in several]
+    """Return ε against an adversary who chooses one of several losses in each round."""
+    num = len(pairs[0]) // 2
     epsilons = np.arange(-num, num + 1) * spacing
     value = np.maximum(0.0, -np.expm1(epsilons))
     for _ in range(num_rounds):
@@ -186,9 +186,11 @@ def test_no_other_updates_cost_more_in_many_rounds(
         if number % 4 == 1:
             inside[1] = -inside[0]  # opposite to each other, the third anywhere on the circle
         others.append(((inside[0] - inside[2]) / noise, (inside[1] - inside[2]) / noise))
-    found = partial(
-        epsilon_after, rate=rate, num_rounds=num_rounds, spacing=largest / 1000, num=1000
-    )
-    least = found(extremes)
-    assert found([*extremes, *others]) == pytest.approx(least, rel=5e-6)
-    assert found(others) < least
+    spacing = largest / 1000
+    losses = [
+        losses_of(each, rate=rate, spacing=spacing, num=1000) for each in (*extremes, *others)
+    ]
+    found = partial(epsilon_after, num_rounds=num_rounds, spacing=spacing)
+    least = found(losses[:2])
+    assert found(losses) == pytest.approx(least, rel=5e-6)
+    assert found(losses[2:]) < least
