@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.local import Moment as Moment
     from fedlearn.algorithms.local import add_scaled as add_scaled
     from fedlearn.algorithms.local import flatten_rows as flatten_rows
+    from fedlearn.algorithms.local_parts import KeepLocal as KeepLocal
     from fedlearn.algorithms.median import CoordinateMedian as CoordinateMedian
     from fedlearn.algorithms.median import TrimmedMean as TrimmedMean
     from fedlearn.algorithms.metrics import R2 as R2
@@ -57,6 +58,9 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.objectives import CustomLoss as CustomLoss
     from fedlearn.algorithms.objectives import MeanSquaredError as MeanSquaredError
     from fedlearn.algorithms.own_training import OwnTraining as OwnTraining
+    from fedlearn.algorithms.partial_models import FedBN as FedBN
+    from fedlearn.algorithms.partial_models import FedPer as FedPer
+    from fedlearn.algorithms.partial_models import LGFedAvg as LGFedAvg
     from fedlearn.algorithms.rate_schedules import ScheduledRate as ScheduledRate
     from fedlearn.algorithms.recipes import EASGD as EASGD
     from fedlearn.algorithms.recipes import Algorithm as Algorithm
@@ -132,10 +136,12 @@ _HOME = {
         "flatten_rows"
     ),
     "algorithms.median": "CoordinateMedian TrimmedMean",
+    "algorithms.local_parts": "KeepLocal",
     "algorithms.metrics": "R2 BinaryAuc BinaryF1 Metric",
     "algorithms.norm_bound": "NormBound",
     "algorithms.objectives": "BinaryCrossEntropy CrossEntropy CustomLoss MeanSquaredError",
     "algorithms.own_training": "OwnTraining",
+    "algorithms.partial_models": "FedBN FedPer LGFedAvg",
     "algorithms.rate_schedules": "ScheduledRate",
     "algorithms.recipes": (
         "EASGD Algorithm FedAdagrad FedAdam FedAsync FedAvg FedAvgM FedBuff FedMedian FedProx "

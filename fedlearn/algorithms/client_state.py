@@ -25,10 +25,17 @@ _IDS = ".ids"
 _OTHER_SHAPE = "~"
 
 
-def stack_states(states: ClientStates, client_ids: Sequence[int]) -> dict[str, Tensor]:
-    """Stack the state of K clients by name: rows [K, n], zero for a client without that name."""
+def stack_states(
+    states: ClientStates, client_ids: Sequence[int], *, without: str = ""
+) -> dict[str, Tensor]:
+    """Stack the state of K clients by name: rows [K, n], zero for a client without that name.
+
+    The state named ``without`` is left out.
+    """
     found, each_keeps = dict[str, Tensor](), [states.get(each, {}) for each in client_ids]
     for name, like in {name: value for own in each_keeps for name, value in own.items()}.items():
+        if name == without:
+            continue
         zero = torch.zeros_like(like)
         found[name] = torch.stack([own.get(name, zero) for own in each_keeps])
     return found

@@ -59,6 +59,7 @@ class RoundRequest:
             broadcast=self.broadcast,
             num_statistics=len(self.params.layout.statistics),
             counted=self.counted,
+            local=self.params.local,
         )
 
     def messages(self, cohort: Sequence[ClientId]) -> dict[ClientId, TrainRequest]:
@@ -106,6 +107,23 @@ def further_bytes(strategy: Strategy, layout: Layout) -> int:
     """Return the size of the lanes in an update other than the model's delta."""
     further = [lane.size(layout) for lane in strategy.lanes if lane is not DELTA]
     return sum(further) * layout.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalModel:
+    """The global model between two rounds, as evaluators receive it.
+
+    Attributes:
+        params: The model.
+        round_num: Number of finished rounds.
+        client_states: Client state, in a process that simulates the clients.
+        counted: See :class:`~fedlearn.core.messages.TrainRequest`; empty if clients keep nothing.
+    """
+
+    params: Params
+    round_num: int
+    client_states: ClientStates = field(default_factory=dict)
+    counted: Mapping[ClientId, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Ranged
 from fedlearn.errors import ConfigError, UnusableResult
+
+ValueT = TypeVar("ValueT")
 
 #: Tensors by name, one row for each of B clients.
 Parts: TypeAlias = Mapping[str, Tensor]
@@ -304,7 +306,7 @@ def split_kept(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return {name: t for name, t in state.items() if not name.startswith(_KEPT)}, kept
 
 
-def join_kept(state: Mapping[str, Tensor], kept: Parts) -> dict[str, Tensor]:
+def join_kept(state: Mapping[str, ValueT], kept: Mapping[str, ValueT]) -> dict[str, ValueT]:
     """Add what a compressor keeps to the trainer's client state."""
     return {**state, **{_KEPT + name: value for name, value in kept.items()}}
 

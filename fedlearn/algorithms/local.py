@@ -297,6 +297,10 @@ class LocalWork(Ranged):
         """Report no further lanes."""
         return {}
 
+    def personal(self, x: Tensors, memory: Memory) -> Tensors | None:
+        """Return ``None``: the client uses the global model."""
+        return None
+
 
 class Affine(NamedTuple):
     """A step of the form ``x <- keep * x + scale * gradient + pull * model + shift * drift``.
@@ -360,8 +364,9 @@ class LocalUpdate(Protocol):
             grads: Gradients of the batch's mean loss, shaped like ``x``. Do not write to them: two
                 may be the same tensor.
             memory: As :attr:`memory` declares it, along ``x``.
-            broadcast: The strategy's broadcast, and the global parameters as ``"model"``: along
-                ``x``, [1, ...] each.
+            broadcast: The strategy's broadcast, and the parameters that training starts from as
+                ``"model"``: along ``x``, [1, ...] each; ``"model"`` is [K, ...] if clients keep
+                a part of the model for themselves.
             moment: The time of the step, and what is known about it.
         """
 
@@ -376,6 +381,16 @@ class LocalUpdate(Protocol):
             broadcast: As for :meth:`step`.
             moment: The round, and what is known after the last step, such as the clients' numbers
                 of steps.
+        """
+
+    def personal(self, x: Tensors, memory: Memory) -> Tensors | None:
+        """Return the parameters of the model that a client uses itself, shaped like ``x``.
+
+        It is evaluated next to the global model. ``None``: the client uses the global model.
+
+        Args:
+            x: The trainable global parameters. Do not write to them.
+            memory: The state that the client keeps.
         """
 
 
@@ -627,6 +642,10 @@ class LocalUpdateWrapper:
         """Return the inner update's report."""
         return self.inner.report(x, memory, broadcast=broadcast, moment=moment)
 
+    def personal(self, x: Tensors, memory: Memory) -> Tensors | None:
+        """Return the inner update's personal model."""
+        return self.inner.personal(x, memory)
+
 
 def require_update(local: object, *, name: str) -> None:
     """Check that an argument is a local update.
@@ -796,6 +815,11 @@ def load_client_state(
                 value[: len(part)].copy_(part.view(len(part), *value.shape[1:]))
 
 
+def first_rows(broadcast: Memory, num_clients: int) -> Memory:
+    """Select the rows of the first clients; a single row belongs to all of them."""
+    return {name: [value[:num_clients] for value in values] for name, values in broadcast.items()}
+
+
 def along(memory: Memory, places: Sequence[int]) -> Memory:
     """Select the memory of some of the parameters; a single tensor belongs to all of them."""
     return {
@@ -837,7 +861,7 @@ def along_trainable(layout: Layout, params_P: Tensor, broadcast: Mapping[str, Te
 
     Args:
         layout: Layout of the model.
-        params_P: The global model, shape [P].
+        params_P: The global model, shape [P], or the start model of each client, [K, P].
         broadcast: Vectors with one number per trainable parameter: shape [Q] each.
 
     Raises:
@@ -845,8 +869,9 @@ def along_trainable(layout: Layout, params_P: Tensor, broadcast: Mapping[str, Te
     """
     require_broadcast(broadcast, layout)
     views = layout.views(params_P)
-    # [1, ...]: broadcasts against the K clients' tensors.
-    found = {MODEL: [views[spec.name].unsqueeze(0) for spec in layout.trainable]}
+    found = {MODEL: [views[spec.name] for spec in layout.trainable]}
+    if params_P.dim() == 1:
+        found[MODEL] = [value.unsqueeze(0) for value in found[MODEL]]
     for name, vector_Q in broadcast.items():
         parts = vector_Q.split([spec.size for spec in layout.trainable])
         found[name] = [

@@ -76,6 +76,14 @@ class Strategy(Protocol):
             return ()
 
         @property
+        def keep_local(self) -> Sequence[str]:
+            """Patterns of the tensors that each client keeps for itself; none by default.
+
+            See :class:`~fedlearn.algorithms.local_parts.KeepLocal`.
+            """
+            return ()
+
+        @property
         def bounds(self) -> UpdateBounds | None:
             """Bounds on an unmasked update; ``None``: the rule bounds it itself, as by clipping."""
             return GENEROUS
@@ -92,6 +100,7 @@ class Strategy(Protocol):
 
     else:
         transforms = ()
+        keep_local = ()
         bounds = GENEROUS
         needs_same_round = ""
         max_reports = None
@@ -185,6 +194,11 @@ class StrategyWrapper(Strategy):
     def transforms(self) -> Sequence[Transform]:
         """The inner strategy's."""
         return self.inner.transforms
+
+    @property
+    def keep_local(self) -> Sequence[str]:
+        """The inner strategy's."""
+        return self.inner.keep_local
 
     @property
     def bounds(self) -> UpdateBounds | None:

@@ -331,7 +331,7 @@ def build_job(simulation: Simulation, params: Params, num_workers: int) -> Train
         local=simulation.algorithm.local,
         broadcast=simulation.algorithm.broadcast(simulation.algorithm.init(params)),
         population=simulation.population,
-        params=params,
+        params=params.complete(),
         precision=Precision(config.engine.precision),
         num_clients=simulation.policy.num_wanted * config.num_rounds // num_workers,
         num_together=-(-simulation.policy.num_wanted // num_workers),

@@ -10,6 +10,7 @@ from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.metrics import Measures, Metric
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.personal_models import has_personal_models, name_personal
 from fedlearn.algorithms.round_settings import RoundSettings, in_round
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -86,7 +87,10 @@ class Components:
     def directions(self) -> dict[str, Direction]:
         """Which way is better for each metric of the run, including the clients' own, by name."""
         reported = {name: each.direction for name, each in self.config.metrics.items()}
-        return Measures(self.objective, self.metrics).directions | reported
+        directions = Measures(self.objective, self.metrics).directions | reported
+        if has_personal_models(self.algorithm):
+            directions |= name_personal(directions)
+        return directions
 
     @property
     def num_needed(self) -> int:

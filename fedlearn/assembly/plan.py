@@ -1,11 +1,13 @@
 """Builds the plan of a run, simulated or deployed, from its components."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from fedlearn.algorithms.collector import Collector
 from fedlearn.algorithms.informed_sampling import InformedSampler, Sampler, SamplingDraw
+from fedlearn.algorithms.local_parts import find_local_names, require_local_parts_allowed
 from fedlearn.assembly.components import Components
 from fedlearn.assembly.own_code import SharedNoise
 from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
@@ -37,9 +39,13 @@ def build_initial_params(components: Components, device: torch.device) -> Params
     # Forked, so that the caller's random generators are left unchanged.
     with torch.random.fork_rng(devices=generator_devices):
         torch.manual_seed(components.seed.derive("model").value)
-        params = Params.of(components.make_model())
+        model = components.make_model()
+        params = Params.of(model)
+    algorithm = components.algorithm
+    params = params.keep_local(find_local_names(model, algorithm.keep_local))
+    require_local_parts_allowed(algorithm, params)
     constants = {name: value.to(device) for name, value in params.constants.items()}
-    return Params(params.layout, params.vector.to(device), constants)
+    return replace(params, vector=params.vector.to(device), constants=constants)
 
 
 def build_run_plan(

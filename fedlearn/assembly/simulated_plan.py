@@ -6,6 +6,7 @@ import torch
 
 from fedlearn.algorithms.collector import Collector, further_bytes
 from fedlearn.algorithms.informed_sampling import Sampler, as_informed
+from fedlearn.algorithms.local_parts import LocalParts
 from fedlearn.algorithms.sampling import SeededSampler
 from fedlearn.algorithms.settings import own_classes, own_transforms, require_travels
 from fedlearn.assembly.choices import build_job
@@ -79,7 +80,7 @@ def assemble(
             simulation, model, _build_behavior(simulation, cluster)
         )
     else:
-        collector = _build_engine(simulation, job, cluster)
+        collector = _build_engine(simulation, params, job, cluster)
     sampled = SampledOpening(
         sampler=(sampler := _build_sampler(simulation, cluster)),
         available=collector.available,
@@ -158,11 +159,13 @@ def _build_sessions(
     )
 
 
-def _build_engine(simulation: Simulation, job: TrainingJob, cluster: Cluster) -> Collector:
+def _build_engine(
+    simulation: Simulation, params: Params, job: TrainingJob, cluster: Cluster
+) -> Collector:
     config, plan, summing = simulation.config, simulation.secure, None
     if plan is not None:  # the same sum without masks: the protocol itself needs sessions
         seed = simulation.seed.derive("rounding")
-        summing = ModularSum(plan=plan, layout=job.params.layout, seed=seed)
+        summing = ModularSum(plan=plan, layout=params.layout, seed=seed)
     assert isinstance(config.engine.block_size, int)  # resolved
     return Engine(
         population=simulation.population,
@@ -173,6 +176,7 @@ def _build_engine(simulation: Simulation, job: TrainingJob, cluster: Cluster) ->
         block_size=config.engine.block_size,
         summing=summing,
         round_mode=simulation.round_mode,
+        local_parts=LocalParts.of(params),
     )
 
 
@@ -193,6 +197,7 @@ def _build_evaluators(
             client_ids=sample,
             batch_size=batch_size,
             cluster=cluster,
+            strategy=simulation.algorithm,
         )
     else:
         cohort = [ClientId(client_id) for client_id in sample.tolist()]
@@ -200,6 +205,7 @@ def _build_evaluators(
             channel=channel,
             cohort=lambda _: cohort,
             directions=simulation.directions,
+            strategy=simulation.algorithm,
             deadline_s=math.inf,
         )
     return [central, of_clients]

@@ -7,6 +7,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.local_parts import KeepLocal
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.strategy import Strategy
@@ -139,6 +140,8 @@ def build_algorithm(config: Config) -> Strategy:
     """
     try:
         strategy = config.algorithm.strategy(config.client.local_update())
-        return config.aggregation.apply(strategy)
+        strategy = config.aggregation.apply(strategy)
+        patterns = config.algorithm.keep_local
+        return KeepLocal(strategy, tuple(patterns)) if patterns else strategy
     except ValueError as error:
         raise ConfigError(f'algorithm.name is "{config.algorithm.name}": {error}') from error

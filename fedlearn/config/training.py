@@ -26,6 +26,7 @@ from fedlearn.algorithms.objectives import (
     Objective,
 )
 from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.partial_models import FedBN, FedPer, LGFedAvg
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.server_schedules import ScheduledFedAvg
@@ -169,6 +170,11 @@ class AlgorithmSection(DeclaredSection):
     """The federated algorithm."""
 
     name: str = Field(description="The federated algorithm.")
+    keep_local: list[str] = Field(
+        [],
+        description="Parts of the model that each client keeps for itself: patterns of tensor "
+        'names, such as "head.*", or of layer classes, such as "type:BatchNorm*".',
+    )
 
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Build the strategy; raises ValueError if it does not fit the local update."""
@@ -318,6 +324,21 @@ ALGORITHMS = kinds(
         "fedmedian",
         "FedAvg with the coordinate-wise median in place of the mean.",
         recipes.FedMedian,
+    ),
+    kind(
+        "fedper",
+        "FedPer: clients share the base layers and keep the personalization layers.",
+        FedPer,
+    ),
+    kind(
+        "fedbn",
+        "FedBN: clients keep BatchNorm layers, with their statistics.",
+        FedBN,
+    ),
+    kind(
+        "lgfedavg",
+        "LG-FedAvg: clients keep the first layers, their representation.",
+        LGFedAvg,
     ),
     kind(
         "fedbuff",

@@ -84,6 +84,8 @@ _TRAINING = ("round_num", "attempt", "settings", "seed", "order")
 
 #: A field that is left out of the header if it is false.
 _LACKS_CONSTANTS = "lacks_constants"
+#: A field that is left out of the header if it is empty.
+_LOCAL = "local"
 
 #: The kind of each message in its header, and the names of its fields there.
 _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
@@ -109,9 +111,15 @@ _MODELS = {
     for each in (TrainRequest, EvaluateRequest, SecureTrainRequest, SecureEvaluateRequest)
 }
 #: Fields that are in a header only if they differ from these values. Version 4 has none of them.
-_OPTIONAL: Mapping[str, Mapping[str, int | str | None]] = {
-    _FORMS[TrainRequest][0]: {"counted": None, "num_statistics": 0},
-    _FORMS[SecureTrainRequest][0]: {"counted": None, "num_statistics": 0},
+_OPTIONAL: Mapping[str, Mapping[str, object]] = {
+    **{
+        _FORMS[each][0]: {"counted": None, "num_statistics": 0, _LOCAL: ()}
+        for each in (TrainRequest, SecureTrainRequest)
+    },
+    **{
+        _FORMS[each][0]: {_LOCAL: (), "settings": {}, "trained": (), "counted": None}
+        for each in (EvaluateRequest, SecureEvaluateRequest)
+    },
     _FORMS[TrainReply][0]: {"encoding": ""},
 }
 #: Settings that version 4 does not have, each with the value that leaves training unchanged.
@@ -133,8 +141,8 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
             running statistics), since a client of that version does not know them.
 
     Raises:
-        ValueError: A receiver of version 4 would misread the request: it lacks its constants, or
-            has a setting that version 4 does not know.
+        ValueError: A receiver of version 4 would misread the request: it lacks its constants, has
+            a setting that version 4 does not know, or names tensors that clients keep.
 
     Example:
         >>> decode(encode(Failure(reason="battery low")))
@@ -156,6 +164,8 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
             raise ValueError(
                 f"a request of version {newest} must include its constants; encode it whole"
             )
+        if not added.keys().isdisjoint({_LOCAL, "trained"}):
+            raise ValueError(f"a client of version {newest} has no model of its own; upgrade it")
         added = {}
         if isinstance(settings, Mapping):
             fields["settings"] = settings = _drop_newer_settings(settings, version=newest)
@@ -686,6 +696,8 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "seed": _read_integer,
     "num_examples": _read_integer,
     "order": _read_texts,
+    _LOCAL: _read_texts,
+    "trained": _read_texts,
     "settings": _read_settings,  # null: there is no training
     "metrics": _read_numbers,
     "reason": _read_text,

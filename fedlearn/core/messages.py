@@ -10,7 +10,7 @@ other clients, and in secure aggregation it is a new session.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
 
@@ -30,7 +30,9 @@ Settings: TypeAlias = Mapping[str, Scalar]
 _LEAST_TENSOR_BYTES, _LEAST_BYTES = 1 << 10, 64 << 10
 
 
-def select_constants(constants: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+def select_constants(
+    constants: "Mapping[str, Tensor]", *, local: Collection[str] = ()
+) -> "dict[str, Tensor]":
     """Select the constants of a model that a client is sent once instead of in every round.
 
     Frozen parameters can be most of a model. Small tensors, such as BatchNorm's counters, stay in
@@ -39,9 +41,13 @@ def select_constants(constants: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
 
     Args:
         constants: The tensors that are not averaged, by name.
+        local: Those that each client keeps for itself. Their initial values are always sent
+            separately, whatever their size: they must not travel in every round.
     """
     large = {n: value for n, value in constants.items() if value.nbytes >= _LEAST_TENSOR_BYTES}
-    return large if sum(value.nbytes for value in large.values()) >= _LEAST_BYTES else {}
+    if sum(value.nbytes for value in large.values()) < _LEAST_BYTES:
+        large = {}
+    return {n: value for n, value in constants.items() if n in large or n in local}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,6 +68,8 @@ class TrainRequest:
         counted: By client, the round of the model on which its last counted update was based;
             clients without one are missing. A client keeps the state of that training and undoes
             the changes of any later one. ``None``: the coordinator does not send this.
+        local: Names of the tensors that each client keeps for itself. ``tensors`` has their initial
+            values, for a client that has not trained yet.
     """
 
     kind: ClassVar[str] = TRAIN_KIND
@@ -76,6 +84,7 @@ class TrainRequest:
     lacks_constants: bool = False
     num_statistics: int = 0
     counted: Mapping[ClientId, int] | None = None
+    local: Sequence[str] = ()
 
     @property
     def num_trained(self) -> int:
@@ -93,7 +102,8 @@ class TrainRequest:
         """The tensors that are sent separately: see :func:`select_constants`."""
         averaged = set(self.order)
         return select_constants(
-            {name: t for name, t in self.tensors.items() if name not in averaged}
+            {name: t for name, t in self.tensors.items() if name not in averaged},
+            local=self.local,
         )
 
 
@@ -107,6 +117,12 @@ class EvaluateRequest:
         order: As in a :class:`TrainRequest`, but not sent to the client. Empty: unknown, so the
             model is sent whole.
         lacks_constants: As in a :class:`TrainRequest`.
+        local: As in a :class:`TrainRequest`. If there are any, the client also evaluates its
+            personal model: the global one with its own tensors of these names.
+        settings: As in a :class:`TrainRequest`, if the local update defines a personal model,
+            which the client then evaluates too; otherwise empty.
+        trained: Names of the trained parameters, in order, if there are ``settings``.
+        counted: As in a :class:`TrainRequest`, if personal models are evaluated.
     """
 
     kind: ClassVar[str] = EVALUATE_KIND
@@ -115,13 +131,18 @@ class EvaluateRequest:
     tensors: "Mapping[str, Tensor]"
     order: Sequence[str] = ()
     lacks_constants: bool = False
+    local: Sequence[str] = ()
+    settings: Settings = field(default_factory=dict)
+    trained: Sequence[str] = ()
+    counted: Mapping[ClientId, int] | None = None
 
     @property
     def constants(self) -> "dict[str, Tensor]":
         """The tensors that are sent separately, as in a :class:`TrainRequest`."""
         averaged = set(self.order) or self.tensors.keys()
         return select_constants(
-            {name: t for name, t in self.tensors.items() if name not in averaged}
+            {name: t for name, t in self.tensors.items() if name not in averaged},
+            local=self.local,
         )
 
 

@@ -123,6 +123,29 @@ class Layout:
             _find_aliases(saved, everything),
         )
 
+    def exclude(self, names: Collection[str]) -> Self:
+        """Return the layout without the tensors of these names.
+
+        Raises:
+            ValueError: No trained parameter would be left.
+
+        Example:
+            >>> layout = Layout.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+            >>> layout.size, layout.exclude(["1.weight", "1.bias"]).size
+            (11, 8)
+        """
+        if all(spec.name in names for spec in self.trainable):
+            raise ValueError("no trained parameter is left")
+        found, offset = list[TensorSpec](), 0
+        for spec in self.specs:
+            if spec.name not in names:
+                found.append(replace(spec, offset=offset))
+                offset += spec.size
+        num_trained = sum(spec.name not in names for spec in self.trainable)
+        return replace(
+            self, trainable=tuple(found[:num_trained]), statistics=tuple(found[num_trained:])
+        )
+
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
         """All tensors in vector order."""
@@ -210,11 +233,14 @@ class Params:
     Attributes:
         vector: Shape [P].
         constants: Frozen parameters and buffers by name, in their own dtypes; never changed.
+        whole: Layout of the whole model, if each client trains and keeps some of the constants
+            for itself; they are then initial values. ``None``: there are no such tensors.
     """
 
     layout: Layout
     vector: Tensor
     constants: Mapping[str, Tensor]
+    whole: Layout | None = None
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
@@ -238,6 +264,14 @@ class Params:
         }
         return cls(layout, layout.pack(saved), constants)
 
+    @cached_property
+    def local(self) -> tuple[str, ...]:
+        """Names of the tensors that each client keeps for itself, in the order of the vector."""
+        if self.whole is None:
+            return ()
+        shared = self.layout.by_name
+        return tuple(spec.name for spec in self.whole.specs if spec.name not in shared)
+
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the model as sent in each round.
@@ -246,7 +280,7 @@ class Params:
         round or from their own copy of the model.
         """
         changing = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
-        kept = select_constants(self.constants)
+        kept = select_constants(self.constants, local=self.local)
         sent = (value.nbytes for name, value in self.constants.items() if name not in kept)
         return changing + sum(sent)
 
@@ -260,6 +294,37 @@ class Params:
         views = self.layout.views(self.vector)
         tensors = {spec.name: views[spec.name].to(spec.dtype) for spec in self.layout.specs}
         return {**tensors, **self.constants}
+
+    def keep_local(self, names: Sequence[str]) -> Self:
+        """Return the model without some tensors, which each client then keeps for itself.
+
+        Raises:
+            ValueError: No trained parameter would be left.
+
+        Example:
+            >>> params = Params.of(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)))
+            >>> shared = params.keep_local(["1.weight", "1.bias"])
+            >>> shared.vector.shape, sorted(shared.constants)
+            (torch.Size([8]), ['1.bias', '1.weight'])
+        """
+        if not names:
+            return self
+        tensors, layout = self.to_tensors(), self.layout.exclude(names)
+        constants = {**self.constants, **{name: tensors[name].clone() for name in names}}
+        vector = layout.pack(tensors, out=self.vector.new_empty(layout.size))
+        return replace(self, layout=layout, vector=vector, constants=constants, whole=self.layout)
+
+    def complete(self) -> Self:
+        """Return the whole model, with the initial values of what each client keeps for itself.
+
+        It is the inverse of :meth:`keep_local`.
+        """
+        layout = self.whole
+        if layout is None:
+            return self
+        vector = layout.pack(self.to_tensors(), out=self.vector.new_empty(layout.size))
+        constants = {n: value for n, value in self.constants.items() if n not in self.local}
+        return replace(self, layout=layout, vector=vector, constants=constants, whole=None)
 
     def round_to_dtypes(self) -> Self:
         """Round every value to its tensor's own dtype, as clients receive it."""

@@ -163,6 +163,7 @@ def _evaluators(
             invite=invited,
             plan=partial(section.evaluation_plan, measures=measures),
             deadline_s=evaluation.deadline_s,
+            strategy=components.algorithm,
         )
     else:
         yield ChannelEvaluator(
@@ -170,6 +171,7 @@ def _evaluators(
             cohort=lambda round_num: invited(round_num).client_ids,
             directions=components.directions,
             deadline_s=evaluation.deadline_s,
+            strategy=components.algorithm,
             # Flower's own strategies weight by examples.
             weighs=components.config.flower.is_foreign,
         )

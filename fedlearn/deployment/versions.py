@@ -17,6 +17,8 @@ def explain_newest_protocol(components: Deployment) -> str:
         return "it transforms updates on the clients"
     if any(spec.is_kept for spec in local.memory.values()):
         return "its clients keep state between rounds"
+    if components.algorithm.keep_local:
+        return "its clients keep a part of the model for themselves"
     if local.work.drop_last:
         return "client.drop_last is on"
     return ""

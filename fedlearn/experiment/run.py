@@ -108,6 +108,20 @@ class Run:
             places = {name: place for place, name in enumerate(self.make_model().state_dict())}
         return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))
 
+    def client_state(self, client_id: int) -> "dict[str, Tensor]":
+        """Return what a simulated client keeps between its rounds, by name; {} if nothing.
+
+        Each is one vector, as the local update declares it; ``local`` has the parts of the model
+        that stay local, in the order of the network's parameters and then its buffers. A deployed
+        run has no client state: it stays on the clients.
+
+        Raises:
+            StoreError: There is no checkpoint, or it is damaged.
+        """
+        from fedlearn.algorithms.client_state import from_tensors  # noqa: PLC0415 (it takes torch)
+
+        return dict(from_tensors(self.stored.client_tensors()).get(client_id, {}))
+
     def load_model(
         self, make_model: "Callable[[], nn.Module] | None" = None, *, best: bool = True
     ) -> "nn.Module":

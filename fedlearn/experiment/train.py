@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedlearn import assembly
+from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.assembly import Components, build_server_task
 from fedlearn.assembly.plan import build_central_evaluator, build_initial_params
 from fedlearn.assembly.server_jobs import explain_divergence
@@ -268,7 +269,9 @@ def _build_measure(components: Components) -> Callable[[TrainingState], Mapping[
     )
     evaluator = build_central_evaluator(components.test, model, Alone(), batch_size=batch_size)
     params = build_initial_params(components, cpu)
-    return lambda state: evaluator.evaluate(load_trained(params, state), round_num=0)
+    return lambda state: evaluator.evaluate(
+        GlobalModel(params=load_trained(params, state), round_num=0)
+    )
 
 
 @contextmanager

@@ -78,6 +78,11 @@ class Hogwild:
         return self._trainer.honors
 
     @property
+    def own_updates(self) -> Collection[type[LocalUpdate]]:
+        """The user's own local-update classes that the trainer runs."""
+        return self._trainer.own_updates
+
+    @property
     def own_transforms(self) -> Collection[type[Transform]]:
         """Custom transforms of the trainer."""
         return self._trainer.own_transforms

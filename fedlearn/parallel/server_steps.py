@@ -105,4 +105,4 @@ def load_trained(params: Params, trained: TrainingState) -> Params:
     model: Mapping[str, Tensor] = trained.model
     vector = params.layout.pack(model, out=torch.empty_like(params.vector))
     constants = {name: model[name].to(value.device) for name, value in params.constants.items()}
-    return Params(params.layout, vector, constants)
+    return replace(params, vector=vector, constants=constants)

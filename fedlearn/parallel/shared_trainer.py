@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.errors import DeploymentError, ProcessesParted
 from fedlearn.parallel.workers import ResumeControl, WorkerProcess, Workers
@@ -56,6 +57,11 @@ class SharedTrainer:
     def honors(self) -> Collection[str]:
         """Settings that the trainer acts on."""
         return self._trainer.honors
+
+    @property
+    def own_updates(self) -> Collection[type[LocalUpdate]]:
+        """The user's own local-update classes that the trainer runs."""
+        return self._trainer.own_updates
 
     @property
     def own_transforms(self) -> Collection[type[Transform]]:

@@ -1,14 +1,17 @@
 """Evaluates the global model on held-out examples and on each client's own data."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from fedlearn.algorithms.collector import GlobalModel
+from fedlearn.algorithms.personal_models import has_personal_models, has_personal_update
+from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.distribution import Direction, average_by_examples, summarize_metrics
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Failure
-from fedlearn.core.params import Params
 from fedlearn.core.reported_metrics import list_majority_names, select_recordable
 from fedlearn.rounds.updates import MAX_EXAMPLES
 from fedlearn.transport.base import Arrival, Channel, ask_once
@@ -17,8 +20,8 @@ from fedlearn.transport.base import Arrival, Channel, ask_once
 class Evaluator(Protocol):
     """Evaluates a model; the metrics go into the record of the round."""
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        """Return the metrics by name, after ``round_num`` finished rounds."""
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
+        """Return the metrics by name."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,36 @@ class Evaluators:
 
     parts: Sequence[Evaluator]
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         """Return the metrics of all parts."""
         metrics: dict[str, float] = {}
         for part in self.parts:
-            metrics |= part.evaluate(params, round_num=round_num)
+            metrics |= part.evaluate(model)
         return metrics
+
+
+def build_evaluate_request(
+    model: GlobalModel, strategy: Strategy, cohort: Sequence[ClientId]
+) -> EvaluateRequest:
+    """Build the request to evaluate the global model and clients' personal models."""
+    params = model.params
+    request = EvaluateRequest(
+        round_num=model.round_num,
+        tensors=params.to_tensors(),
+        order=tuple(params.layout.by_name),
+        local=params.local,
+    )
+    if not has_personal_models(strategy):
+        return request
+    counted = {each: model.counted[each] for each in cohort if each in model.counted}
+    if has_personal_update(strategy.local):
+        layout = params.whole or params.layout
+        request = replace(
+            request,
+            settings=settings_of(strategy.local),
+            trained=tuple(spec.name for spec in layout.trainable),
+        )
+    return replace(request, counted=counted)
 
 
 def check_evaluation(arrival: Arrival, *, round_num: int) -> EvaluateReply | Failure:
@@ -61,6 +88,7 @@ class ChannelEvaluator:
         directions: Whether higher or lower is better, for each metric that the run knows. Clients
             may report other metrics, whose distribution is recorded without a worst decile.
         deadline_s: Seconds to wait for the clients.
+        strategy: The algorithm, which says whether clients have personal models.
         weighs: Whether to record means weighted by examples as well.
     """
 
@@ -68,17 +96,17 @@ class ChannelEvaluator:
     cohort: Callable[[int], Sequence[ClientId]]
     directions: Mapping[str, Direction]
     deadline_s: float
+    strategy: Strategy
     weighs: bool = False
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         """Return statistics of each metric over the clients that answered in time."""
+        round_num = model.round_num
         cohort = self.cohort(round_num)
         if not cohort:
             return {}
-        request = EvaluateRequest(
-            round_num=round_num, tensors=params.to_tensors(), order=tuple(params.layout.by_name)
-        )
         # One object for all clients, so that a channel encodes the model only once.
+        request = build_evaluate_request(model, self.strategy, cohort)
         requests = dict.fromkeys(cohort, request)
         replies = list[EvaluateReply]()
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):

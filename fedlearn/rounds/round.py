@@ -276,7 +276,7 @@ def _keeps_state(strategy: Strategy, params: Params) -> bool:
     compressor = find_compressor(strategy.transforms)
     shapes = [spec.shape for spec in params.layout.trainable]
     keeps_own = compressor is not None and bool(compressor.kept_sizes(shapes))
-    return keeps_own or keeps_something(strategy.local)
+    return keeps_own or keeps_something(strategy.local) or bool(strategy.keep_local)
 
 
 def _find_counted_rounds(collected: CollectedRound, round_num: int) -> Mapping[ClientId, int]:

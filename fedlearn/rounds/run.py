@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.client_state import from_tensors, to_tensors
-from fedlearn.algorithms.collector import CollectedRound
+from fedlearn.algorithms.collector import CollectedRound, GlobalModel
 from fedlearn.algorithms.informed_sampling import ObservedRound
 from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.pending_tasks import PendingTasks, tasks_from_tensors, tasks_to_tensors
@@ -305,7 +305,14 @@ def _run_next_round(
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
     state = state.note(collected)
     if plan.is_evaluated(server.round_num):
-        evaluated = plan.evaluator.evaluate(server.params, round_num=server.round_num)
+        evaluated = plan.evaluator.evaluate(
+            GlobalModel(
+                params=server.params,
+                round_num=server.round_num,
+                client_states=server.client_states,
+                counted=server.counted,
+            )
+        )
         if both := sorted(metrics.keys() & evaluated.keys()):
             raise RoundError(
                 f"the strategy's step names a metric {both[0]!r}, and so does the evaluation; give "
@@ -573,7 +580,7 @@ def _load_tensors(checkpoint: Checkpoint, prefix: str, device: torch.device) -> 
 def _build_params(tensors: Mapping[str, Tensor], like: Params) -> Params:
     vector = like.layout.pack(tensors, out=torch.empty_like(like.vector))
     constants = {name: tensors[name].to(value.dtype) for name, value in like.constants.items()}
-    return Params(like.layout, vector, constants)
+    return replace(like, vector=vector, constants=constants)
 
 
 def _to_float(value: Scalar) -> float:

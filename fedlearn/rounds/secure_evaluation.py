@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 import structlog
 
+from fedlearn.algorithms.collector import GlobalModel
+from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.distribution import NUM_CLIENTS
-from fedlearn.core.messages import ClientId, EvaluateRequest, SecureEvaluateRequest
-from fedlearn.core.params import Params
+from fedlearn.core.messages import ClientId, SecureEvaluateRequest
 from fedlearn.errors import AggregationAborted, ConfigError
+from fedlearn.rounds.evaluation import build_evaluate_request
 from fedlearn.rounds.secure import NoMaskedSumStore, SecureCollector
 from fedlearn.secagg.evaluation import EvaluationPlan
 from fedlearn.secagg.plan import build_notice, hash_notice
@@ -44,26 +46,27 @@ class SecureEvaluator:
         invite: Returns the clients to ask after a given number of finished rounds.
         plan: Returns the plan of an evaluation for a given cohort size n.
         deadline_s: Seconds that clients have to evaluate.
+        strategy: The algorithm, which says whether clients have personal models.
     """
 
     sessions: SecureCollector
     invite: Callable[[int], EvaluationCohort]
     plan: Callable[[int], EvaluationPlan]
     deadline_s: float
+    strategy: Strategy
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         """Return ``clients/NAME_mean`` and ``_num_clients`` per metric that some client reported.
 
         Empty if too few clients completed the session, or if the sum is implausible.
         """
+        round_num = model.round_num
         num_clients, cohort = self.invite(round_num)
         try:
             plan = self.plan(num_clients)
         except ConfigError as error:
             return _skip(round_num, str(error))
-        request = EvaluateRequest(
-            round_num=round_num, tensors=params.to_tensors(), order=tuple(params.layout.by_name)
-        )
+        request = build_evaluate_request(model, self.strategy, cohort)
         notice = build_notice(request)
         terms = plan.terms(
             run_id=self.sessions.run_id, round_num=round_num, request_hash=hash_notice(notice)

@@ -20,6 +20,7 @@ from fedlearn.algorithms.compression import (
     split_kept,
 )
 from fedlearn.algorithms.lanes import DELTA, Updates
+from fedlearn.algorithms.local_parts import LOCAL, extract_local
 from fedlearn.algorithms.settings import (
     has_own_noise,
     require_honored,
@@ -100,6 +101,15 @@ def train_and_reply(
     state = {
         name: _to_tensor(value, what=f"state {name!r}") for name, value in result.state.items()
     }
+    if request.local:
+        if LOCAL in state:
+            raise UnusableResult(
+                f"the trainer keeps a state called {LOCAL!r}, the name of the parts of the model "
+                "that stay on this client; rename it"
+            )
+        state[LOCAL] = extract_local(
+            _check_tensors(result.tensors, request, request.local), request.local
+        )
     return reply, join_kept(state, {name: rows[0] for name, rows in leaving.kept.items()})
 
 
@@ -156,8 +166,16 @@ def _require_unchanged(tensors: Mapping[str, Tensor], sent: Mapping[str, _Mark])
 
 def _compute_delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tensor:
     """Compute local minus global as one vector in the model's widest precision."""
-    order = request.order
-    missing = [name for name in order if name not in tensors]
+    local = _check_tensors(tensors, request, request.order)
+    _require_frozen(tensors, request)
+    return compute_delta(local, request.tensors, order=request.order)
+
+
+def _check_tensors(
+    tensors: Mapping[str, Tensor], request: TrainRequest, names: Sequence[str]
+) -> dict[str, Tensor]:
+    """Check some tensors of the trained model, and return them by name."""
+    missing = [name for name in names if name not in tensors]
     if missing:
         raise UnusableResult(
             f"the trainer returned no tensor {missing[0]!r} ({len(missing)} are missing); return "
@@ -168,7 +186,7 @@ def _compute_delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tens
     if unknown:
         raise UnusableResult(f"the trainer returned {unknown[0]!r}, which the model does not have")
     local = dict[str, Tensor]()
-    for name in order:
+    for name in names:
         local[name], start = _to_tensor(tensors[name], what=repr(name)), request.tensors[name]
         if local[name].shape != start.shape:
             raise UnusableResult(
@@ -179,8 +197,7 @@ def _compute_delta(tensors: Mapping[str, Tensor], request: TrainRequest) -> Tens
             raise UnusableResult(
                 f"the trainer returned {name!r} as {local[name].dtype}; it must be a float"
             )
-    _require_frozen(tensors, request)
-    return compute_delta(local, request.tensors, order=order)
+    return local
 
 
 def _require_frozen(tensors: Mapping[str, Tensor], request: TrainRequest) -> None:
@@ -188,7 +205,7 @@ def _require_frozen(tensors: Mapping[str, Tensor], request: TrainRequest) -> Non
 
     Integer buffers, such as counters, may change; the coordinator keeps its own.
     """
-    changing = set(request.order)
+    changing = {*request.order, *request.local}
     for name, value in tensors.items():
         sent = request.tensors[name]
         if name in changing or value is sent or not (sent.is_floating_point() or sent.is_complex()):

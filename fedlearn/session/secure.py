@@ -14,6 +14,7 @@ from fedlearn.algorithms.lanes import DELTA
 from fedlearn.core.messages import (
     ClientId,
     EvaluateReply,
+    EvaluateRequest,
     EvaluationNotice,
     SecureEvaluateRequest,
     SecureRequest,
@@ -90,6 +91,13 @@ class SessionState:
             session=None if kept is None else ClientState.from_bytes(kept.numpy().tobytes()),
             pins=Pins() if pins is None else Pins.from_bytes(pins.numpy().tobytes()),
         )
+
+    def find_counted(self, request: EvaluateRequest, client_id: ClientId) -> Mapping[str, Tensor]:
+        """Return the trainer's state after the last training whose update counted."""
+        counted = request.counted
+        if self.based_on is None or counted is None or counted.get(client_id) == self.based_on:
+            return self.trainer
+        return self.before
 
     def settle(self, request: TrainRequest, client_id: ClientId) -> "SessionState":
         """Return the state to start training from, now that the request says which update counted.

@@ -9,7 +9,9 @@ import structlog
 from torch import Tensor
 
 from fedlearn.algorithms.extra_settings import split_settings
-from fedlearn.algorithms.settings import without_transforms
+from fedlearn.algorithms.local_parts import LOCAL, insert_local
+from fedlearn.algorithms.personal_models import build_personal_model, name_personal
+from fedlearn.algorithms.settings import update_from, without_transforms
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
@@ -183,7 +185,8 @@ class ClientSession:
                     reply, tensors = self._train(request, kept.trainer, control)
                     return encode(reply), kept.record_training(request, tensors).to_bytes()
                 case EvaluateRequest() as request:
-                    return encode(self._evaluate(request, control)), state
+                    kept = SessionState.of(state)
+                    return encode(self._evaluate(request, kept, control)), state
                 case (
                     SecureTermsRequest()
                     | SecureTrainRequest()
@@ -248,7 +251,7 @@ class ClientSession:
                 case SecureEvaluateRequest(evaluate=evaluate) if (
                     hash_request(evaluate) == terms.request_hash
                 ):
-                    added = bound_metrics(terms, self._evaluate(evaluate, control))
+                    added = bound_metrics(terms, self._evaluate(evaluate, kept, control))
                     self.on_bounded(added)
                     return added
             raise ProtocolError("the request is not the one that the terms name")
@@ -291,9 +294,31 @@ class ClientSession:
         factor = self.secure.policy.max_draw_factor
         return RosterDraw(roster=pins.roster, client_ids=pins.clients.keys(), factor=factor)
 
-    def _evaluate(self, request: EvaluateRequest, control: TaskControl) -> EvaluateReply:
+    def _evaluate(
+        self, request: EvaluateRequest, kept: SessionState, control: TaskControl
+    ) -> EvaluateReply:
+        """Evaluate the global model, and the personal one if there is any."""
         result = self.trainer.evaluate(request.tensors, control=control)
-        return build_evaluate_reply(result, round_num=request.round_num)
+        reply = build_evaluate_reply(result, round_num=request.round_num)
+        if not (request.local or request.settings):
+            return reply
+        local = None
+        # A trainer of the user's own has no local update; its state is its own business.
+        if request.settings and hasattr(self.trainer, "own_updates"):
+            settings, _ = split_settings(request.settings)
+            local = update_from(settings, known=self.trainer.own_updates)
+        tensors = build_personal_model(
+            request.tensors,
+            kept.find_counted(request, self.client_id),
+            local_names=request.local,
+            trained_names=request.trained,
+            local=local,
+        )
+        personal = reply
+        if tensors is not request.tensors:
+            result = self.trainer.evaluate(tensors, control=control)
+            personal = build_evaluate_reply(result, round_num=request.round_num)
+        return replace(reply, metrics={**reply.metrics, **name_personal(personal.metrics)})
 
     def _train(
         self,
@@ -311,10 +336,13 @@ class ClientSession:
             settings=settings,
             extra=extra,
             seed=Seed(request.seed),
-            state=state,
+            state={name: value for name, value in state.items() if name != LOCAL},
             broadcast=request.broadcast,
             control=control,
         )
+        own = state.get(LOCAL)
+        if request.local and own is not None:
+            request = replace(request, tensors=insert_local(request.tensors, request.local, own))
         return train_and_reply(
             self.trainer, request, context=context, known=known, is_masked=is_masked
         )

@@ -21,7 +21,6 @@ from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.client_state import (
     ClientStates,
-    make_initial_state,
     split_states,
     stack_states,
 )
@@ -33,14 +32,14 @@ from fedlearn.algorithms.compression import (
     send_updates,
     split_kept,
 )
-from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, describe_misfit
+from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, describe_misfit, size_of
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
+from fedlearn.algorithms.local_parts import LOCAL, LocalParts
 from fedlearn.algorithms.pending_tasks import Draw, PendingTask, PendingTasks
 from fedlearn.algorithms.round_state import round_state_for
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.stragglers import StragglerPolicy
-from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.transforms import Transform, last_clip, takes_blocks
 from fedlearn.core.cluster import Cluster, gather
 from fedlearn.core.messages import ClientId
@@ -76,6 +75,7 @@ class Engine:
         summing: Replaces the strategy's mean if secure aggregation is simulated; else ``None``.
         round_mode: How late updates count, or when a buffer is full; ``None``: rounds are
             synchronous.
+        local_parts: The parts of the model that each client keeps for itself; ``None``: none.
     """
 
     population: Population
@@ -86,6 +86,7 @@ class Engine:
     block_size: int
     summing: ModularSum | None = None
     round_mode: LateUpdates | Asynchrony | None = None
+    local_parts: LocalParts | None = None
 
     def available(self) -> Sequence[ClientId]:
         """Return all clients, as a range, so that a large population needs no table."""
@@ -258,12 +259,24 @@ class Engine:
         everything = share_client_states(
             client_states,
             client_ids[verdicts == REPORTED].tolist(),
-            strategy=request.strategy,
-            params=request.params,
+            sizes=self._state_sizes(request),
+            like=request.params.vector,
             cluster=self.cluster,
         )
         num_examples = report[1].astype(np.int64)
         return Wave(report[0], num_examples, verdicts, reasons, metrics, everything)
+
+    def _state_sizes(self, request: RoundRequest) -> dict[str, int]:
+        """Return the size of each client state by name."""
+        shared, parts, sizes = request.params.layout, self.local_parts, dict[str, int]()
+        if (compressor := find_compressor(request.strategy.transforms)) is not None:
+            kept = compressor.kept_sizes([spec.shape for spec in shared.trainable])
+            sizes = join_kept({}, kept)
+        whole = shared if parts is None else parts.whole
+        for name, spec in request.strategy.local.memory.items():
+            if spec.is_kept:
+                sizes[name] = size_of(spec.over, whole)
+        return sizes if parts is None else {**sizes, LOCAL: parts.num_local}
 
     def _require_another(
         self,
@@ -338,7 +351,7 @@ class Engine:
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest], local: LocalUpdate
     ) -> tuple[TrainedBlock, Updates]:
         """Train a block; return it, and its updates as the coordinator sees them."""
-        state = stack_states(requests[0].client_states, client_ids.tolist())
+        state = stack_states(requests[0].client_states, client_ids.tolist(), without=LOCAL)
         own_state, before = split_kept(state)
         trained = self._train_block(client_ids, requests, local, own_state)
         sent, kept = _build_sent_updates(client_ids, trained, requests, before)
@@ -352,13 +365,24 @@ class Engine:
         client_state: Mapping[str, Tensor],
     ) -> TrainedBlock:
         request, apart = requests[0], None
-        if not _is_one(requests):
+        params, parts = request.params, self.local_parts
+        own = [request.client_states.get(each, {}) for each in client_ids.tolist()]
+        if parts is not None or not _is_one(requests):
+            starts = [
+                each.params.vector if parts is None else parts.start(each.params, kept.get(LOCAL))
+                for each, kept in zip(requests, own, strict=True)
+            ]
             apart = StartModels(
                 rounds_K=np.asarray([each.round_num for each in requests]),
-                starts_KP=torch.stack([each.params.vector for each in requests]),
+                starts_KP=torch.stack(starts),
             )
+        if parts is not None:
+            params = params.complete()
+            if len(own) == 1:  # also for a trainer of the user's own
+                assert apart is not None
+                params, apart = params.with_vector(apart.starts_KP[0]), None
         task = LocalTask(
-            params=request.params,
+            params=params,
             local=local,
             broadcast=request.broadcast,
             round_num=request.round_num,
@@ -382,7 +406,15 @@ class Engine:
                 f"the trainer keeps {sorted(trained.client_state)} from round to round, but "
                 "workers do not share such state; set engine.num_workers to 1"
             )
-        return trained
+        if parts is None:
+            return trained
+        starts_KP = params.vector[None] if apart is None else apart.starts_KP
+        own_KL = parts.select_local(starts_KP) + parts.select_local(trained.deltas_KP)
+        return replace(
+            trained,
+            deltas_KP=parts.select_shared(trained.deltas_KP),
+            client_state={**trained.client_state, LOCAL: own_KL},
+        )
 
     def _rows(
         self,
@@ -534,27 +566,25 @@ def share_client_states(
     client_states: ClientStates,
     client_ids: Sequence[int],
     *,
-    strategy: Strategy,
-    params: Params,
+    sizes: Mapping[str, int],
+    like: Tensor,
     cluster: Cluster,
 ) -> ClientStates:
     """Share the client state of trained clients among all workers.
 
-    ``client_states`` has the clients that this worker trained. ``client_ids`` are all clients whose
-    state is shared, the same in every process.
+    Args:
+        client_states: The state of the clients that this worker trained.
+        client_ids: All clients whose state is shared, the same in every process.
+        sizes: Size of each client state by name.
+        like: A tensor of the states' dtype and device.
+        cluster: The workers.
     """
-    if cluster.world_size == 1 or not client_ids:
-        return client_states
-    memory, layout = strategy.local.memory, params.layout
-    zeros = {n: make_initial_state(spec, params) for n, spec in memory.items() if spec.is_kept}
-    if (compressor := find_compressor(strategy.transforms)) is not None:
-        sizes = compressor.kept_sizes([spec.shape for spec in layout.trainable])
-        zeros |= join_kept({}, {n: params.vector.new_zeros(size) for n, size in sizes.items()})
-    if not zeros:
+    if cluster.world_size == 1 or not sizes or not client_ids:
         return client_states
     rows = {}
-    for name, zero in zeros.items():
+    for name, size in sizes.items():
         # Each client trained on one worker and is zero on the others, so the sum is its state.
+        zero = like.new_zeros(size)
         rows[name] = torch.stack(
             [client_states[c][name] if c in client_states else zero for c in client_ids]
         )

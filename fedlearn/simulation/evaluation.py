@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import structlog
@@ -10,8 +11,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedlearn.algorithms.collector import GlobalModel
+from fedlearn.algorithms.personal_models import (
+    build_personal_model,
+    has_personal_models,
+    has_personal_update,
+    name_personal,
+)
+from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.cluster import Cluster, gather
-from fedlearn.core.distribution import summarize_metrics
+from fedlearn.core.distribution import Direction, summarize_metrics
 from fedlearn.core.features import Features, list_tensors, move_to_device, slice_rows
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -44,11 +53,14 @@ class CentralEvaluator:
     batch_size: int
     cluster: Cluster
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         """Compute the ``loss`` and each metric, as a mean over examples or on the whole set."""
         mine = _take_share(len(self.labels), self.cluster)
         found = self.model.measure(
-            params, slice_rows(self.features, mine), self.labels[mine], batch_size=self.batch_size
+            model.params,
+            slice_rows(self.features, mine),
+            self.labels[mine],
+            batch_size=self.batch_size,
         )
         weighted = found.weigh()
         means = dict[str, float]()
@@ -123,6 +135,7 @@ class ClientEvaluator:
     Attributes:
         client_ids: The sampled clients, the same every time: shape [n].
         batch_size: Examples per batch.
+        strategy: The algorithm, which says whether clients have personal models.
     """
 
     model: ResidentModel
@@ -130,21 +143,30 @@ class ClientEvaluator:
     client_ids: NDArray[np.int64]
     batch_size: int
     cluster: Cluster
+    strategy: Strategy
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:  # noqa: ARG002
+    @cached_property
+    def _directions(self) -> Mapping[str, Direction]:
+        directions = self.model.measures.directions
+        if has_personal_models(self.strategy):
+            directions = {**directions, **name_personal(directions)}
+        return directions
+
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         """Compute the distribution of the loss and each metric over the clients.
 
-        A client whose evaluation raises an error is left out, as in a deployment.
+        If clients have personal models, these are measured as well. A client whose evaluation
+        raises an error is left out, as in a deployment.
 
         Raises:
             EngineError: No client can be evaluated.
         """
-        sample, directions = self.client_ids, self.model.measures.directions
+        sample, directions = self.client_ids, self._directions
         mine = _take_share(len(sample), self.cluster)
         values_MC, reasons = np.zeros((len(directions), len(sample))), dict[int, str]()
         for start in range(mine.start, mine.stop, _CLIENTS_AT_ONCE):
             part = slice(start, min(mine.stop, start + _CLIENTS_AT_ONCE))
-            found = self._measure_each(params, sample[part], reasons)
+            found = self._measure_each(model, sample[part], reasons)
             values_MC[:, part] = [found[name] for name in directions]
         is_failed_C = np.isin(sample, list(reasons)).astype(np.float64)
         self.cluster.all_reduce([torch.from_numpy(values_MC), torch.from_numpy(is_failed_C)])
@@ -157,11 +179,11 @@ class ClientEvaluator:
         )
 
     def _measure_each(
-        self, params: Params, client_ids: NDArray[np.int64], reasons: dict[int, str]
+        self, model: GlobalModel, client_ids: NDArray[np.int64], reasons: dict[int, str]
     ) -> dict[str, NDArray[np.float64]]:
         """Evaluate clients; NaN for those that fail, whose reasons are added to ``reasons``."""
         try:
-            return self._measure(params, client_ids)
+            return self._measure(model, client_ids)
         except BaseException as error:  # a client boundary: custom code raises anything
             if not is_failure(error):
                 raise
@@ -169,15 +191,16 @@ class ClientEvaluator:
                 client_id = int(client_ids[0])
                 reasons[client_id] = reason = describe_failure(error)
                 log.warning("client_evaluation_failed", client_id=client_id, reason=reason)
-                return {name: np.asarray([math.nan]) for name in self.model.measures.directions}
-        parts = [self._measure_each(params, each, reasons) for each in client_ids[:, None]]
+                return {name: np.asarray([math.nan]) for name in self._directions}
+        parts = [self._measure_each(model, each, reasons) for each in client_ids[:, None]]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _measure(
-        self, params: Params, client_ids: NDArray[np.int64]
+        self, model: GlobalModel, client_ids: NDArray[np.int64]
     ) -> dict[str, NDArray[np.float64]]:
         rows = self.population.load(client_ids)
         features, labels = rows.gather()
+        params = model.params
         features, labels = (
             move_to_device(features, params.vector.device),
             labels.to(params.vector.device),
@@ -185,11 +208,47 @@ class ClientEvaluator:
         # All clients in one pass: in evaluation mode the model treats examples independently.
         found = self.model.measure(params, features, labels, batch_size=self.batch_size)
         sizes = np.diff(rows.offsets)
-        owner = np.repeat(np.arange(len(client_ids)), sizes)
-        means = dict[str, NDArray[np.float64]]()
+        means = self._average(found, sizes)
+        if not has_personal_models(self.strategy):
+            return means
+        personal = {name: values.copy() for name, values in means.items()}
+        ends = zip(client_ids.tolist(), rows.offsets.tolist(), sizes.tolist(), strict=False)
+        for place, (client_id, begin, size) in enumerate(ends):
+            own = self._build_personal(model, client_id)
+            if own is None:  # the client has not trained yet: it uses the global model
+                continue
+            part = slice(begin, begin + size)
+            found = self.model.measure(
+                own, slice_rows(features, part), labels[part], batch_size=self.batch_size
+            )
+            for name, (value,) in self._average(found, np.asarray([size])).items():
+                personal[name][place] = value
+        return means | name_personal(personal)
+
+    def _build_personal(self, model: GlobalModel, client_id: int) -> Params | None:
+        """Return a client's personal model; ``None`` if it has no state."""
+        state = model.client_states.get(client_id)
+        if not state:
+            return None
+        params, local = model.params.complete(), self.strategy.local
+        tensors = build_personal_model(
+            params.to_tensors(),
+            state,
+            local_names=model.params.local,
+            trained_names=[spec.name for spec in params.layout.trainable],
+            local=local if has_personal_update(local) else None,
+        )
+        vector = params.layout.pack(tensors, out=torch.empty_like(params.vector))
+        return params.with_vector(vector)
+
+    def _average(
+        self, found: SetMeasures, sizes: NDArray[np.int64]
+    ) -> dict[str, NDArray[np.float64]]:
+        """Compute each metric of clients with these numbers of examples: one value per client."""
+        owner, means = np.repeat(np.arange(len(sizes)), sizes), dict[str, NDArray[np.float64]]()
         for name, pair in found.weigh().items():
             sums, weights = (
-                np.bincount(owner, each.cpu().numpy(), minlength=len(client_ids)) for each in pair
+                np.bincount(owner, each.cpu().numpy(), minlength=len(sizes)) for each in pair
             )
             # NaN if none of a client's examples counts, which leaves it out of the distribution.
             means[name] = np.where(

@@ -368,6 +368,20 @@ class StoredRun:
         remedy = back if len(files) > 1 else "there is no earlier one: start the run again"
         return read_checkpoint(files[-1], remedy=remedy)
 
+    def client_tensors(self) -> "dict[str, Tensor]":
+        """Return the tensors of the last checkpoint that hold client state.
+
+        Raises:
+            StoreError: As in :meth:`weights`.
+        """
+        return self._require_checkpoint().select_tensors("clients/")
+
+    def _require_checkpoint(self) -> Checkpoint:
+        checkpoint = self.load()
+        if checkpoint is None:
+            raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
+        return checkpoint
+
     def weights(self, *, best: bool) -> "dict[str, Tensor]":
         """Return a model's tensors by name: the best model, if one was measured, or the last.
 
@@ -376,9 +390,7 @@ class StoredRun:
         Raises:
             StoreError: As in :meth:`load`, or the run has no checkpoint yet.
         """
-        checkpoint = self.load()
-        if checkpoint is None:
-            raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
+        checkpoint = self._require_checkpoint()
         found = (checkpoint.select_tensors("best/") if best else {}) or checkpoint.select_tensors(
             "params/"
         )

@@ -264,6 +264,7 @@ class ResidentModel:
         Raises:
             ValueError: The global model has a different layout than the module.
         """
+        params = params.complete()  # with initial values where clients have their own
         if params.layout is not self.layout:
             if params.layout != self.layout:
                 raise ValueError("the weights belong to another model than the resident one")

@@ -248,6 +248,11 @@ class TorchTrainer:
         )
 
     @property
+    def own_updates(self) -> Collection[type[LocalUpdate]]:
+        """The user's own local-update classes that this trainer runs."""
+        return self._local_updates
+
+    @property
     def own_transforms(self) -> Collection[type[Transform]]:
         """Custom transforms that the coordinator may request."""
         return self._transforms

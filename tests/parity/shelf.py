@@ -7,7 +7,7 @@ to a module of cases, and that to ``test_shelf.py``.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -222,7 +222,7 @@ SECURE = {"mode": "complete", "clip_norm": 9.0, "modulus_bits": 40, "simulate_as
 PRIVATE = {"mode": "central", "clip_norm": 9.0, "noise_multiplier": 1e-9, "target_delta": 1e-3}
 
 
-def simulate(strategy: Strategy, **settings: object) -> Tensor:
+def simulate(strategy: Strategy, **settings: Any) -> Tensor:
     """The model after two rounds of twelve equal clients, all of them in each round."""
     generator = torch.Generator().manual_seed(2)
     features, labels = (

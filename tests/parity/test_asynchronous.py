@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collector import CollectedRound, Collector
+from fedlearn.algorithms.collector import CollectedRound, Collector, GlobalModel
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -341,9 +341,9 @@ class Commits:
 class Length:
     """Evaluates a model by its norm."""
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        assert round_num > 0
-        return {"accuracy": float(params.vector.norm())}
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
+        assert model.round_num > 0
+        return {"accuracy": float(model.params.vector.norm())}
 
 
 def trained(checkpoint: Checkpoint | None, store: Commits) -> RunState:

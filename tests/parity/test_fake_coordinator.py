@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedlearn.algorithms.collector import RoundRequest, collect_from
+from fedlearn.algorithms.collector import GlobalModel, RoundRequest, collect_from
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.settings import settings_of
@@ -93,8 +93,9 @@ class Rounds:
             cohort=lambda _: channel.available(),
             directions={},
             deadline_s=WAIT_S,
+            strategy=STRATEGY,
         )
-        return bool(evaluator.evaluate(Params.of(MODEL), round_num=0))
+        return bool(evaluator.evaluate(GlobalModel(params=Params.of(MODEL), round_num=0)))
 
 
 @dataclass

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from fedlearn.algorithms.client_state import to_tensors
+from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAvgM
@@ -137,9 +138,12 @@ class Simulation:
                 client_ids=np.array([0, 2, 3, 6, 8, 10, 11]),
                 batch_size=16,
                 cluster=cluster,
+                strategy=algorithm,
             ),
         )
-        metrics = [e.evaluate(state.params, round_num=NUM_ROUNDS) for e in evaluators]
+        metrics = [
+            e.evaluate(GlobalModel(params=state.params, round_num=NUM_ROUNDS)) for e in evaluators
+        ]
         kept = to_tensors(state.client_states)
         return {
             "params": state.params.vector,

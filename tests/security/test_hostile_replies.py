@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
+from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.sampling import UniformSampler
@@ -46,6 +47,7 @@ from fedlearn.transport.memory import Handler, MemoryChannel
 
 HOSTILE, NUM_CLIENTS = ClientId(2), 4
 #: A failure that a client reports itself.
+STRATEGY = FedAvg(LocalSgd(epochs=1, batch_size=None, learning_rate=1.0))
 OWN_FAILURE = encode(Failure("battery low"))
 #: The update of a linear layer with two weights and a bias.
 ZERO = {"delta": torch.zeros(3)}
@@ -349,9 +351,13 @@ def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
     handlers[HOSTILE] = lambda _, state: (answer, state)
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
     evaluator = ChannelEvaluator(
-        channel=channel, cohort=lambda _: clients, directions={"loss": "min"}, deadline_s=1.0
+        channel=channel,
+        cohort=lambda _: clients,
+        directions={"loss": "min"},
+        deadline_s=1.0,
+        strategy=STRATEGY,
     )
-    metrics = evaluator.evaluate(Params.of(nn.Linear(2, 1)), round_num=1)
+    metrics = evaluator.evaluate(GlobalModel(params=Params.of(nn.Linear(2, 1)), round_num=1))
     assert (HOSTILE in channel.refused) == (answer not in COUNTED)
     assert metrics["clients/loss_mean"] == 2.0
     assert metrics["clients/loss_worst_decile"] == 2.0

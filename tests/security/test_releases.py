@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.collector import CollectedRound, RoundRequest, collect_from
+from fedlearn.algorithms.collector import CollectedRound, GlobalModel, RoundRequest, collect_from
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
@@ -54,6 +54,7 @@ from tests.security.liars.harness import (
     stage_of,
 )
 
+STRATEGY = FedAvg(LocalSgd(epochs=1, batch_size=None, learning_rate=1.0))
 N = 6
 PLAN = plan_for(N, corruption=1 / 6, dropout=2 / 6)
 EVERYONE = [ClientId(each) for each in range(N)]
@@ -562,20 +563,23 @@ def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvalu
         invite=lambda _: EvaluationCohort(len(cohort), cohort),
         plan=plan,
         deadline_s=60.0,
+        strategy=STRATEGY,
     )
 
 
 def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) -> None:
     """Over the clients that compute the measure; values leave a client only masked."""
-    found = evaluator(Federation(tmp_path), EVERYONE).evaluate(PARAMS, round_num=1)
+    found = evaluator(Federation(tmp_path), EVERYONE).evaluate(
+        GlobalModel(params=PARAMS, round_num=1)
+    )
     plain = MemoryChannel(
         {i: ClientSession(i, Counting(i)).handle for i in EVERYONE},
         lambda asked, _: np.zeros(len(asked)),
         VirtualClock(),
     )
     wanted = ChannelEvaluator(
-        channel=plain, cohort=lambda _: EVERYONE, directions={}, deadline_s=60.0
-    ).evaluate(PARAMS, round_num=1)
+        channel=plain, cohort=lambda _: EVERYONE, directions={}, deadline_s=60.0, strategy=STRATEGY
+    ).evaluate(GlobalModel(params=PARAMS, round_num=1))
     assert found["clients/loss_mean"] == pytest.approx(wanted["clients/loss_mean"], abs=1e-6)
     assert found["clients/recall_mean"] == pytest.approx(0.3, abs=1e-6), "of clients 1, 3 and 5"
     parts = ("mean", "num_clients")
@@ -586,9 +590,11 @@ def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) 
 def test_evaluations_over_cohorts_that_differ_by_one_client_are_refused(tmp_path: Path) -> None:
     """Evaluations of a round are opened once; the difference of two would be a client's loss."""
     federation = Federation(tmp_path)
-    assert evaluator(federation, EVERYONE).evaluate(PARAMS, round_num=1)
-    assert evaluator(federation, OTHERS).evaluate(PARAMS, round_num=1) == {}
-    assert evaluator(federation, OTHERS).evaluate(PARAMS, round_num=2), "the control"
+    assert evaluator(federation, EVERYONE).evaluate(GlobalModel(params=PARAMS, round_num=1))
+    assert evaluator(federation, OTHERS).evaluate(GlobalModel(params=PARAMS, round_num=1)) == {}
+    assert evaluator(federation, OTHERS).evaluate(GlobalModel(params=PARAMS, round_num=2)), (
+        "the control"
+    )
 
 
 @pytest.mark.slow
@@ -600,4 +606,6 @@ def test_trainings_and_evaluations_of_a_round_do_not_stand_in_each_others_way(
     for round_num in range(3):
         collected = collect_from(collector, EVERYONE, request(round_num=round_num))
         assert reporters(collected) == EVERYONE
-        assert evaluator(federation, EVERYONE).evaluate(PARAMS, round_num=round_num + 1)
+        assert evaluator(federation, EVERYONE).evaluate(
+            GlobalModel(params=PARAMS, round_num=round_num + 1)
+        )

@@ -36,7 +36,9 @@ from fedlearn.training.keyed_dropout import (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StartModels:
-    """Start models for a block whose clients were asked in different rounds.
+    """Start models for a block whose clients start from different ones.
+
+    They keep a part of the model for themselves, or were asked in different rounds.
 
     Attributes:
         rounds_K: Round in which each client was asked: shape [K].
@@ -77,8 +79,8 @@ class Work(LocalTask):
         rows_K: Row numbers of all examples of each client.
         schedule: The clients' batches.
         client_state: State by name, one row per client: shape [K, n]; missing names are zero.
-        apart: Start models if the clients were asked in different rounds, for executors that
-            support it; ``None``: all start from ``params``.
+        apart: Start models if the clients start from different ones; ``None``: all start from
+            ``params``.
     """
 
     client_ids: NDArray[np.int64]
@@ -125,6 +127,11 @@ class Work(LocalTask):
             client_state=client_state,
             apart=apart,
         )
+
+    @property
+    def start(self) -> Tensor:
+        """The start model of all clients, [P], or one for each client, [K, P]."""
+        return self.params.vector if self.apart is None else self.apart.starts_KP
 
     def num_examples(self) -> NDArray[np.int64]:
         """Return the number of examples that each client uses per epoch: shape [K]."""
@@ -239,8 +246,8 @@ class BlockInfo(NamedTuple):
 class Executor(Protocol):
     """Trains blocks of clients.
 
-    An executor that supports :attr:`Work.apart`, where each client starts from its own model, has
-    an attribute ``takes_apart`` that is true.
+    An executor whose steps do not depend on the round in which a client was asked has an attribute
+    ``takes_apart`` that is true: it trains clients of several rounds in one block.
     """
 
     def train(self, work: Work) -> TrainedBlock:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from fedlearn.algorithms.draws import client_seed
 from fedlearn.algorithms.local import LocalReport
 from fedlearn.core.features import Features, list_tensors, rebuild_inputs, take_rows
-from fedlearn.core.params import Layout
+from fedlearn.core.params import Layout, Params
 from fedlearn.simulation.executors.base import TrainedBlock, Work, fit_block_size
 from fedlearn.training.keyed_dropout import step_keys, step_seed
 from fedlearn.training.resident import (
@@ -55,19 +55,16 @@ class SequentialExecutor:
     def train(self, work: Work) -> TrainedBlock:
         """Train the clients and return their deltas and losses."""
         params = work.params.round_to_dtypes()
-        num_clients, global_P = len(work.client_ids), params.vector
-        if len(self._deltas_KP) < num_clients or self._deltas_KP.device != global_P.device:
-            self._deltas_KP = global_P.new_empty(num_clients, len(global_P))
+        num_clients, like = len(work.client_ids), params.vector
+        if len(self._deltas_KP) < num_clients or self._deltas_KP.device != like.device:
+            self._deltas_KP = like.new_empty(num_clients, len(like))
         steps_K = (work.schedule.counts_TK > 0).sum(0)
         batches, losses, reports = _iterate_batches(work), list[Tensor](), list[LocalReport]()
-        training = Training(
-            self._model,
-            params,
-            local=work.local,
-            broadcast=work.broadcast,
-            round_num=work.round_num,
-        )
+        training = self._begin(params, work)
         for client, num_steps in enumerate(steps_K.tolist()):
+            if work.apart is not None:
+                params = work.params.with_vector(work.apart.starts_KP[client]).round_to_dtypes()
+                training = self._begin(params, work)
             client_state = {
                 name: rows[client : client + 1] for name, rows in work.client_state.items()
             }
@@ -79,13 +76,23 @@ class SequentialExecutor:
                 counts_T = work.schedule.counts_TK[:num_steps, client]
                 reports.append(training.report(mean_loss=partial(_mean_loss, own, counts_T)))
                 losses += own
-            torch.sub(self._model.vector_P, global_P, out=self._deltas_KP[client])
+            torch.sub(self._model.vector_P, params.vector, out=self._deltas_KP[client])
         return TrainedBlock(
             deltas_KP=self._deltas_KP[:num_clients],
             lanes=_stack([report.lanes for report in reports]),
             losses_K=_average_losses(losses, work.schedule.counts_TK),
             num_examples_K=work.num_examples(),
             client_state=_stack([report.client_state for report in reports]),
+        )
+
+    def _begin(self, params: Params, work: Work) -> Training:
+        """Return the training of clients that start from these parameters."""
+        return Training(
+            self._model,
+            params,
+            local=work.local,
+            broadcast=work.broadcast,
+            round_num=work.round_num,
         )
 
 

@@ -29,12 +29,14 @@ from fedlearn.algorithms.local import (
     ClientLoss,
     LocalUpdate,
     LocalWork,
+    Memory,
     MemorySpec,
     Moment,
     PointGradient,
     Tensors,
     along_trainable,
     find_client_loss,
+    first_rows,
     load_client_state,
     make_memory,
     refuse_early_loss,
@@ -202,14 +204,19 @@ class StackedExecutor:
                 weights_TKB=weights_TKB,
             )
         num_steps, height, _ = rows_TKB.shape
+        num_clients = len(work.client_ids)
         self._reserve(height, work.local)
         # Decide the input dtypes now, on unstacked examples; batches have a client dimension.
         self._gradient.inputs.dtypes(work.features)
-        stack, views = self._prefix(height), self._layout.views(work.params.vector)
+        stack, views = self._prefix(height), self._layout.views(work.start)
         for name, value in (stack.trainable | stack.statistics).items():
-            value.copy_(views[name])
+            if work.apart is None:
+                value.copy_(views[name])
+            else:
+                value[:num_clients].copy_(views[name])
+                value[num_clients:].copy_(views[name][:1])  # padding, whose results are not used
         load_client_state(work.local, stack.memory, client_state=work.client_state)
-        broadcast = along_trainable(self._layout, work.params.vector, work.broadcast)
+        broadcast = along_trainable(self._layout, work.start, work.broadcast)
         run = _Run(
             work=work,
             inputs=self._gradient.inputs,
@@ -270,7 +277,7 @@ class StackedExecutor:
             work.local,
             list(stack.trainable.values()),
             stack.memory,
-            broadcast=run.shared.broadcast,
+            broadcast=first_rows(run.shared.broadcast, num_clients),
             moment=self._moment_of_round(
                 run,
                 step=work.schedule.num_steps,
@@ -280,7 +287,7 @@ class StackedExecutor:
             ),
             layout=self._layout,
         )
-        local, start = self._layout.views(deltas_KP), self._layout.views(work.params.vector)
+        local, start = self._layout.views(deltas_KP), self._layout.views(work.start)
         for name, value in (stack.trainable | stack.statistics).items():
             torch.sub(value, start[name], out=local[name])
         return TrainedBlock(
@@ -344,7 +351,7 @@ class StackedExecutor:
         outcome.finish(
             stack,
             run.work.local,
-            broadcast=run.shared.broadcast,
+            broadcast=first_rows(run.shared.broadcast, active),
             moment=self._moment(run, step, slice(active), size=size, outcome=outcome),
         )
         run.means_TK[step, :active] = outcome.losses
@@ -397,7 +404,7 @@ class StackedExecutor:
             [sums[name] for name in own.trainable],
             sizes_k.tolist(),
             own.memory,
-            broadcast=run.shared.broadcast,
+            broadcast=first_rows(run.shared.broadcast, active),
             moment=self._moment(run, step, slice(active), size=size, outcome=None),
         )
 
@@ -409,11 +416,12 @@ class StackedExecutor:
         # index_select copies, so the stepped rows are written back below.
         part = self._stack.map(partial(torch.index_select, dim=0, index=index))
         batch = run.batch(step, index, size=size)
-        outcome = self._gradient(part, shared, batch, loss_of=run.loss_of(step))
+        own = replace(shared, broadcast=_select_rows(shared.broadcast, index))
+        outcome = self._gradient(part, own, batch, loss_of=run.loss_of(step))
         outcome.finish(
             part,
             run.work.local,
-            broadcast=shared.broadcast,
+            broadcast=own.broadcast,
             moment=self._moment(run, step, index, size=size, outcome=outcome),
         )
         for whole, some in zip(self._stack.tensors(), part.tensors(), strict=True):
@@ -486,7 +494,8 @@ class StackedExecutor:
         else:
             part = replace(stack, trainable=stack.trainable | moved)
             batch = run.batch(step, clients, size=size)
-            outcome = self._gradient(part, run.shared, batch, loss_of=run.loss_of(step))
+            own = replace(run.shared, broadcast=_select_rows(run.shared.broadcast, clients))
+            outcome = self._gradient(part, own, batch, loss_of=run.loss_of(step))
         grads = outcome.whole_gradients()
         found = [grads[n].contiguous() if n in grads else torch.zeros_like(moved[n]) for n in names]
         return PointGradient(outcome.losses, found)
@@ -530,6 +539,14 @@ class StackedExecutor:
         else:
             for size in np.unique(sizes_k).tolist():
                 yield torch.from_numpy(np.flatnonzero(sizes_k == size)).to(self._device), size
+
+
+def _select_rows(broadcast: Memory, index: Tensor) -> Memory:
+    """Select the rows of some clients; a single row belongs to all of them."""
+    return {
+        name: [value if len(value) == 1 else value.index_select(0, index) for value in values]
+        for name, values in broadcast.items()
+    }
 
 
 def _round_up_height(height: int, capacity: int) -> int:

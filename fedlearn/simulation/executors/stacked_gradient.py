@@ -23,6 +23,7 @@ from fedlearn.algorithms.local import (
     Moment,
     along,
     find_affine_step,
+    first_rows,
     of_one_client,
     takes_flat,
 )
@@ -338,7 +339,7 @@ class BlockGradient:
         self, stack: Stack, shared: Shared, batch: Batch, loss_of: BlockLoss
     ) -> GradientResult:
         """Compute the gradients of the clients' own loss."""
-        loss = partial(self._own_loss, loss_of=loss_of, broadcast=of_one_client(shared.broadcast))
+        loss = partial(self._own_loss, loss_of=loss_of)
         out_dims: Any = (0, (0, (0, None)))  # Any: as in __init__
         in_dims: Any = (0, (0, None, None), 0, 0)
         vectorised = vmap(
@@ -347,10 +348,18 @@ class BlockGradient:
             out_dims=out_dims,
             randomness="error",
         )
-        memory = {name: list(values) for name, values in stack.memory.items()}
+        num_clients = len(batch.weights)
+        # Clients may start from different models, so the broadcast has one row for each.
+        inputs = (
+            {name: list(values) for name, values in stack.memory.items()},
+            {
+                name: [value.expand(num_clients, *value.shape[1:]) for value in values]
+                for name, values in first_rows(shared.broadcast, num_clients).items()
+            },
+        )
         parts = (stack.trainable, stack.statistics, shared.frozen, shared.constants)
-        grads, (losses, (statistics, constants)) = vectorised(parts[0], parts[1:], memory, batch)
-        first = of_one_client(memory)
+        grads, (losses, (statistics, constants)) = vectorised(parts[0], parts[1:], inputs, batch)
+        first = (of_one_client(inputs[0]), of_one_client(inputs[1]))
 
         def first_loss(leaves: Named, *rest: Any) -> Any:  # Any: as those of `_loss`
             return loss(leaves, rest[:3], first, Batch(*rest[3:]))
@@ -419,15 +428,15 @@ class BlockGradient:
         self,
         trainable: Named,
         others: tuple[Named, Named, Named],
-        memory: Memory,
+        inputs: tuple[Memory, Memory],
         batch: Batch,
         *,
         loss_of: BlockLoss,
-        broadcast: Memory,
     ) -> tuple[Tensor, tuple[Named, Named]]:
         """Compute one client's own loss on one batch, and its buffers afterwards."""
         features, labels, weights, key = batch
         statistics, frozen, constants = others
+        memory, broadcast = inputs
         self.dropouts.key = key
         buffers = {**statistics, **constants}
         moved = {name: value.clone() for name, value in buffers.items()}

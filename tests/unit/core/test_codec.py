@@ -336,7 +336,7 @@ MASKING: Mapping[str, Any] = {**ROUND, "settings": {}, "seed": 1, "order": []}
         ("train", MASKING, {"settings": None}, OCTETS),
         ("evaluate", {"round_num": 1}, {}, {}),
         ("evaluate", {"round_num": 1}, {}, {**OCTETS, "w": torch.zeros(1)}),
-        ("evaluate", {"round_num": 1}, {"settings": {}}, OCTETS),
+        ("evaluate", {"round_num": 1}, {"more": 1}, OCTETS),
         ("train", MASKING, {"attempt": -1}, OCTETS),
         ("terms", TERMS, {}, {}),
         ("terms", TERMS, {}, {**OCTETS, "model/w": torch.zeros(1)}),

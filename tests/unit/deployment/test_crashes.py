@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
-from fedlearn.algorithms.collector import ChannelCollector
+from fedlearn.algorithms.collector import ChannelCollector, GlobalModel
 from fedlearn.algorithms.informed_sampling import NO_STATE, SamplerState
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd
@@ -328,7 +328,7 @@ class Opening:
 class Nobody:
     """An evaluator without metrics."""
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         return {}
 
 

@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from fedlearn.algorithms.collector import GlobalModel
+from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest
@@ -15,6 +18,7 @@ from fedlearn.core.params import Params
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluators
 from fedlearn.transport.memory import Handler, MemoryChannel
 
+STRATEGY = FedAvg(LocalSgd(epochs=1, batch_size=None, learning_rate=1.0))
 PARAMS = Params.of(nn.Linear(2, 1, bias=False))
 CLIENTS = [ClientId(i) for i in range(10)]
 
@@ -42,13 +46,14 @@ def evaluator(deadline_s: float) -> ChannelEvaluator:
         cohort=lambda _: CLIENTS,
         directions={"loss": "min", "accuracy": "max"},
         deadline_s=deadline_s,
+        strategy=STRATEGY,
     )
 
 
 def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None:
     """Mean, quantiles and worst decile, whichever direction is worse."""
     params = PARAMS.with_vector(torch.tensor([100.0, 0.0]))
-    metrics = evaluator(deadline_s=10.0).evaluate(params, round_num=3)
+    metrics = evaluator(deadline_s=10.0).evaluate(GlobalModel(params=params, round_num=3))
     assert metrics["clients/loss_mean"] == pytest.approx(104.5)
     assert metrics["clients/loss_worst_decile"] == 109.0
     assert metrics["clients/accuracy_worst_decile"] == pytest.approx(0.1)
@@ -59,13 +64,13 @@ def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None
 def test_only_those_count_that_answer_in_time(deadline_s: float, expected: float) -> None:
     """A reply exactly at the deadline is in time."""
     params = PARAMS.with_vector(torch.zeros(2))
-    metrics = evaluator(deadline_s).evaluate(params, round_num=0)
+    metrics = evaluator(deadline_s).evaluate(GlobalModel(params=params, round_num=0))
     assert metrics["clients/loss_mean"] == expected
 
 
 def test_when_nobody_answers_there_are_no_metrics() -> None:
     """Neither a zero nor an error."""
-    assert evaluator(deadline_s=-1.0).evaluate(PARAMS, round_num=0) == {}
+    assert evaluator(deadline_s=-1.0).evaluate(GlobalModel(params=PARAMS, round_num=0)) == {}
 
 
 def counting(num_examples: int, loss: float) -> Handler:
@@ -81,13 +86,17 @@ def test_means_by_examples_weigh_clients_and_none_that_claims_too_much(claimed: 
     handlers[CLIENTS[2]] = counting(claimed, 9.0)
     channel = MemoryChannel(handlers, lambda c, _: np.zeros(len(c)), VirtualClock())
     evenly = ChannelEvaluator(
-        channel=channel, cohort=lambda _: CLIENTS[:3], directions={}, deadline_s=1.0
+        channel=channel,
+        cohort=lambda _: CLIENTS[:3],
+        directions={},
+        deadline_s=1.0,
+        strategy=STRATEGY,
     )
-    metrics = replace(evenly, weighs=True).evaluate(PARAMS, round_num=1)
+    metrics = replace(evenly, weighs=True).evaluate(GlobalModel(params=PARAMS, round_num=1))
     assert metrics["clients/loss_by_examples"] == 1.25
     assert metrics["clients/loss_mean"] == 1.5
     assert f"num_examples {claimed}" in channel.refused[CLIENTS[2]]
-    others = evenly.evaluate(PARAMS, round_num=1)
+    others = evenly.evaluate(GlobalModel(params=PARAMS, round_num=1))
     assert others["clients/loss_mean"] == 4.0
     assert "clients/loss_by_examples" not in others
 
@@ -98,11 +107,11 @@ class Constant:
     def __init__(self, name: str, value: float) -> None:
         self.metric = {name: value}
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        return {name: value + round_num for name, value in self.metric.items()}
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
+        return {name: value + model.round_num for name, value in self.metric.items()}
 
 
 def test_several_evaluators_are_one() -> None:
     """Their metrics are merged."""
     both = Evaluators([Constant("loss", 0.5), Constant("accuracy", 0.25)])
-    assert both.evaluate(PARAMS, round_num=1) == {"loss": 1.5, "accuracy": 1.25}
+    assert both.evaluate(GlobalModel(params=PARAMS, round_num=1)) == {"loss": 1.5, "accuracy": 1.25}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
+from fedlearn.algorithms.collector import CollectedRound, Collector, GlobalModel, RoundRequest
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -96,8 +96,8 @@ class Scripted:
     values: Sequence[float]
     metric: str = "accuracy"
 
-    def evaluate(self, params: Params, *, round_num: int) -> Mapping[str, float]:
-        return {self.metric: self.values[round_num]}
+    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
+        return {self.metric: self.values[model.round_num]}
 
 
 def linear(value: float = 0.0) -> Params:

@@ -25,6 +25,7 @@ from fedlearn.algorithms.local import (
     along_trainable,
     drift_of,
     find_affine_step,
+    first_rows,
     has_report,
     make_memory,
     refuse_early_loss,
@@ -129,9 +130,8 @@ class FusedExecutor:
             return self._train(work)
 
     def _train(self, work: Work) -> TrainedBlock:
-        num_clients, global_P = len(work.client_ids), work.params.vector
+        num_clients, start = len(work.client_ids), work.start
         workspace = self._workspace_for(work)
-        start = global_P if work.apart is None else work.apart.starts_KP
         workspace.stack.load(start, num_clients=num_clients)
         stack, is_flat = workspace.stack, takes_flat(work.local)
         params = stack.params(num_clients, is_flat=is_flat)
@@ -173,7 +173,7 @@ class FusedExecutor:
                 work,
                 work.schedule.num_steps,
                 num_clients=num_clients,
-                compute_losses=lambda: torch.from_numpy(losses_K).to(global_P),
+                compute_losses=lambda: torch.from_numpy(losses_K).to(start),
             ),
             layout=work.params.layout,
         )
@@ -244,7 +244,7 @@ def _train(
                 stack.params(num_clients, is_flat=is_flat),
                 stack.grads(num_clients, is_flat=is_flat),
                 own,
-                broadcast=broadcast,
+                broadcast=first_rows(broadcast, num_clients),
                 moment=_moment(
                     work,
                     step,
@@ -255,7 +255,7 @@ def _train(
             stack.refresh(num_clients)
             continue
         if rules[step].pull:
-            stack.pull(work.params.vector, num_clients=num_clients, by=rules[step].pull)
+            stack.pull(work.start, num_clients=num_clients, by=rules[step].pull)
         if rules[step].shift:
             stack.shift(drift, num_clients=num_clients, by=rules[step].shift)
     own_TKB = likelihoods_TKB
@@ -295,13 +295,13 @@ def _refuse_gradients(point: Tensors) -> PointGradient:  # noqa: ARG001 - as Blo
 
 
 def _lay_out_broadcast(work: Work, *, is_flat: bool) -> Memory:
-    """Return the broadcast as tensors along the parameters, or as one flat tensor [1, P] each."""
+    """Return the broadcast as tensors along the parameters, or as one flat one [1 or K, P] each."""
     if not is_flat:
-        return along_trainable(work.params.layout, work.params.vector, work.broadcast)
+        return along_trainable(work.params.layout, work.start, work.broadcast)
     require_broadcast(work.broadcast, work.params.layout)
     return {
-        name: [each_P[None]]
-        for name, each_P in {MODEL: work.params.vector, **work.broadcast}.items()
+        name: [each.view(-1, each.shape[-1])]
+        for name, each in {MODEL: work.start, **work.broadcast}.items()
     }
 
 

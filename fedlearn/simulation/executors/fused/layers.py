@@ -81,9 +81,17 @@ class ParameterStack:
         for name, copy in self._copies.items():
             self._rows[name][:num_clients].copy_(copy[:num_clients])
 
-    def pull(self, model_P: Tensor, *, num_clients: int, by: float) -> None:
-        """Add a multiple of the global model to the first clients' models, for steps in place."""
-        for name, value in self._layout.views(model_P).items():
+    def pull(self, start: Tensor, *, num_clients: int, by: float) -> None:
+        """Add a multiple of the start models to the first clients' models, for steps in place.
+
+        Args:
+            start: The argument of :meth:`load`.
+            num_clients: Number of clients.
+            by: The factor.
+        """
+        if start.dim() > 1:
+            start = start[:num_clients]
+        for name, value in self._layout.views(start).items():
             self._values[name][:num_clients].add_(value, alpha=by)
 
     def shift(self, drift: Sequence[Tensor], *, num_clients: int, by: float) -> None:
