@@ -47,7 +47,7 @@ TOLERANCE = 1e-5
 class Reference(Protocol):
     """An algorithm from its paper: from the initial model to the model after each round."""
 
-    def __call__(self, x: Tensor) -> Iterator[Tensor]:
+    def __call__(self, x: Tensor, /) -> Iterator[Tensor]:
         """Yield the model after each round of :data:`COHORTS`."""
 
 

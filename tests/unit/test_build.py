@@ -809,7 +809,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
         ),
     ],
 )
-def test_every_rule_has_all_its_numbers(settings: dict[str, object], expected: object) -> None:
+def test_every_rule_has_all_its_numbers(settings: dict[str, object], expected: Any) -> None:
     """In an algorithm whose other parts are unchanged."""
     fedavg = {"name": "fedavg", "weight_by_examples": False}
     built = _build({"algorithm": fedavg, "aggregation": settings, "client": _CLIENT}).algorithm
