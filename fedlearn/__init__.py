@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.compression import Compressor as Compressor
     from fedlearn.algorithms.compression import PartSpec as PartSpec
     from fedlearn.algorithms.compression import Target as Target
+    from fedlearn.algorithms.ditto import Ditto as Ditto
     from fedlearn.algorithms.feddyn import FedDyn as FedDyn
     from fedlearn.algorithms.fedexp import FedExP as FedExP
     from fedlearn.algorithms.fednova import FedNova as FedNova
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.local import MemorySpec as MemorySpec
     from fedlearn.algorithms.local import Moment as Moment
     from fedlearn.algorithms.local import add_scaled as add_scaled
+    from fedlearn.algorithms.local import beside as beside
     from fedlearn.algorithms.local import flatten_rows as flatten_rows
     from fedlearn.algorithms.local_parts import KeepLocal as KeepLocal
     from fedlearn.algorithms.median import CoordinateMedian as CoordinateMedian
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.metrics import BinaryAuc as BinaryAuc
     from fedlearn.algorithms.metrics import BinaryF1 as BinaryF1
     from fedlearn.algorithms.metrics import Metric as Metric
+    from fedlearn.algorithms.moon import MOON as MOON
     from fedlearn.algorithms.norm_bound import NormBound as NormBound
     from fedlearn.algorithms.objectives import BinaryCrossEntropy as BinaryCrossEntropy
     from fedlearn.algorithms.objectives import CrossEntropy as CrossEntropy
@@ -61,6 +64,9 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.partial_models import FedBN as FedBN
     from fedlearn.algorithms.partial_models import FedPer as FedPer
     from fedlearn.algorithms.partial_models import LGFedAvg as LGFedAvg
+    from fedlearn.algorithms.per_fedavg import PerFedAvg as PerFedAvg
+    from fedlearn.algorithms.pfedme import PFedMe as PFedMe
+    from fedlearn.algorithms.qfedavg import QFedAvg as QFedAvg
     from fedlearn.algorithms.rate_schedules import ScheduledRate as ScheduledRate
     from fedlearn.algorithms.recipes import EASGD as EASGD
     from fedlearn.algorithms.recipes import Algorithm as Algorithm
@@ -123,6 +129,11 @@ _HOME = {
     "algorithms.feddyn": "FedDyn",
     "algorithms.compression": "Compressor PartSpec Target",
     "algorithms.fedexp": "FedExP",
+    "algorithms.qfedavg": "QFedAvg",
+    "algorithms.pfedme": "PFedMe",
+    "algorithms.per_fedavg": "PerFedAvg",
+    "algorithms.moon": "MOON",
+    "algorithms.ditto": "Ditto",
     "algorithms.fednova": "FedNova",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
@@ -132,7 +143,7 @@ _HOME = {
     ),
     "algorithms.lanes": "Aggregate LaneSpec Over Updates stack_rows",
     "algorithms.local": (
-        "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled "
+        "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled beside "
         "flatten_rows"
     ),
     "algorithms.median": "CoordinateMedian TrimmedMean",

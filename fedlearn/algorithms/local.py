@@ -486,6 +486,33 @@ def find_client_loss(local: LocalUpdate) -> ClientLoss | None:
     return found[0] if found else None
 
 
+def beside(values_K: Tensor, like: Tensor) -> Tensor:
+    """Reshape one value per client so that it broadcasts with ``like`` [K, ...]: [K, 1, ...].
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> fl.beside(torch.tensor([1.0, 2.0]), torch.zeros(2, 3, 5)).shape
+        torch.Size([2, 1, 1])
+    """
+    return values_K.view(-1, *[1] * (like.dim() - 1))
+
+
+def keep_own_model(memory: Memory, *, broadcast: Memory, name: str, flag: str) -> None:
+    """Begin a client's own model as the global one, in the first round that it takes part in.
+
+    Args:
+        memory: Has the model, over the trainable parameters, and a number that is 0 before that.
+        broadcast: The broadcast.
+        name: Name of the model in ``memory``.
+        flag: Name of the number.
+    """
+    has_own_K = memory[flag][0][:, 0] > 0.0
+    for own, model in zip(memory[name], broadcast[MODEL], strict=True):
+        own.copy_(torch.where(beside(has_own_K, own), own, model))
+    memory[flag][0].fill_(1.0)
+
+
 def of_one_client(memory: Memory) -> Memory:
     """Select the first client's tensors, without the client dimension."""
     return {name: [value[0] for value in values] for name, values in memory.items()}

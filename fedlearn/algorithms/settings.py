@@ -15,6 +15,7 @@ import numpy as np
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.compression import Compressor, find_compressor
+from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
 from fedlearn.algorithms.feddyn import DynamicRegularizer
@@ -28,9 +29,13 @@ from fedlearn.algorithms.local import (
     LocalWork,
     iter_updates,
 )
+from fedlearn.algorithms.moon import ModelContrast
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.per_fedavg import MetaGradient
+from fedlearn.algorithms.pfedme import MoreauStep
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.qfedavg import FairUpdate
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.top_k import TopK
@@ -56,6 +61,11 @@ UPDATES: Mapping[str, _Kind] = {
     "elastic_force": ElasticForce,
     "noised_gradients": NoisedGradients,
     "reported_norm": ReportedNorm,
+    "fair_update": FairUpdate,
+    "moreau_step": MoreauStep,
+    "meta_gradient": MetaGradient,
+    "model_contrast": ModelContrast,
+    "personal_model": PersonalModel,
     "dynamic_regularizer": DynamicRegularizer,
     "normalized_update": NormalizedUpdate,
 }

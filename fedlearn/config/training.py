@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.extra_settings import ExtraSettings
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
@@ -18,6 +19,7 @@ from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
+from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -27,6 +29,9 @@ from fedlearn.algorithms.objectives import (
 )
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.partial_models import FedBN, FedPer, LGFedAvg
+from fedlearn.algorithms.per_fedavg import PerFedAvg
+from fedlearn.algorithms.pfedme import PFedMe
+from fedlearn.algorithms.qfedavg import QFedAvg
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.server_schedules import ScheduledFedAvg
@@ -319,6 +324,41 @@ ALGORITHMS = kinds(
         "fednova",
         "FedNova: FedAvg of updates per step, for clients that take different numbers of steps.",
         FedNova,
+    ),
+    kind(
+        "moon",
+        "MOON: FedAvg with a contrast of representations, to the client's last model.",
+        MOON,
+        contrast=1.0,
+        temperature=0.5,
+    ),
+    kind(
+        "ditto",
+        "Ditto: FedAvg, with a personal model of each client that is pulled to the global one.",
+        Ditto,
+        personal_learning_rate=0.1,
+        personal_pull=0.5,
+    ),
+    kind(
+        "perfedavg",
+        "Per-FedAvg: FedAvg of a model that clients adapt by one step of training.",
+        PerFedAvg,
+        adaptation_rate=0.05,
+    ),
+    kind(
+        "pfedme",
+        "pFedMe: personal models that attract the clients' models (Moreau envelopes).",
+        PFedMe,
+        attachment=15.0,
+        personal_steps=5,
+        personal_learning_rate=0.05,
+    ),
+    kind(
+        "qfedavg",
+        "q-FedAvg: an average in which clients with a large loss count more.",
+        QFedAvg,
+        fairness=1.0,
+        step_size=0.1,
     ),
     kind(
         "fedmedian",

@@ -5,7 +5,7 @@ shares with the product only the order of the examples. To test an algorithm, ad
 to a module of cases, and that to ``test_shelf.py``.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.rounds.plain import PlainCollector
-from fedlearn.rounds.round import RoundPlan, run_round
+from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behavior import Instant
 from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
 from fedlearn.simulation.engine import Engine
@@ -62,6 +62,8 @@ class Case:
         protected: The algorithm as secure aggregation and privacy accept it, with equal weights;
             ``None``: they refuse it.
         refused: Pattern of the message with which both refuse ``strategy``; empty: they accept it.
+        personal: Reference of the clients' personal models after the last round, by client, from
+            the initial model; ``None``: they have none.
     """
 
     strategy: Strategy
@@ -69,6 +71,7 @@ class Case:
     control: Strategy
     protected: Strategy | None
     refused: str = ""
+    personal: Callable[[Tensor], Mapping[int, Tensor]] | None = None
 
 
 def make_model() -> nn.Module:
@@ -195,6 +198,12 @@ def over(channel: Channel) -> PlainCollector:
 
 def run(strategy: Strategy, collector: Collector) -> list[Tensor]:
     """The models after each round."""
+    models, _ = run_to_end(strategy, collector)
+    return models
+
+
+def run_to_end(strategy: Strategy, collector: Collector) -> tuple[list[Tensor], ServerState]:
+    """The models after each round, and the state after the last one."""
     plan = RoundPlan(
         draw=lambda *_, round_num, **__: [ClientId(each) for each in COHORTS[round_num]],
         policy=POLICY,
@@ -206,7 +215,7 @@ def run(strategy: Strategy, collector: Collector) -> list[Tensor]:
     for _ in COHORTS:
         state, _, _ = run_round(state, plan, attempt=0)
         models.append(state.params.vector)
-    return models
+    return models, state
 
 
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

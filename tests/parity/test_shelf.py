@@ -11,15 +11,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlearn.algorithms.collector import Collector
+from fedlearn.algorithms.local import asks_gradients, find_client_loss
 from fedlearn.core.cluster import Cluster
+from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.choice import ExecutorKind
 from fedlearn.simulation.cluster import launch
-from tests.parity import shelf, shelf_compression, shelf_drift
+from tests.parity import shelf, shelf_compression, shelf_drift, shelf_models
 from tests.parity import test_grpc as grpc
 from tests.processes import Launcher
 
-CASES: Mapping[str, shelf.Case] = {**shelf_drift.CASES, **shelf_compression.CASES}
+CASES: Mapping[str, shelf.Case] = {
+    **shelf_drift.CASES,
+    **shelf_compression.CASES,
+    **shelf_models.CASES,
+}
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -33,12 +39,28 @@ def test_an_algorithm_equals_its_reference_in_one_process(name: str) -> None:
     """Client by client, many at once in two ways, and by sessions in memory."""
     case = CASES[name]
     expected, strategy = shelf.by_reference(case), case.strategy
-    kinds = (ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED)
+    kinds = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP]
+    if not asks_gradients(strategy.local) and find_client_loss(strategy.local) is None:
+        kinds.append(ExecutorKind.FUSED)
     ways: dict[str, Collector] = {kind.value: shelf.engine(strategy, kind) for kind in kinds}
     ways["memory"] = shelf.over(shelf.sessions(strategy))
     for way, collector in ways.items():
         difference = shelf.largest_difference(shelf.run(strategy, collector), expected)
         assert difference < shelf.TOLERANCE, way
+
+
+@pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.personal])
+def test_personal_models_are_those_of_the_reference(name: str, kind: ExecutorKind) -> None:
+    """After the last round, of all clients that took part in any."""
+    case = CASES[name]
+    assert case.personal is not None
+    expected = case.personal(shelf.initial().vector.double())
+    _, state = shelf.run_to_end(case.strategy, shelf.engine(case.strategy, kind))
+    assert state.client_states.keys() == expected.keys()
+    for client, model in expected.items():
+        found = state.client_states[ClientId(client)]["personal"]
+        torch.testing.assert_close(found.double(), model, rtol=0.0, atol=shelf.TOLERANCE)
 
 
 @every_case

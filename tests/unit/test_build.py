@@ -19,6 +19,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
+from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
@@ -28,6 +29,7 @@ from fedlearn.algorithms.krum import Bulyan, Krum
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
+from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.norm_bound import NormBound
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
@@ -36,6 +38,9 @@ from fedlearn.algorithms.objectives import (
     MeanSquaredError,
 )
 from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.per_fedavg import PerFedAvg
+from fedlearn.algorithms.pfedme import PFedMe
+from fedlearn.algorithms.qfedavg import QFedAvg
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import EASGD, Scaffold
 from fedlearn.algorithms.sampling import (
@@ -647,6 +652,35 @@ def test_every_algorithm_has_all_its_numbers(
     assert _build({"algorithm": settings, "client": _CLIENT}).algorithm == expected
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "make"),
+    [
+        ("moon", {"contrast": 2.0, "temperature": 0.25, "representation": "1"}, MOON),
+        ("ditto", {"personal_learning_rate": 0.25, "personal_pull": 0.75}, Ditto),
+        ("perfedavg", {"adaptation_rate": 0.25, "hessian_step": 0.5}, PerFedAvg),
+        ("perfedavg", {"adaptation_rate": 0.25}, PerFedAvg),
+        (
+            "pfedme",
+            {
+                "attachment": 2.0,
+                "personal_steps": 3,
+                "personal_learning_rate": 0.25,
+                "server_learning_rate": 0.5,
+            },
+            PFedMe,
+        ),
+        ("qfedavg", {"fairness": 2.0, "step_size": 0.25, "normalizer_bound": 4.0}, QFedAvg),
+    ],
+)
+def test_an_algorithm_that_asks_for_more_has_all_its_numbers(
+    name: str, numbers: dict[str, object], make: Callable[..., Any]
+) -> None:
+    """And the local training that the configuration describes."""
+    # Any: each returns another type of strategy.
+    settings: dict[str, object] = {"algorithm": {"name": name, **numbers}, "client": _CLIENT}
+    assert _build(settings).algorithm == make(_LOCAL, **numbers)
+
+
 def test_fedexp_has_all_its_numbers() -> None:
     """And the local training that the configuration describes."""
     numbers = {"epsilon": 0.25, "square_norm_bound": 4.0, "weight_by_examples": False}
@@ -779,7 +813,18 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "scheduled_fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    own = {"scaffold", "easgd", "feddyn", "fedexp", "fednova", "python"}
+    personal = {"ditto", "perfedavg", "pfedme"}
+    own = {
+        *personal,
+        "moon",
+        "qfedavg",
+        "scaffold",
+        "easgd",
+        "feddyn",
+        "fedexp",
+        "fednova",
+        "python",
+    }
     assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, *own}
 
 

@@ -28,8 +28,8 @@ GUIDES = [ROOT / "docs" / "how-to" / name for name in ("own-algorithm.md", "own-
 ALONE = ("--set", "engine.num_workers=1")
 #: One client at a time, as over a channel.
 ONE_BY_ONE = (*ALONE, "--set", "engine.executor=sequential", "--set", "engine.block_size=1")
-NAMES = ("lion", "signs", "sam", "coins", "rounding", "trimmed", "lbfgs")
-SLOW = ("signs", "sam", "coins", "rounding", "trimmed")
+NAMES = ("lion", "signs", "sam", "distilled", "coins", "rounding", "trimmed", "lbfgs")
+SLOW = ("signs", "sam", "distilled", "coins", "rounding", "trimmed")
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedexp import ReportedNorm
@@ -19,9 +20,13 @@ from fedlearn.algorithms.local import (
     Moment,
 )
 from fedlearn.algorithms.local import Tensors as Stack
+from fedlearn.algorithms.moon import ModelContrast
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.per_fedavg import MetaGradient
+from fedlearn.algorithms.pfedme import MoreauStep
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.qfedavg import FairUpdate
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.settings import (
@@ -83,6 +88,12 @@ UPDATES: dict[str, LocalUpdate] = {
     "easgd": ElasticForce(inner=SGD, elasticity=0.5),
     "fednova": NormalizedUpdate(inner=Proximal(inner=SGD, proximal=0.5), effective_steps_bound=2.0),
     "feddyn": DynamicRegularizer(inner=SGD, alpha=2.0),
+    "moon": ModelContrast(inner=SGD, contrast=2.0, temperature=0.3, representation="body.0"),
+    "ditto": PersonalModel(inner=ADAM, personal_learning_rate=0.2, personal_pull=0.3),
+    "perfedavg": MetaGradient(inner=SGD, adaptation_rate=0.2, hessian_step=1e-2),
+    "perfedavg, first order": MetaGradient(inner=SGD, adaptation_rate=0.2, hessian_step=None),
+    "pfedme": MoreauStep(inner=SGD, attachment=3.0, personal_steps=4, personal_learning_rate=0.3),
+    "qfedavg": FairUpdate(inner=SGD, fairness=2.0, step_size=0.3, normalizer_bound=4.0),
     "fedexp": ReportedNorm(inner=SGD, square_norm_bound=2.0),
     "by example": NoisedGradients(
         inner=Proximal(inner=ADAM, proximal=0.5),

@@ -1,0 +1,146 @@
+"""MOON, Ditto, pFedMe, Per-FedAvg and q-FedAvg: special cases, limits and refusals.
+
+``tests/parity/shelf_models.py`` compares them with references from their papers.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.ditto import Ditto
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Moment, PointGradient, Tensors
+from fedlearn.algorithms.moon import MOON
+from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.per_fedavg import MetaGradient, PerFedAvg
+from fedlearn.algorithms.pfedme import PFedMe
+from fedlearn.algorithms.qfedavg import QFedAvg
+from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.simulation.choice import ExecutorKind
+from tests.parity import shelf
+
+SGD = shelf.SGD
+EQUAL = FedAvg(SGD, weight_by_examples=False)
+#: Algorithms with neutral numbers, and what they are then.
+NEUTRAL: dict[str, tuple[Strategy, Strategy]] = {
+    "moon without contrast": (
+        MOON(SGD, contrast=0.0, temperature=0.5, representation="1"),
+        FedAvg(SGD),
+    ),
+    "the global model of ditto": (
+        Ditto(SGD, personal_learning_rate=0.5, personal_pull=3.0),
+        FedAvg(SGD),
+    ),
+    "per-fedavg without adaptation": (PerFedAvg(SGD, adaptation_rate=0.0), EQUAL),
+    "per-fedavg without adaptation, hessian-free": (
+        PerFedAvg(SGD, adaptation_rate=0.0, hessian_step=1e-2),
+        EQUAL,
+    ),
+    "pfedme with one personal step": (
+        PFedMe(SGD, attachment=2.0, personal_steps=1, personal_learning_rate=0.5),
+        EQUAL,  # at the rate 0.1 * 2 * 0.5
+    ),
+    "q-fedavg without fairness": (QFedAvg(SGD, fairness=0.0, step_size=0.3), EQUAL),
+}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_numbers_give_fedavg(name: str) -> None:
+    """After each round, up to rounding."""
+    strategy, plain = NEUTRAL[name]
+    found, expected = (
+        shelf.run(each, shelf.engine(each, ExecutorKind.SEQUENTIAL)) for each in (strategy, plain)
+    )
+    assert shelf.largest_difference(found, expected) < 1e-6
+
+
+def test_a_client_without_a_last_model_has_no_contrast() -> None:
+    """Its first round is one of FedAvg; the second one differs."""
+    moon = MOON(SGD, contrast=5.0, temperature=0.5, representation="1")
+    found, expected = (
+        shelf.run(each, shelf.engine(each, ExecutorKind.SEQUENTIAL)) for each in (moon, FedAvg(SGD))
+    )
+    assert shelf.largest_difference(found[:1], expected[:1]) < 1e-6
+    assert shelf.largest_difference(found[1:2], expected[1:2]) > 1e-4
+
+
+class Cubic:
+    """A loss x³ / 3 · a, so that the Hessian changes from place to place; knows nothing else."""
+
+    def __init__(self, a: Tensor) -> None:
+        self.a = a
+
+    def gradient_at(self, point: Tensors) -> PointGradient:
+        return PointGradient(torch.zeros(1), [self.a * point[0] ** 2])
+
+    client_ids = names = ()
+    epochs_K = num_steps_K = losses_K = torch.zeros(1)
+
+
+def test_the_difference_of_gradients_is_the_product_with_the_hessian() -> None:
+    """Exactly so for a cubic loss, up to rounding; without it, the meta-gradient differs."""
+    sgd = LocalSgd(epochs=1, batch_size=1, learning_rate=1.0)
+    a = torch.tensor([[0.5, -2.0, 1.0]]).double()
+    x = [torch.tensor([[1.0, 0.3, -0.7]]).double()]
+    start, alpha = x[0].clone().requires_grad_(), 0.2
+    adapted = start - alpha * (a * start**2)
+    (meta,) = torch.autograd.grad((a * adapted**3 / 3).sum(), start)
+    local = MetaGradient(inner=sgd, adaptation_rate=alpha, hessian_step=1e-3)
+    moment = Moment(0, 0, info=Cubic(a))
+    local.step(x, [a * x[0] ** 2], {}, broadcast={}, moment=moment)
+    torch.testing.assert_close(start.detach() - x[0], meta, rtol=0.0, atol=1e-9)
+    y = [start.detach().clone()]
+    replace(local, hessian_step=None).step(y, [a * y[0] ** 2], {}, broadcast={}, moment=moment)
+    assert float((start.detach() - y[0] - meta).abs().max()) > 0.01
+
+
+class Solved:
+    """A client whose loss is zero."""
+
+    def gradient_at(self, point: Tensors) -> PointGradient:
+        return PointGradient(torch.zeros(1), point)
+
+    client_ids = names = ()
+    epochs_K = num_steps_K = losses_K = torch.zeros(1)
+
+
+def test_a_loss_of_zero_leaves_the_normalizer_finite() -> None:
+    """With q below 1, its power is infinite."""
+    local = QFedAvg(SGD, fairness=0.5, step_size=0.1).local
+    x, broadcast = [torch.ones(1, 3)], {"model": [torch.zeros(1, 3)]}
+    lanes = local.report(x, {}, broadcast=broadcast, moment=Moment(0, 2, info=Solved()))
+    assert 0.0 < float(lanes["normalizer"][0]) < float("inf")
+    assert bool(torch.isfinite(x[0]).all())
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        (Ditto(SGD, personal_learning_rate=0.1, personal_pull=0.1).local, "neither clipped"),
+        (PerFedAvg(SGD, adaptation_rate=0.1).local, "neither clipped"),
+        (MOON(SGD, contrast=1.0, temperature=0.5, representation="1").local, "its own loss"),
+    ],
+)
+def test_example_privacy_refuses_them_with_the_reason(local: LocalUpdate, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        NoisedGradients(inner=local, example_clip_norm=1.0, example_noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MOON(SGD, contrast=-1.0, temperature=0.5, representation=""), "contrast is -1"),
+        (lambda: MOON(SGD, contrast=1.0, temperature=0.0, representation=""), "temperature is 0"),
+        (lambda: Ditto(SGD, personal_learning_rate=0.0, personal_pull=1.0), "learning_rate is 0"),
+        (lambda: PerFedAvg(SGD, adaptation_rate=-1.0), "adaptation_rate is -1"),
+        (lambda: QFedAvg(SGD, fairness=-1.0, step_size=0.1), "fairness is -1"),
+        (lambda: QFedAvg(SGD, fairness=1.0, step_size=0.0), "step_size is 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make: object, words: str) -> None:
+    """By name."""
+    assert callable(make)
+    with pytest.raises(ValueError, match=words):
+        make()
