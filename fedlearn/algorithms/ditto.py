@@ -89,6 +89,10 @@ class PersonalModel(Ranged, LocalUpdateWrapper):
         torch._foreach_add_(personal, direction, alpha=-rate)
         self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
 
+    def personal(self, x: Tensors, memory: Memory) -> Tensors:
+        """The client's own model."""
+        return memory[_PERSONAL]
+
 
 @explain_calls
 def Ditto(

@@ -98,6 +98,10 @@ class MoreauStep(Ranged, LocalUpdateWrapper):
         torch._foreach_mul_(pull, self.attachment)
         self.inner.step(x, pull, memory, broadcast=broadcast, moment=moment)
 
+    def personal(self, x: Tensors, memory: Memory) -> Tensors:
+        """The personal model of the last local step."""
+        return memory[_PERSONAL]
+
 
 @explain_calls
 def PFedMe(

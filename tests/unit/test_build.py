@@ -38,6 +38,7 @@ from fedlearn.algorithms.objectives import (
     MeanSquaredError,
 )
 from fedlearn.algorithms.own_training import OwnTraining
+from fedlearn.algorithms.partial_models import FedBN, FedPer, LGFedAvg
 from fedlearn.algorithms.per_fedavg import PerFedAvg
 from fedlearn.algorithms.pfedme import PFedMe
 from fedlearn.algorithms.qfedavg import QFedAvg
@@ -670,6 +671,9 @@ def test_every_algorithm_has_all_its_numbers(
             PFedMe,
         ),
         ("qfedavg", {"fairness": 2.0, "step_size": 0.25, "normalizer_bound": 4.0}, QFedAvg),
+        ("fedper", {"personal_layers": ("1.*",), "weight_by_examples": False}, FedPer),
+        ("fedbn", {"weight_by_examples": False}, FedBN),
+        ("lgfedavg", {"representation_layers": ("0.*",), "weight_by_examples": False}, LGFedAvg),
     ],
 )
 def test_an_algorithm_that_asks_for_more_has_all_its_numbers(
@@ -813,7 +817,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "scheduled_fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    personal = {"ditto", "perfedavg", "pfedme"}
+    personal = {"ditto", "perfedavg", "pfedme", "fedper", "fedbn", "lgfedavg"}
     own = {
         *personal,
         "moon",
