@@ -12,6 +12,7 @@ from fedlearn.core.mkl_environment import prepare_for_mkl
 
 if TYPE_CHECKING:
     from fedlearn.algorithms.adam import LocalAdam as LocalAdam
+    from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx as AdaptiveFedProx
     from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
     from fedlearn.algorithms.aggregations import iter_spans as iter_spans
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
     from fedlearn.algorithms.lanes import LaneSpec as LaneSpec
     from fedlearn.algorithms.lanes import Over as Over
+    from fedlearn.algorithms.lanes import TrainMetrics as TrainMetrics
     from fedlearn.algorithms.lanes import Updates as Updates
     from fedlearn.algorithms.lanes import stack_rows as stack_rows
     from fedlearn.algorithms.local import LocalSgd as LocalSgd
@@ -122,6 +124,7 @@ if TYPE_CHECKING:
 
 #: Public names by the module from which they are imported at their first use.
 _HOME = {
+    "algorithms.adaptive_fedprox": "AdaptiveFedProx",
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean iter_spans",
     "algorithms.asynchronous": "Asynchrony Buffered",
@@ -141,7 +144,7 @@ _HOME = {
     "algorithms.informed_sampling": (
         "InformedSampler ObservedRound read_client_values write_client_values"
     ),
-    "algorithms.lanes": "Aggregate LaneSpec Over Updates stack_rows",
+    "algorithms.lanes": "Aggregate LaneSpec Over TrainMetrics Updates stack_rows",
     "algorithms.local": (
         "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled beside "
         "flatten_rows"

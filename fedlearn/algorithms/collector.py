@@ -10,7 +10,7 @@ from typing import Protocol
 
 from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.compression import count_delta_bytes
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, TrainMetrics
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.settings import settings_of
@@ -159,6 +159,11 @@ class CollectedRound:
     durations: Durations = ()
     culprits: frozenset[ClientId] = frozenset()
     counted: Mapping[ClientId, int] | None = None
+
+    def train(self) -> TrainMetrics:
+        """Return the mean loss and the number of examples of the reports."""
+        rows = self.participations
+        return TrainMetrics(loss=rows.mean_loss(), num_examples=int(rows.num_examples.sum()))
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""

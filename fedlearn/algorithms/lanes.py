@@ -7,7 +7,7 @@ others, such as the control variates of SCAFFOLD.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -146,6 +146,9 @@ class Updates:
             statistics follow; no norm includes them. ``None``: all elements train.
         shapes: Shapes of the trained tensors, in the order in which they form the delta; ``None``:
             unknown.
+        metrics_B: For an aggregation that sees each update: the ``loss`` of each client's training
+            and its ``num_examples``, shape [B] and float64 each. A loss that is not known is NaN.
+            If clients add noise they send no loss, and 1 example each. Empty in transforms.
 
     Example:
         >>> import torch
@@ -162,6 +165,7 @@ class Updates:
     based_on: Sequence[int]
     num_trained: int | None = None
     shapes: Sequence[tuple[int, ...]] | None = None
+    metrics_B: Mapping[str, Tensor] = field(default_factory=dict)
 
     def delta_parts(self) -> tuple[Tensor, Tensor]:
         """Split the deltas into trainable parameters [B, Q] and running statistics [B, P - Q]."""
@@ -170,6 +174,28 @@ class Updates:
         num_trained = num_elements if self.num_trained is None else self.num_trained
         trained, statistics = deltas_BP.split([num_trained, num_elements - num_trained], dim=1)
         return trained, statistics
+
+
+#: Names in :attr:`Updates.metrics_B`.
+METRICS = ("loss", "num_examples")
+
+
+class TrainMetrics(NamedTuple):
+    """The clients' training in a round, for a strategy that needs it.
+
+    Attributes:
+        loss: Mean training loss of the reports, weighted by examples. NaN if no client measured
+            one. Under secure aggregation it is the mean that the sum reveals.
+        num_examples: Number of examples of all reports.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.TrainMetrics(loss=0.5, num_examples=1200).loss
+        0.5
+    """
+
+    loss: float
+    num_examples: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +210,8 @@ class Aggregate:
             count is unknown or would leak information.
         num_capped: Number of clients whose loss or number of examples was above the bounds of a
             secure sum; ``None``: as above.
+        train: The clients' training, if the strategy says that it
+            :attr:`~fedlearn.algorithms.strategy.Strategy.needs_train_metrics`; else ``None``.
         metrics: Figures to record with the round, by name, such as how many clients a rule left
             out.
 
@@ -199,4 +227,5 @@ class Aggregate:
     num_clients: int
     num_clipped: int | None = None
     num_capped: int | None = None
+    train: TrainMetrics | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)

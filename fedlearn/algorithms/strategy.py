@@ -94,6 +94,15 @@ class Strategy(Protocol):
             return ""
 
         @property
+        def needs_train_metrics(self) -> str:
+            """What :meth:`step` computes from the clients' losses; empty: nothing.
+
+            They are then in ``aggregate.train``. Privacy refuses such a strategy, since losses
+            have no noise.
+            """
+            return ""
+
+        @property
         def max_reports(self) -> int | None:
             """Most clients that may report in a round; ``None``: any number."""
             return None
@@ -103,6 +112,7 @@ class Strategy(Protocol):
         keep_local = ()
         bounds = GENEROUS
         needs_same_round = ""
+        needs_train_metrics = ""
         max_reports = None
 
     @property
@@ -209,6 +219,11 @@ class StrategyWrapper(Strategy):
     def needs_same_round(self) -> str:
         """The inner strategy's."""
         return self.inner.needs_same_round
+
+    @property
+    def needs_train_metrics(self) -> str:
+        """The inner strategy's."""
+        return self.inner.needs_train_metrics
 
     @property
     def max_reports(self) -> int | None:

@@ -10,6 +10,7 @@ from fedlearn.algorithms.compression import find_compressor
 from fedlearn.algorithms.extra_settings import WithExtra
 from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.sampling import DRAWN_AS_OTHERS_LAND, DescribedSampler, why_not_secure
+from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.strategy import Bounded
 from fedlearn.assembly.components import Components, ComponentsT
 from fedlearn.assembly.server_training import build_server_task
@@ -46,6 +47,7 @@ def validate_components(components: ComponentsT) -> ComponentsT:
     )  # both raise ConfigError if they cannot be built
     components.require_settings_of_rounds()
     find_compressor(components.algorithm.transforms)  # raises ConfigError unless it comes last
+    _require_visible_metrics(components)
     most, num_wanted = components.algorithm.max_reports, components.policy.num_wanted
     if most is not None and num_wanted > most:
         raise ConfigError(
@@ -53,6 +55,24 @@ def validate_components(components: ComponentsT) -> ComponentsT:
             "that, or lower cohort.num_wanted"
         )
     return _require_enough_updates(components)
+
+
+def _require_visible_metrics(components: Components) -> None:
+    """Check that an algorithm that computes with clients' losses may and can do so."""
+    algorithm = components.algorithm
+    if not algorithm.needs_train_metrics:
+        return
+    what = f"the algorithm computes {algorithm.needs_train_metrics} from the clients' losses"
+    if components.privacy is not None:
+        raise ConfigError(
+            f'privacy.mode is "{components.config.privacy.mode}", but {what}, which have no noise, '
+            "so the models would reveal them; choose another algorithm, or switch privacy off"
+        )
+    if adds_own_noise(algorithm.local, algorithm.transforms):
+        raise ConfigError(
+            f"{what}, but clients that add noise send no losses; choose another algorithm, or "
+            "leave out their noise"
+        )
 
 
 def _require_enough_updates(components: ComponentsT) -> ComponentsT:

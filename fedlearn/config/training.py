@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.extra_settings import ExtraSettings
@@ -256,6 +257,12 @@ ALGORITHMS = kinds(
         "FedProx: FedAvg with a pull of ``proximal`` (mu) towards the global model.",
         recipes.FedProx,
         proximal=0.01,
+    ),
+    kind(
+        "adaptive_fedprox",
+        "FedProx whose pull rises when the training loss does, and falls when that keeps falling.",
+        AdaptiveFedProx,
+        proximal=1.0,
     ),
     kind(
         "fedavgm",

@@ -316,6 +316,8 @@ def _take_step(
             round_num=state.round_num,
             attempt=attempt,
         )
+    if strategy.needs_train_metrics:
+        aggregate = replace(aggregate, train=collected.train())
     stepped = call_step(strategy, state.params, aggregate, strategy_state)
     next_state = replace(
         state,

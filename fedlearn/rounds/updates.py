@@ -1,16 +1,18 @@
 """Checks updates that arrive over a channel and adds them to the aggregate."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, combine, weights
 from fedlearn.algorithms.bounds import refusal
 from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.compression import restore_lanes
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Updates, describe_misfit
+from fedlearn.algorithms.lanes import DELTA, METRICS, Aggregate, Updates, describe_misfit
 from fedlearn.algorithms.transforms import is_clipped, last_clip
 from fedlearn.core.messages import ClientId, Failure, TrainReply
 from fedlearn.core.params import rebase_statistics
@@ -101,7 +103,23 @@ class Fold:
         based_on = [update.round_num for update in updates]
         # Staleness multiplies the weight; the mean divides by the sum of the products.
         weights_B = weights(self._aggregation, num_examples_B) * like.new_tensor(factors)
-        return Updates(client_ids, weights_B, lanes, based_on, self._num_trained)
+        return Updates(
+            client_ids,
+            weights_B,
+            lanes,
+            based_on,
+            self._num_trained,
+            metrics_B=_collect_metrics(updates),
+        )
+
+
+def _collect_metrics(updates: Sequence[TrainReply]) -> dict[str, Tensor]:
+    columns = (
+        [float(each.metrics.get("loss", math.nan)) for each in updates],
+        [float(each.num_examples) for each in updates],
+    )
+    values = (torch.tensor(column, dtype=torch.float64) for column in columns)
+    return dict(zip(METRICS, values, strict=True))
 
 
 def validate_or_refuse(

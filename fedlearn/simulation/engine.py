@@ -6,6 +6,7 @@ to the workers by size, cut into blocks, trained, validated, and added to the ag
 grows with the block, not with the cohort or the population.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -32,7 +33,7 @@ from fedlearn.algorithms.compression import (
     send_updates,
     split_kept,
 )
-from fedlearn.algorithms.lanes import DELTA, LaneSpec, Updates, describe_misfit, size_of
+from fedlearn.algorithms.lanes import DELTA, METRICS, LaneSpec, Updates, describe_misfit, size_of
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
 from fedlearn.algorithms.local_parts import LOCAL, LocalParts
@@ -496,10 +497,12 @@ def _list_sent_numbers(num_examples_B: Tensor, request: RoundRequest) -> Tensor:
 
     If clients add noise, it is 1 for each, since the actual number would be sent without noise.
     """
-    strategy = request.strategy
-    if adds_own_noise(strategy.local, strategy.transforms):
-        return torch.ones_like(num_examples_B)
-    return num_examples_B
+    return torch.ones_like(num_examples_B) if _hides_metrics(request) else num_examples_B
+
+
+def _hides_metrics(request: RoundRequest) -> bool:
+    """Return whether clients send neither loss nor number of examples, since they add noise."""
+    return adds_own_noise(request.strategy.local, request.strategy.transforms)
 
 
 def _attach_weights(
@@ -510,11 +513,16 @@ def _attach_weights(
     *,
     factors: NDArray[np.float64] | None,
 ) -> Updates:
-    num_examples_B = torch.from_numpy(trained.num_examples_K).to(trained.deltas_KP)
-    weights_B = weights(reduction.aggregation, _list_sent_numbers(num_examples_B, requests[0]))
+    counts_B = torch.from_numpy(trained.num_examples_K)
+    num_examples_B = _list_sent_numbers(counts_B.to(trained.deltas_KP), requests[0])
+    weights_B = weights(reduction.aggregation, num_examples_B)
     if factors is not None:
         weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
-    return replace(sent, weights_B=weights_B)
+    counts_B, losses_B = counts_B.double(), torch.from_numpy(trained.losses_K)
+    if _hides_metrics(requests[0]):
+        counts_B, losses_B = torch.ones_like(counts_B), torch.full_like(losses_B, math.nan)
+    metrics_B = dict(zip(METRICS, (losses_B, counts_B), strict=True))
+    return replace(sent, weights_B=weights_B, metrics_B=metrics_B)
 
 
 def _fold_block(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, SumAggregation, combine, merge
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds, refusal
-from fedlearn.algorithms.lanes import Aggregate, LaneSpec, Updates, stack_rows
+from fedlearn.algorithms.lanes import METRICS, Aggregate, LaneSpec, Updates, stack_rows
 from fedlearn.algorithms.transforms import is_clipped
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
@@ -187,6 +187,7 @@ class Gathered:
         self._client_ids, self._weights = client_ids, like.new_zeros(count)
         self._based_on = torch.zeros(count, dtype=torch.float64)
         self._rows = {name: like.new_zeros(count, size) for name, size in self._sizes.items()}
+        self._metrics = {name: torch.zeros(count, dtype=torch.float64) for name in METRICS}
         self._clipped.begin()
 
     def fold(
@@ -198,6 +199,8 @@ class Gathered:
         some, index = select_rows(current, accepted), torch.from_numpy(places[accepted])
         self._weights[index] = some.weights_B
         self._based_on[index] = torch.tensor(some.based_on, dtype=torch.float64)
+        for name, values_B in some.metrics_B.items():
+            self._metrics[name][index] = values_B
         for name, rows in some.lanes.items():
             # A copy: the executor reuses the memory of its block.
             self._rows[name][index] = stack_rows(rows)
@@ -207,7 +210,7 @@ class Gathered:
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
         """Exchange the wave's updates among all workers; sum ``more`` over them."""
         # Each row is zero on all workers but the one that trained it, so the sum fills all in.
-        rows = [*self._rows.values(), self._weights, self._based_on]
+        rows = [*self._rows.values(), self._weights, self._based_on, *self._metrics.values()]
         cluster.all_reduce([*rows, self._clipped.wave, more])
         self._clipped.end()
         # A place with weight zero was refused, or its client failed.
@@ -219,6 +222,7 @@ class Gathered:
             self._rows,
             self._based_on.long().tolist(),
             self.params.layout.num_trainable,
+            metrics_B=self._metrics,
         )
         self._waves.append(select_rows(wave, np.flatnonzero(is_there)))
 
@@ -233,7 +237,10 @@ class Gathered:
         }
         based_on = [each for wave in waves for each in wave.based_on]
         num_trained = self.params.layout.num_trainable
-        everything = Updates(client_ids, weights_B, lanes, based_on, num_trained)
+        metrics_B = {name: torch.cat([each.metrics_B[name] for each in waves]) for name in METRICS}
+        everything = Updates(
+            client_ids, weights_B, lanes, based_on, num_trained, metrics_B=metrics_B
+        )
         return self._clipped.attach_count(combine(self.aggregation, everything))
 
 
@@ -280,4 +287,12 @@ def select_rows(updates: Updates, rows: NDArray[np.int64]) -> Updates:
         [each[row] for row in rows.tolist()] for each in (updates.client_ids, updates.based_on)
     )
     weights_B = updates.weights_B[index]
-    return Updates(client_ids, weights_B, lanes, based_on, updates.num_trained)
+    metrics_B = {name: values_B[index] for name, values_B in updates.metrics_B.items()}
+    return replace(
+        updates,
+        client_ids=client_ids,
+        weights_B=weights_B,
+        lanes=lanes,
+        based_on=based_on,
+        metrics_B=metrics_B,
+    )

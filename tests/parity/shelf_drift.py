@@ -1,16 +1,19 @@
 """Cases of the shelf: client drift and server steps. References are written from the papers."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
-from fedlearn.algorithms.recipes import FedAvg, FedAvgM
+from fedlearn.algorithms.lanes import Lanes, Updates, stack_rows
+from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedProx
+from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.server_schedules import ScheduledFedAvg
 from tests.parity.shelf import (
     COHORTS,
@@ -19,12 +22,14 @@ from tests.parity.shelf import (
     Case,
     batches,
     gradient,
+    loss,
     shares,
     train,
     weighted,
 )
 
 MOMENTUM = replace(SGD, momentum=0.5)
+AS_IT_IS = ServerSgd(learning_rate=1.0, momentum=0.0)
 
 
 def fedexp(x: Tensor) -> Iterator[Tensor]:
@@ -37,6 +42,29 @@ def fedexp(x: Tensor) -> Iterator[Tensor]:
         step = max(1.0, float(squares / (2 * (mean.dot(mean) + 1e-3))))
         x = x - step * mean
         yield x
+
+
+def adaptive_fedprox(x: Tensor) -> Iterator[Tensor]:
+    """Section 5.3.2 of arXiv:1812.06127, with a patience of 1 and steps of 0.5."""
+    mu, last = 1.0, float("inf")
+    for round_num, cohort in enumerate(COHORTS):
+        trained = [train_with_loss(x, client, round_num, mu=mu) for client in cohort]
+        mean = float(shares(cohort) @ torch.stack([mean_loss for _, mean_loss in trained]))
+        if round_num:
+            mu = mu + 0.5 if mean > last else max(0.0, mu - 0.5)
+        last, x = mean, weighted(shares(cohort), [y for y, _ in trained])
+        yield x
+
+
+def train_with_loss(
+    x: Tensor, client: int, round_num: int, *, mu: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """SGD with a pull to ``x``: return the local model, and the steps' mean loss by examples."""
+    y, total, count = x, torch.zeros(()).double(), 0
+    for features, labels in batches(client, round_num):
+        total, count = total + len(labels) * loss(y, features, labels), count + len(labels)
+        y = y - SGD.learning_rate * (gradient(y, features, labels) + mu * (y - x))
+    return y, total / count
 
 
 def feddyn(theta: Tensor) -> Iterator[Tensor]:
@@ -96,6 +124,29 @@ def scheduled(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
+@dataclass(frozen=True)
+class LossWeighted:
+    """A user's rule: the mean update, weighted by each client's loss times its examples."""
+
+    def weigh(self, num_examples_B: Tensor) -> Tensor:
+        return torch.ones_like(num_examples_B)
+
+    def combine(self, updates: Updates) -> Lanes:
+        metrics_B = updates.metrics_B
+        weights_B = metrics_B["loss"] * metrics_B["num_examples"]
+        weights_B = (weights_B / weights_B.sum()).to(updates.weights_B)
+        return {name: weights_B @ stack_rows(rows) for name, rows in updates.lanes.items()}
+
+
+def loss_weighted(x: Tensor) -> Iterator[Tensor]:
+    """The rule, written with the losses of each step."""
+    for round_num, cohort in enumerate(COHORTS):
+        trained = [train_with_loss(x, client, round_num) for client in cohort]
+        weights = torch.stack([mean_loss for _, mean_loss in trained]) * shares(cohort)
+        x = weighted(weights / weights.sum(), [y for y, _ in trained])
+        yield x
+
+
 CASES: Mapping[str, Case] = {
     "fedexp": Case(
         FedExP(SGD, epsilon=1e-3),
@@ -103,6 +154,19 @@ CASES: Mapping[str, Case] = {
         control=FedAvg(SGD),
         protected=FedExP(SGD, epsilon=1e-3, square_norm_bound=81.0, weight_by_examples=False),
         refused="lane 'square_norm' .*has no bound",
+    ),
+    "adaptive fedprox": Case(
+        AdaptiveFedProx(SGD, proximal=1.0, proximal_step=0.5, patience=1),
+        adaptive_fedprox,
+        control=FedProx(SGD, proximal=1.0),
+        protected=None,
+    ),
+    "weighted by loss": Case(
+        Algorithm(local=SGD, aggregation=LossWeighted(), server_optimizer=AS_IT_IS),
+        loss_weighted,
+        control=FedAvg(SGD),
+        protected=None,
+        refused="LossWeighted",
     ),
     "feddyn": Case(
         FedDyn(SGD, alpha=0.5, num_clients=NUM_CLIENTS),

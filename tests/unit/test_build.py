@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
@@ -693,6 +694,19 @@ def test_fedexp_has_all_its_numbers() -> None:
     assert _build(settings).algorithm == expected
 
 
+def test_adaptive_fedprox_has_all_its_numbers() -> None:
+    """And the local training that the configuration describes."""
+    numbers: dict[str, Any] = {  # Any: numbers of three kinds
+        "proximal": 0.25,
+        "proximal_step": 0.5,
+        "patience": 3,
+        "weight_by_examples": False,
+    }
+    algorithm = {"name": "adaptive_fedprox", **numbers}
+    expected = AdaptiveFedProx(_LOCAL, **numbers)
+    assert _build({"algorithm": algorithm, "client": _CLIENT}).algorithm == expected
+
+
 def test_feddyn_has_all_its_numbers() -> None:
     """And the local training that the configuration describes."""
     algorithm = {"name": "feddyn", "alpha": 0.25, "num_clients": 20}
@@ -824,6 +838,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
         "qfedavg",
         "scaffold",
         "easgd",
+        "adaptive_fedprox",
         "feddyn",
         "fedexp",
         "fednova",
