@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.metrics import BinaryAuc as BinaryAuc
     from fedlearn.algorithms.metrics import BinaryF1 as BinaryF1
     from fedlearn.algorithms.metrics import Metric as Metric
+    from fedlearn.algorithms.mime_lite import MimeLite as MimeLite
     from fedlearn.algorithms.moon import MOON as MOON
     from fedlearn.algorithms.norm_bound import NormBound as NormBound
     from fedlearn.algorithms.objectives import BinaryCrossEntropy as BinaryCrossEntropy
@@ -153,6 +154,7 @@ _HOME = {
     "algorithms.local_parts": "KeepLocal",
     "algorithms.metrics": "R2 BinaryAuc BinaryF1 Metric",
     "algorithms.norm_bound": "NormBound",
+    "algorithms.mime_lite": "MimeLite",
     "algorithms.objectives": "BinaryCrossEntropy CrossEntropy CustomLoss MeanSquaredError",
     "algorithms.own_training": "OwnTraining",
     "algorithms.partial_models": "FedBN FedPer LGFedAvg",

@@ -29,6 +29,7 @@ from fedlearn.algorithms.local import (
     LocalWork,
     iter_updates,
 )
+from fedlearn.algorithms.mime_lite import ServerMomentumSteps
 from fedlearn.algorithms.moon import ModelContrast
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
@@ -61,6 +62,7 @@ UPDATES: Mapping[str, _Kind] = {
     "elastic_force": ElasticForce,
     "noised_gradients": NoisedGradients,
     "reported_norm": ReportedNorm,
+    "server_momentum_steps": ServerMomentumSteps,
     "fair_update": FairUpdate,
     "moreau_step": MoreauStep,
     "meta_gradient": MetaGradient,

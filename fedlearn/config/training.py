@@ -20,6 +20,7 @@ from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
+from fedlearn.algorithms.mime_lite import MimeLite
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.objectives import (
     BinaryCrossEntropy,
@@ -326,6 +327,12 @@ ALGORITHMS = kinds(
         "FedDyn: a regularizer that clients keep, so that data that differ cause no drift.",
         FedDyn,
         alpha=0.1,
+    ),
+    kind(
+        "mime_lite",
+        "MIME-lite: FedAvg whose clients follow a momentum that the server computes.",
+        MimeLite,
+        server_momentum=0.9,
     ),
     kind(
         "fednova",

@@ -12,6 +12,7 @@ from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.lanes import Lanes, Updates, stack_rows
+from fedlearn.algorithms.mime_lite import MimeLite
 from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedProx
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.server_schedules import ScheduledFedAvg
@@ -21,6 +22,7 @@ from tests.parity.shelf import (
     SGD,
     Case,
     batches,
+    examples,
     gradient,
     loss,
     shares,
@@ -147,6 +149,21 @@ def loss_weighted(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
+def mime_lite(x: Tensor) -> Iterator[Tensor]:
+    """Algorithm 1 of arXiv:2008.03606 (MimeLite) with momentum; beta is 0.6."""
+    s, beta = torch.zeros_like(x), 0.6
+    for round_num, cohort in enumerate(COHORTS):
+        follow = partial(_mix, momentum=s, beta=beta)
+        models = [train(x, client, round_num, direction=follow)[0] for client in cohort]
+        full = weighted(shares(cohort), [gradient(x, *examples(client)) for client in cohort])
+        x, s = weighted(shares(cohort), models), (1 - beta) * full + beta * s
+        yield x
+
+
+def _mix(g: Tensor, _: Tensor, *, momentum: Tensor, beta: float) -> Tensor:
+    return (1 - beta) * g + beta * momentum
+
+
 CASES: Mapping[str, Case] = {
     "fedexp": Case(
         FedExP(SGD, epsilon=1e-3),
@@ -188,6 +205,15 @@ CASES: Mapping[str, Case] = {
         protected=ScheduledFedAvg(
             SGD, server_learning_rate=0.8, server_warmup_rounds=2, weight_by_examples=False
         ),
+    ),
+    "mime-lite": Case(
+        MimeLite(SGD, server_momentum=0.6),
+        mime_lite,
+        control=FedAvg(SGD),
+        protected=MimeLite(
+            SGD, server_momentum=0.6, full_gradient_bound=50.0, weight_by_examples=False
+        ),
+        refused="lane 'full_gradient' .*has no bound",
     ),
     "fednova": Case(
         FedNova(SGD),

@@ -30,6 +30,7 @@ from fedlearn.algorithms.krum import Bulyan, Krum
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
 from fedlearn.algorithms.metrics import BinaryAuc, Metric
+from fedlearn.algorithms.mime_lite import MimeLite
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.norm_bound import NormBound
 from fedlearn.algorithms.objectives import (
@@ -707,6 +708,18 @@ def test_adaptive_fedprox_has_all_its_numbers() -> None:
     assert _build({"algorithm": algorithm, "client": _CLIENT}).algorithm == expected
 
 
+def test_mime_lite_has_all_its_numbers() -> None:
+    """And the local training that the configuration describes."""
+    numbers: dict[str, Any] = {  # Any: numbers of two kinds
+        "server_momentum": 0.25,
+        "full_gradient_bound": 3.0,
+        "weight_by_examples": False,
+    }
+    algorithm = {"name": "mime_lite", **numbers}
+    expected = MimeLite(_LOCAL, **numbers)
+    assert _build({"algorithm": algorithm, "client": _CLIENT}).algorithm == expected
+
+
 def test_feddyn_has_all_its_numbers() -> None:
     """And the local training that the configuration describes."""
     algorithm = {"name": "feddyn", "alpha": 0.25, "num_clients": 20}
@@ -842,6 +855,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
         "feddyn",
         "fedexp",
         "fednova",
+        "mime_lite",
         "python",
     }
     assert _kinds(ALGORITHMS) == {*plain, *adaptive, *buffered, *own}

@@ -20,6 +20,7 @@ from fedlearn.algorithms.local import (
     Moment,
 )
 from fedlearn.algorithms.local import Tensors as Stack
+from fedlearn.algorithms.mime_lite import ServerMomentumSteps
 from fedlearn.algorithms.moon import ModelContrast
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
@@ -94,6 +95,7 @@ UPDATES: dict[str, LocalUpdate] = {
     "perfedavg, first order": MetaGradient(inner=SGD, adaptation_rate=0.2, hessian_step=None),
     "pfedme": MoreauStep(inner=SGD, attachment=3.0, personal_steps=4, personal_learning_rate=0.3),
     "qfedavg": FairUpdate(inner=SGD, fairness=2.0, step_size=0.3, normalizer_bound=4.0),
+    "mime": ServerMomentumSteps(inner=SGD, server_momentum=0.5, full_gradient_bound=2.0),
     "fedexp": ReportedNorm(inner=SGD, square_norm_bound=2.0),
     "by example": NoisedGradients(
         inner=Proximal(inner=ADAM, proximal=0.5),
