@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.feddyn import FedDyn as FedDyn
     from fedlearn.algorithms.fedexp import FedExP as FedExP
     from fedlearn.algorithms.fednova import FedNova as FedNova
+    from fedlearn.algorithms.fedrep import FedRep as FedRep
     from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
     from fedlearn.algorithms.geometric_median import GeometricMedian as GeometricMedian
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
@@ -139,6 +140,7 @@ _HOME = {
     "algorithms.moon": "MOON",
     "algorithms.ditto": "Ditto",
     "algorithms.fednova": "FedNova",
+    "algorithms.fedrep": "FedRep",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.krum": "Bulyan Krum",

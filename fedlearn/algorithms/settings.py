@@ -21,6 +21,7 @@ from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_setti
 from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
+from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import (
     LocalSgd,
@@ -70,6 +71,7 @@ UPDATES: Mapping[str, _Kind] = {
     "personal_model": PersonalModel,
     "dynamic_regularizer": DynamicRegularizer,
     "normalized_update": NormalizedUpdate,
+    "head_then_body": HeadThenBody,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

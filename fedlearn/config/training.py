@@ -17,6 +17,7 @@ from fedlearn.algorithms.extra_settings import ExtraSettings
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
+from fedlearn.algorithms.fedrep import FedRep
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
@@ -383,6 +384,12 @@ ALGORITHMS = kinds(
         "fedper",
         "FedPer: clients share the base layers and keep the personalization layers.",
         FedPer,
+    ),
+    kind(
+        "fedrep",
+        "FedRep: clients share the body and keep a head, which they train before the body.",
+        FedRep,
+        head_epochs=1,
     ),
     kind(
         "fedbn",

@@ -28,12 +28,14 @@ class Schedule:
         weights_TKB: 1 / (size of the batch), 0 where padded.
         counts_TK: Examples in each batch; 0 once a client has finished.
         active_T: Clients that still train at each step: always a prefix.
+        num_epochs: Number of epochs of every client.
     """
 
     rows_TKB: Tensor
     weights_TKB: Tensor
     counts_TK: NDArray[np.int64]
     active_T: NDArray[np.int64]
+    num_epochs: int
 
     @property
     def num_steps(self) -> int:
@@ -91,6 +93,7 @@ def schedule(
         weights_TKB=torch.from_numpy(weights_TKB).to(device=device, dtype=dtype),
         counts_TK=counts_TK,
         active_T=(counts_TK > 0).sum(1),
+        num_epochs=work.epochs,
     )
 
 

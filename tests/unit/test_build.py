@@ -24,6 +24,7 @@ from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
+from fedlearn.algorithms.fedrep import FedRep
 from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.krum import Bulyan, Krum
@@ -674,6 +675,7 @@ def test_every_algorithm_has_all_its_numbers(
         ),
         ("qfedavg", {"fairness": 2.0, "step_size": 0.25, "normalizer_bound": 4.0}, QFedAvg),
         ("fedper", {"personal_layers": ("1.*",), "weight_by_examples": False}, FedPer),
+        ("fedrep", {"head_layers": ("1.*",), "head_epochs": 2}, FedRep),
         ("fedbn", {"weight_by_examples": False}, FedBN),
         ("lgfedavg", {"representation_layers": ("0.*",), "weight_by_examples": False}, LGFedAvg),
     ],
@@ -844,7 +846,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "scheduled_fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    personal = {"ditto", "perfedavg", "pfedme", "fedper", "fedbn", "lgfedavg"}
+    personal = {"ditto", "perfedavg", "pfedme", "fedper", "fedbn", "lgfedavg", "fedrep"}
     own = {
         *personal,
         "moon",

@@ -144,7 +144,7 @@ class Work(LocalTask):
 
     def steps_per_epoch(self) -> Tensor:
         """Return the number of batches in an epoch of each client: int64 [K]."""
-        counts_K = (self.schedule.counts_TK > 0).sum(0) // self.local.work.epochs
+        counts_K = (self.schedule.counts_TK > 0).sum(0) // self.schedule.num_epochs
         return torch.from_numpy(counts_K).to(self.params.vector.device)
 
     def draws(self) -> Draws:

@@ -99,7 +99,7 @@ class SequentialExecutor:
 def _client_round(work: Work, client: int, num_steps: int) -> ClientRound:
     """Describe the part of one client of the block in the round."""
     client_id = int(work.client_ids[client])
-    steps_per_epoch = num_steps // work.local.work.epochs
+    steps_per_epoch = num_steps // work.schedule.num_epochs
     return ClientRound(
         client_id=client_id,
         seed=client_seed(work.seed, round_num=work.round_num, client_id=client_id),

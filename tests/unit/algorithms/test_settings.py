@@ -10,6 +10,7 @@ from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
+from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import (
     LocalSgd,
@@ -85,6 +86,7 @@ UPDATES: dict[str, LocalUpdate] = {
         warmup_steps=3,
     ),
     "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
+    "fedrep": HeadThenBody(inner=ADAM, head="head.* 3.bias", head_epochs=1),
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
     "easgd": ElasticForce(inner=SGD, elasticity=0.5),
     "fednova": NormalizedUpdate(inner=Proximal(inner=SGD, proximal=0.5), effective_steps_bound=2.0),
