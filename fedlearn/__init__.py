@@ -70,7 +70,10 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.partial_models import LGFedAvg as LGFedAvg
     from fedlearn.algorithms.per_fedavg import PerFedAvg as PerFedAvg
     from fedlearn.algorithms.pfedme import PFedMe as PFedMe
+    from fedlearn.algorithms.power_sgd import PowerSgd as PowerSgd
     from fedlearn.algorithms.qfedavg import QFedAvg as QFedAvg
+    from fedlearn.algorithms.quantization import Quantized as Quantized
+    from fedlearn.algorithms.random_k import RandomK as RandomK
     from fedlearn.algorithms.rate_schedules import ScheduledRate as ScheduledRate
     from fedlearn.algorithms.recipes import EASGD as EASGD
     from fedlearn.algorithms.recipes import Algorithm as Algorithm
@@ -170,6 +173,9 @@ _HOME = {
     "algorithms.staleness": "StalenessWeight",
     "algorithms.strategy": "StepResult Strategy StrategyWrapper",
     "algorithms.server_optimizers": "SecondMoment ServerAdaptive ServerOptimizer ServerSgd",
+    "algorithms.power_sgd": "PowerSgd",
+    "algorithms.quantization": "Quantized",
+    "algorithms.random_k": "RandomK",
     "algorithms.top_k": "TopK",
     "algorithms.transforms": "ClippedUpdates Transform",
     "core.randomness": "Seed",

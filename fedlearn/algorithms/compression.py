@@ -30,6 +30,8 @@ ValueT = TypeVar("ValueT")
 
 #: Tensors by name, one row for each of B clients.
 Parts: TypeAlias = Mapping[str, Tensor]
+#: Shapes of the trained tensors, in the order in which they form the update.
+Shapes: TypeAlias = Sequence[tuple[int, ...]]
 
 #: Prefix of what a compressor keeps, among the client state.
 _KEPT = "compression/"
@@ -42,7 +44,14 @@ _SEED_BITS = 62
 
 
 class PartSpec(NamedTuple):
-    """Size and dtype of one client's part: they depend on the model alone."""
+    """Size and dtype of one client's part: they depend on the model alone.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> fl.TopK(fraction=0.5).describe_parts([(2, 2)], torch.float32)["values"]
+        PartSpec(size=2, dtype=torch.float32)
+    """
 
     size: int
     dtype: torch.dtype
@@ -57,10 +66,19 @@ class Target:
         shapes: Shapes of the trained tensors, in the order in which they form the update.
         dtype: Dtype of the updates.
         seed: Public seed of the round, for random choices that need not be sent.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> target = fl.Target(
+        ...     client_ids=[7, 9], shapes=[(2, 2), (3,)], dtype=torch.float32, seed=fl.Seed(0)
+        ... )
+        >>> target.sizes, target.draw_uniform(5, like=torch.zeros(1)).shape
+        ([4, 3], torch.Size([2, 5]))
     """
 
     client_ids: Sequence[ClientId]
-    shapes: Sequence[tuple[int, ...]]
+    shapes: Shapes
     dtype: torch.dtype
     seed: Seed
 
@@ -81,11 +99,29 @@ class Compressor(Ranged):
     """A lossy transform that declares how its result is sent: the base of all of them.
 
     It must be the last transform. To write one, inherit as a frozen dataclass of plain values, name
-    the ``encoding``, and define :meth:`parts`, :meth:`compress` and :meth:`decompress`.
+    the ``encoding``, and define :meth:`describe_parts`, :meth:`compress` and :meth:`decompress`.
 
     Attributes:
         error_feedback: Whether a client keeps the part of its update that was lost, and adds it to
             its next update.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Halves(fl.Compressor):
+        ...     encoding = "halves"
+        ...     def describe_parts(self, shapes, dtype):
+        ...         size = sum(torch.Size(shape).numel() for shape in shapes)
+        ...         return {"halves": fl.PartSpec(size, torch.float16)}
+        ...     def compress(self, updates_BQ, target, kept):
+        ...         return {"halves": updates_BQ.half()}, {}
+        ...     def decompress(self, parts, target):
+        ...         return parts["halves"].to(target.dtype)
+        >>> updates = fl.Updates([7], torch.ones(1), {"delta": torch.tensor([[1 / 3]])}, [0])
+        >>> Halves()(updates).lanes["delta"]
+        tensor([[0.3333]])
 
     References:
         Karimireddy et al., 2019, `Error Feedback Fixes SignSGD and other Gradient Compression
@@ -97,7 +133,7 @@ class Compressor(Ranged):
     error_feedback: bool = False
 
     @abstractmethod
-    def parts(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, PartSpec]:
+    def describe_parts(self, shapes: Shapes, dtype: torch.dtype) -> dict[str, PartSpec]:
         """Return the size and dtype of each part of an update to tensors of these shapes."""
 
     @abstractmethod
@@ -117,13 +153,13 @@ class Compressor(Ranged):
     def decompress(self, parts: Parts, target: Target) -> Tensor:
         """Restore updates from their parts: [B, Q].
 
-        The parts have the sizes and dtypes of :meth:`parts`; their values may be anything.
+        The parts have the sizes and dtypes of :meth:`describe_parts`; their values may be anything.
 
         Raises:
             UnusableResult: The values cannot come from :meth:`compress`.
         """
 
-    def kept_sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+    def list_kept_sizes(self, shapes: Shapes) -> dict[str, int]:
         """Return the size of each vector that a client keeps from round to round, by name."""
         size = sum(math.prod(shape) for shape in shapes)
         return {_RESIDUAL: size} if self.error_feedback else {}
@@ -160,9 +196,7 @@ class Compressor(Ranged):
             delta = torch.cat([restored_BQ, statistics], dim=1)
         return Sent(replace(updates, lanes={**updates.lanes, DELTA.name: delta}), parts, kept)
 
-    def count_bytes(
-        self, shapes: Sequence[tuple[int, ...]], *, num_statistics: int, dtype: torch.dtype
-    ) -> int:
+    def count_bytes(self, shapes: Shapes, *, num_statistics: int, dtype: torch.dtype) -> int:
         """Return the size of one client's compressed update."""
         parts = self._all_parts(shapes, num_statistics=num_statistics, dtype=dtype)
         return sum(spec.size * spec.dtype.itemsize for spec in parts.values())
@@ -199,9 +233,9 @@ class Compressor(Ranged):
         return {DELTA.name: delta, **rest}
 
     def _all_parts(
-        self, shapes: Sequence[tuple[int, ...]], *, num_statistics: int, dtype: torch.dtype
+        self, shapes: Shapes, *, num_statistics: int, dtype: torch.dtype
     ) -> dict[str, PartSpec]:
-        parts = self.parts(shapes, dtype)
+        parts = self.describe_parts(shapes, dtype)
         return {**parts, _STATISTICS: PartSpec(num_statistics, dtype)} if num_statistics else parts
 
 
@@ -247,7 +281,7 @@ def find_compressor(transforms: Sequence[Transform]) -> Compressor | None:
 
 def count_delta_bytes(
     transforms: Sequence[Transform],
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Shapes,
     *,
     num_statistics: int,
     dtype: torch.dtype,
@@ -318,7 +352,7 @@ def restore_lanes(
     *,
     client_id: ClientId,
     round_num: int,
-    shapes: Sequence[tuple[int, ...]],
+    shapes: Shapes,
     num_statistics: int,
     dtype: torch.dtype,
     seed: Seed,

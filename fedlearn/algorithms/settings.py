@@ -36,8 +36,11 @@ from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.per_fedavg import MetaGradient
 from fedlearn.algorithms.pfedme import MoreauStep
+from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.qfedavg import FairUpdate
+from fedlearn.algorithms.quantization import Quantized
+from fedlearn.algorithms.random_k import RandomK
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.top_k import TopK
@@ -80,6 +83,9 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
     "told_below": ClipIndicator,
     "noised_update": NoisedUpdates,
     "top_k": TopK,
+    "random_k": RandomK,
+    "quantized": Quantized,
+    "power_sgd": PowerSgd,
 }
 
 #: Components with which a client adds noise to everything it sends.

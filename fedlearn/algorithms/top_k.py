@@ -11,14 +11,13 @@ symbol                     here
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.compression import Compressor, Parts, PartSpec, Target
+from fedlearn.algorithms.compression import Compressor, Parts, PartSpec, Shapes, Target
 from fedlearn.core.ranges import Fraction
 from fedlearn.errors import UnusableResult
 
@@ -51,7 +50,7 @@ class TopK(Compressor):
 
     fraction: Fraction
 
-    def parts(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> dict[str, PartSpec]:
+    def describe_parts(self, shapes: Shapes, dtype: torch.dtype) -> dict[str, PartSpec]:
         """Return k positions and k values."""
         size = sum(math.prod(shape) for shape in shapes)
         k = math.ceil(self.fraction * size)
@@ -59,7 +58,7 @@ class TopK(Compressor):
 
     def compress(self, updates_BQ: Tensor, target: Target, kept: Parts) -> tuple[Parts, Parts]:
         """Return the positions, in rising order, and the values there."""
-        spec = self.parts(target.shapes, target.dtype)["positions"]
+        spec = self.describe_parts(target.shapes, target.dtype)["positions"]
         # A value that is not finite counts as largest, so that the client fails instead of hiding
         # it.
         sizes_BQ = updates_BQ.abs().nan_to_num(nan=math.inf)

@@ -275,7 +275,7 @@ def _keeps_state(strategy: Strategy, params: Params) -> bool:
     """Return whether clients may keep something between their rounds."""
     compressor = find_compressor(strategy.transforms)
     shapes = [spec.shape for spec in params.layout.trainable]
-    keeps_own = compressor is not None and bool(compressor.kept_sizes(shapes))
+    keeps_own = compressor is not None and bool(compressor.list_kept_sizes(shapes))
     return keeps_own or keeps_something(strategy.local) or bool(strategy.keep_local)
 
 

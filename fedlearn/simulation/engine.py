@@ -271,7 +271,7 @@ class Engine:
         """Return the size of each client state by name."""
         shared, parts, sizes = request.params.layout, self.local_parts, dict[str, int]()
         if (compressor := find_compressor(request.strategy.transforms)) is not None:
-            kept = compressor.kept_sizes([spec.shape for spec in shared.trainable])
+            kept = compressor.list_kept_sizes([spec.shape for spec in shared.trainable])
             sizes = join_kept({}, kept)
         whole = shared if parts is None else parts.whole
         for name, spec in request.strategy.local.memory.items():

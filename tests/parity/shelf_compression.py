@@ -7,10 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.power_sgd import PowerSgd
+from fedlearn.algorithms.quantization import Quantized
+from fedlearn.algorithms.random_k import RandomK
 from fedlearn.algorithms.recipes import Algorithm, FedAvg
 from fedlearn.algorithms.top_k import TopK
 from fedlearn.algorithms.transforms import Transform
-from tests.parity.shelf import COHORTS, SGD, Case, shares, train, weighted
+from tests.parity.shelf import COHORTS, SEED, SGD, Case, shares, train, weighted
 
 
 def compressed(transform: Transform) -> Algorithm:
@@ -35,11 +38,90 @@ def top_k(x: Tensor) -> Iterator[Tensor]:
         yield x
 
 
+def drawn_positions(client: int, round_num: int) -> Tensor:
+    """The positions that both sides draw: 15 of 75."""
+    seed = SEED.derive("transform", 0, round_num).at(client)
+    return torch.randperm(75, generator=seed.torch())[:15]
+
+
+def random_k(x: Tensor) -> Iterator[Tensor]:
+    """Section 2 of arXiv:1610.05492, subsampling with the scale that makes it unbiased."""
+    for round_num, cohort in enumerate(COHORTS):
+        sent = []
+        for client in cohort:
+            y, _ = train(x, client, round_num)
+            kept, places = torch.zeros_like(x), drawn_positions(client, round_num)
+            kept[places] = (y - x)[places] * 75 / 15
+            sent.append(kept)
+        x = x + weighted(shares(cohort), sent)
+        yield x
+
+
+def quantized(x: Tensor) -> Iterator[Tensor]:
+    """Section 3.1 of arXiv:1610.02132 in 4 bits, by the largest number of each tensor."""
+    for round_num, cohort in enumerate(COHORTS):
+        sent = []
+        for client in cohort:
+            y, _ = train(x, client, round_num)
+            seed = SEED.derive("transform", 0, round_num).at(client)
+            # In float32, as the clients draw.
+            uniform = torch.rand(75, generator=seed.torch()).double()
+            parts = zip((y - x).split([40, 8, 24, 3]), uniform.split([40, 8, 24, 3]), strict=True)
+            for delta, draws in parts:
+                step = delta.abs().max() / 7
+                sent.append(((delta / step + draws).floor() * step).clamp(-7 * step, 7 * step))
+        rows = [torch.cat(sent[at : at + 4]) for at in range(0, len(sent), 4)]
+        x = x + weighted(shares(cohort), rows)
+        yield x
+
+
+def power_sgd(x: Tensor) -> Iterator[Tensor]:
+    """Algorithm 1 of arXiv:1905.13727 of rank 1 in each client, with its own warm start."""
+    memory, rights = dict[int, Tensor](), dict[tuple[int, int], Tensor]()
+    for round_num, cohort in enumerate(COHORTS):
+        sent = []
+        for client in cohort:
+            y, _ = train(x, client, round_num)
+            corrected = y - x + memory.get(client, torch.zeros_like(x))
+            seed = SEED.derive("transform", 0, round_num).at(client)
+            starts = torch.rand(5 + 8, generator=seed.torch()).double() - 0.5
+            kept = corrected.clone()
+            for begin, shape, start in ((0, (8, 5), starts[:5]), (48, (3, 8), starts[5:])):
+                end = begin + shape[0] * shape[1]
+                matrix = corrected[begin:end].view(shape)
+                left = matrix @ rights.get((client, begin), start)
+                left = left / left.norm()
+                rights[client, begin] = matrix.T @ left
+                kept[begin:end] = torch.outer(left, rights[client, begin]).flatten()
+            memory[client] = corrected - kept
+            sent.append(kept)
+        x = x + weighted(shares(cohort), sent)
+        yield x
+
+
 CASES: Mapping[str, Case] = {
     "top_k": Case(
         compressed(TopK(fraction=0.2, error_feedback=True)),
         top_k,
         control=compressed(TopK(fraction=0.2)),
+        protected=None,
+    ),
+    "random_k": Case(
+        compressed(RandomK(fraction=0.2)),
+        random_k,
+        control=compressed(RandomK(fraction=0.2, error_feedback=True)),
+        protected=None,
+    ),
+    "quantized": Case(
+        compressed(Quantized(bits=4)),
+        quantized,
+        control=compressed(Quantized(bits=8)),
+        protected=None,
+    ),
+    "power_sgd": Case(
+        compressed(PowerSgd(rank=1, error_feedback=True)),
+        power_sgd,
+        control=compressed(PowerSgd(rank=1)),
         protected=None,
     ),
 }

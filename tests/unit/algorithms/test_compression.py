@@ -44,6 +44,14 @@ COMPRESSORS: Sequence[Compressor] = [
     fl.TopK(fraction=0.1),
     fl.TopK(fraction=1.0),
     fl.TopK(fraction=1e-9, error_feedback=True),
+    fl.RandomK(fraction=0.1),
+    fl.RandomK(fraction=0.3, error_feedback=True),
+    fl.Quantized(),
+    fl.Quantized(bits=4),
+    fl.Quantized(bits=4, num_per_scale=4, error_feedback=True),
+    fl.PowerSgd(rank=1),
+    fl.PowerSgd(rank=2, error_feedback=True),
+    fl.PowerSgd(rank=40, error_feedback=True),
 ]
 every_compressor = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
@@ -111,14 +119,18 @@ def test_a_coordinator_restores_what_the_engine_uses(
                 dtype=dtype,
                 seed=SEED,
             )
+            for name, rows in sent.updates.lanes.items():
+                assert torch.equal(found[name], rows[0])
+            # Products of matrices are rounded differently in a block.
+            error = 1e-5 if isinstance(compressor, fl.PowerSgd) else 0.0
             for name, rows in together.updates.lanes.items():
-                assert torch.equal(found[name], rows[place])
+                torch.testing.assert_close(found[name], rows[place], rtol=0.0, atol=error)
             own_bytes = sum(v.nbytes for n, v in reply.lanes.items() if n.startswith("delta/"))
             assert own_bytes == count_delta_bytes(
                 [compressor], SHAPES, num_statistics=NUM_STATISTICS, dtype=dtype
             )
         sizes = {name: value.shape[1] for name, value in kept_B.items()}
-        assert sizes == compressor.kept_sizes(SHAPES)
+        assert sizes == compressor.list_kept_sizes(SHAPES)
     assert torch.equal(block.lanes["delta"][0], before[0]), "its argument is unchanged"
 
 
@@ -170,6 +182,125 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
     first = send_updates(updates(), [alone], {}, seed=SEED, round_num=0)
     assert not first.kept
     assert not torch.equal(stack_rows(first.updates.lanes["delta"])[:, :size], expected)
+
+
+# ---- On average right ------------------------------------------------------------------------
+
+UNBIASED: Sequence[Compressor] = [
+    fl.RandomK(fraction=0.2),
+    fl.Quantized(bits=4),
+    fl.Quantized(bits=4, num_per_scale=4),
+    fl.Quantized(bits=8),
+]
+
+
+def largest_z(compressor: Compressor, *, num_draws: int = 400) -> float:
+    """How many standard errors the mean of many draws is off the update, at the worst number."""
+    block = row(updates(), 0)
+    exact = stack_rows(block.lanes["delta"])[0, :NUM_TRAINED].double()
+    drawn = [
+        stack_rows(
+            send_updates(block, [compressor], {}, seed=SEED, round_num=each).updates.lanes["delta"]
+        )[0, :NUM_TRAINED]
+        for each in range(num_draws)
+    ]
+    rows = torch.stack(drawn).double()
+    error = (rows.mean(0) - exact).abs()
+    # A number close to a level may be rounded to it each time: allow for one draw that was not.
+    one_draw = 2 * rows.std(0).max() / num_draws + 1e-7
+    return float((error / (rows.std(0) / num_draws**0.5 + one_draw)).max())
+
+
+@pytest.mark.parametrize("compressor", UNBIASED, ids=repr)
+def test_random_compression_is_right_on_average(compressor: Compressor) -> None:
+    """Within five standard errors for each of 62 numbers; the seed is fixed."""
+    assert largest_z(compressor) < 5.0
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [fl.RandomK(fraction=0.2, error_feedback=True), fl.TopK(fraction=0.2)],
+    ids=repr,
+)
+def test_a_biased_compression_is_found_out(compressor: Compressor) -> None:
+    """The control: these are not right on average."""
+    assert largest_z(compressor) > 10.0
+
+
+# ---- By hand ---------------------------------------------------------------------------------
+
+
+def test_quantization_equals_the_paper_by_hand() -> None:
+    """Section 3.1 of QSGD in float64, one bucket after another, with the same uniform numbers."""
+    block = row(updates(dtype=torch.float64), 0)
+    exact = stack_rows(block.lanes["delta"])[0, :NUM_TRAINED].numpy()
+    sent = send_updates(block, [fl.Quantized(bits=4)], {}, seed=SEED, round_num=0)
+    generator = SEED.derive("transform", 0, 0).at(CLIENTS[0]).torch()
+    uniform = torch.rand(NUM_TRAINED, generator=generator, dtype=torch.float64).numpy()
+    begin, expected, s = 0, [], 7
+    for shape in SHAPES:
+        for number, draw in zip(
+            exact[begin : begin + math.prod(shape)], uniform[begin:], strict=False
+        ):
+            norm = np.abs(exact[begin : begin + math.prod(shape)]).max()
+            ratio = abs(number) / norm * s
+            low = math.floor(ratio)
+            # Up from zero with the probability of the rest; the draw rounds towards +infinity.
+            goes_out = (draw >= 1 - (ratio - low)) if number >= 0 else (draw < ratio - low)
+            expected.append(norm * np.sign(number) * (low + goes_out) / s)
+        begin += math.prod(shape)
+    found = stack_rows(sent.updates.lanes["delta"])[0, :NUM_TRAINED].numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+def test_power_sgd_equals_the_paper_by_hand() -> None:
+    """Algorithm 1 with QR in place of Gram and Schmidt, over three rounds with warm start."""
+    shape, rank = (6, 5), 2
+    rng = np.random.default_rng(0)
+    seed, kept, right, residual = SEED, dict[str, Tensor](), None, np.zeros(shape)
+    compressor = fl.PowerSgd(rank=rank, error_feedback=True)
+    for round_num in range(3):
+        matrix = rng.normal(size=shape)
+        delta = torch.from_numpy(matrix.reshape(1, -1))
+        block = fl.Updates(
+            CLIENTS[:1], torch.ones(1), {"delta": delta}, based_on=[0], shapes=[shape]
+        )
+        sent = send_updates(block, [compressor], kept, seed=seed, round_num=round_num)
+        kept = dict(sent.kept)
+        if right is None:
+            generator = seed.derive("transform", 0, 0).at(CLIENTS[0]).torch()
+            first = torch.rand(10, generator=generator, dtype=torch.float64).numpy() - 0.5
+            right = first.reshape(5, rank)
+        corrected = matrix + residual
+        left, _ = np.linalg.qr(corrected @ right)
+        right = corrected.T @ left
+        approximated = left @ right.T
+        residual = corrected - approximated
+        found = stack_rows(sent.updates.lanes["delta"]).numpy().reshape(shape)
+        np.testing.assert_allclose(found, approximated, rtol=0, atol=1e-7)
+        # The sign of a column is free in QR, and no matter to the product.
+        right = sent.kept["right"].numpy().reshape(5, rank)
+
+
+def test_power_sgd_sends_whole_what_factors_would_not_shorten() -> None:
+    """Vectors, numbers, and matrices that are too small for the rank."""
+    block = updates()
+    sent = send_updates(block, [fl.PowerSgd(rank=40)], {}, seed=SEED, round_num=0)
+    assert torch.equal(stack_rows(sent.updates.lanes["delta"]), stack_rows(block.lanes["delta"]))
+    assert sent.parts.keys() == {"whole", "statistics"}
+
+
+def test_zero_updates_stay_zero() -> None:
+    """Nothing divides by their norm."""
+    zero = replace(updates(), lanes={"delta": torch.zeros(3, NUM_TRAINED + NUM_STATISTICS)})
+    for compressor in COMPRESSORS:
+        sent = send_updates(zero, [compressor], {}, seed=SEED, round_num=0)
+        assert not stack_rows(sent.updates.lanes["delta"]).any()
+
+
+def test_a_quantized_update_has_four_or_eight_bits() -> None:
+    with pytest.raises(ValueError, match="bits is 5; give 8 or 4"):
+        fl.Quantized(bits=5)
 
 
 # ---- Where it runs -----------------------------------------------------------------------------
@@ -228,7 +359,7 @@ class Halves(Compressor):
 
     encoding: ClassVar[str] = "halves"
 
-    def parts(self, shapes: Any, dtype: Any) -> dict[str, fl.PartSpec]:
+    def describe_parts(self, shapes: Any, dtype: Any) -> dict[str, fl.PartSpec]:
         return {"halves": fl.PartSpec(sum(math.prod(each) for each in shapes), torch.float16)}
 
     def compress(self, updates_BQ: Tensor, target: Target, kept: Any) -> Any:

@@ -1,0 +1,81 @@
+r"""Random-k: a client sends k numbers of its update, chosen at random without looking at them.
+
+========================== ==========================================
+symbol                     here
+========================== ==========================================
+:math:`x`                  the update, with the residual if any
+:math:`d`                  Q, the number of trained parameters
+:math:`k`                  ``fraction`` times d, rounded up
+========================== ==========================================
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedlearn.algorithms.compression import Compressor, Parts, PartSpec, Shapes, Target
+from fedlearn.algorithms.top_k import scatter
+from fedlearn.core.ranges import Fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomK(Compressor):
+    r"""Keeps random numbers of an update; the others become zero.
+
+    The positions follow from the run's public seed, so only the values are sent: 4 bytes each in
+    float32. Every client has other positions in every round.
+
+    Without error feedback the values are multiplied by :math:`d / k`, so that the update is right
+    on average. With it they are sent as they are: the residual brings the others later.
+
+    Attributes:
+        fraction: Part of the numbers to keep, > 0 and <= 1.
+        error_feedback: See :class:`~fedlearn.algorithms.compression.Compressor`.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> updates = fl.Updates([7], torch.ones(1), {"delta": torch.ones(1, 8)}, based_on=[0])
+        >>> sent = fl.RandomK(fraction=0.25)(updates).lanes["delta"]
+        >>> sorted(sent[0].tolist())
+        [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 4.0, 4.0]
+
+    References:
+        Konečný et al., 2016, `Federated Learning: Strategies for Improving Communication
+        Efficiency <https://arxiv.org/abs/1610.05492>`_, section 2 (random mask) and section 3
+        (subsampling).
+    """
+
+    encoding: ClassVar[str] = "random_k"
+
+    fraction: Fraction
+
+    def describe_parts(self, shapes: Shapes, dtype: torch.dtype) -> dict[str, PartSpec]:
+        """Return k values."""
+        size = sum(math.prod(shape) for shape in shapes)
+        return {"values": PartSpec(math.ceil(self.fraction * size), dtype)}
+
+    def compress(self, updates_BQ: Tensor, target: Target, kept: Parts) -> tuple[Parts, Parts]:
+        """Return the values at the clients' positions."""
+        positions_BK = self._positions(target, like=updates_BQ)
+        values_BK = updates_BQ.gather(1, positions_BK)
+        if not self.error_feedback:
+            values_BK = values_BK * (updates_BQ.shape[1] / positions_BK.shape[1])
+        return {"values": values_BK}, {}
+
+    def decompress(self, parts: Parts, target: Target) -> Tensor:
+        """Return zeros with the values at the clients' positions."""
+        return scatter(self._positions(target, like=parts["values"]), parts["values"], target)
+
+    def _positions(self, target: Target, *, like: Tensor) -> Tensor:
+        """Return each client's positions, in rising order: [B, K]."""
+        size = sum(target.sizes)
+        k = self.describe_parts(target.shapes, target.dtype)["values"].size
+        rows = [
+            torch.randperm(size, generator=target.seed.at(each).torch())[:k].sort().values
+            for each in target.client_ids
+        ]
+        return torch.stack(rows).to(like.device)
