@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.aggregations import iter_spans as iter_spans
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
+    from fedlearn.algorithms.availability_sampling import F3astSampler as F3astSampler
     from fedlearn.algorithms.bucketing import Bucketing as Bucketing
     from fedlearn.algorithms.compression import Compressor as Compressor
     from fedlearn.algorithms.compression import PartSpec as PartSpec
@@ -64,12 +65,14 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.objectives import CrossEntropy as CrossEntropy
     from fedlearn.algorithms.objectives import CustomLoss as CustomLoss
     from fedlearn.algorithms.objectives import MeanSquaredError as MeanSquaredError
+    from fedlearn.algorithms.oort import OortSampler as OortSampler
     from fedlearn.algorithms.own_training import OwnTraining as OwnTraining
     from fedlearn.algorithms.partial_models import FedBN as FedBN
     from fedlearn.algorithms.partial_models import FedPer as FedPer
     from fedlearn.algorithms.partial_models import LGFedAvg as LGFedAvg
     from fedlearn.algorithms.per_fedavg import PerFedAvg as PerFedAvg
     from fedlearn.algorithms.pfedme import PFedMe as PFedMe
+    from fedlearn.algorithms.power_of_choice import PowerOfChoiceSampler as PowerOfChoiceSampler
     from fedlearn.algorithms.power_sgd import PowerSgd as PowerSgd
     from fedlearn.algorithms.qfedavg import QFedAvg as QFedAvg
     from fedlearn.algorithms.quantization import Quantized as Quantized
@@ -99,10 +102,13 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.server_optimizers import ServerSgd as ServerSgd
     from fedlearn.algorithms.server_schedules import ScheduledFedAvg as ScheduledFedAvg
     from fedlearn.algorithms.server_schedules import ScheduledServer as ScheduledServer
+    from fedlearn.algorithms.size_sampling import SizeSampler as SizeSampler
     from fedlearn.algorithms.staleness import StalenessWeight as StalenessWeight
     from fedlearn.algorithms.strategy import StepResult as StepResult
     from fedlearn.algorithms.strategy import Strategy as Strategy
     from fedlearn.algorithms.strategy import StrategyWrapper as StrategyWrapper
+    from fedlearn.algorithms.stratified_sampling import StrataAllocation as StrataAllocation
+    from fedlearn.algorithms.stratified_sampling import StratifiedSampler as StratifiedSampler
     from fedlearn.algorithms.top_k import TopK as TopK
     from fedlearn.algorithms.transforms import ClippedUpdates as ClippedUpdates
     from fedlearn.algorithms.transforms import Transform as Transform
@@ -130,6 +136,11 @@ if TYPE_CHECKING:
 #: Public names by the module from which they are imported at their first use.
 _HOME = {
     "algorithms.adaptive_fedprox": "AdaptiveFedProx",
+    "algorithms.availability_sampling": "F3astSampler",
+    "algorithms.oort": "OortSampler",
+    "algorithms.power_of_choice": "PowerOfChoiceSampler",
+    "algorithms.size_sampling": "SizeSampler",
+    "algorithms.stratified_sampling": "StrataAllocation StratifiedSampler",
     "algorithms.adam": "LocalAdam",
     "algorithms.aggregations": "WeightedMean iter_spans",
     "algorithms.asynchronous": "Asynchrony Buffered",

@@ -96,8 +96,9 @@ Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
 
 
 def min_updates(aggregation: object) -> int:
-    """Return the fewest updates that a rule can combine."""
-    return aggregation.min_updates if isinstance(aggregation, RobustAggregation) else 1
+    """Return the fewest updates that a rule can combine; 0 if it has no minimum of its own."""
+    # Not 1: under privacy a round needs no minimum, since that would reveal who took part.
+    return aggregation.min_updates if isinstance(aggregation, RobustAggregation) else 0
 
 
 def needs_last(aggregation: object) -> TypeGuard[RobustAggregation]:

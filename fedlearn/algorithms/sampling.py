@@ -114,6 +114,12 @@ def ids_of(available: Sequence[ClientId] | range) -> NDArray[np.int64]:
     return np.asarray(available, np.int64)
 
 
+def require_enough(available: Sequence[ClientId], cohort_size: int) -> None:
+    """Raise CohortTooSmall if fewer clients are available than a cohort has."""
+    if cohort_size > len(available):
+        raise CohortTooSmall(available=len(available), cohort_size=cohort_size)
+
+
 class DescribedSampler:
     """Base class of samplers that say what they draw and what they need.
 
@@ -233,8 +239,7 @@ class _WithoutReplacement(SeededSampler):
         seed: Seed,
     ) -> tuple[ClientId, ...]:
         population = len(available)
-        if cohort_size > population:
-            raise CohortTooSmall(available=population, cohort_size=cohort_size)
+        require_enough(available, cohort_size)
         # `attempt` is a label, so that a retried round draws another cohort.
         rng = seed.derive("cohort", round_num, attempt).numpy()
         chosen = rng.choice(population, self._size(cohort_size, population, rng), replace=False)
@@ -333,8 +338,7 @@ class CyclicSampler(SeededSampler):
         seed: Seed,
     ) -> tuple[ClientId, ...]:
         """Return the group whose turn it is."""
-        if cohort_size > len(available):
-            raise CohortTooSmall(available=len(available), cohort_size=cohort_size)
+        require_enough(available, cohort_size)
         num_groups = len(available) // cohort_size
         return whose_turn(available, num_groups=num_groups, turn=round_num + attempt, seed=seed)
 

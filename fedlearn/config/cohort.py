@@ -6,15 +6,20 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from fedlearn.algorithms.availability_sampling import F3astSampler
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.informed_sampling import InformedSampler, Sampler
+from fedlearn.algorithms.oort import OortSampler
+from fedlearn.algorithms.power_of_choice import PowerOfChoiceSampler
 from fedlearn.algorithms.sampling import (
     CyclicSampler,
     DescribedSampler,
     PoissonSampler,
     UniformSampler,
 )
+from fedlearn.algorithms.size_sampling import SizeSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.algorithms.stratified_sampling import StrataAllocation, StratifiedSampler
 from fedlearn.config.components import DeclaredSection, build_component, kind, kinds, with_keys_of
 from fedlearn.config.own_functions import (
     OwnFunctionSection,
@@ -94,6 +99,38 @@ COHORTS = kinds(
         "cyclic",
         "All clients in turn: each is in one of ``len(available) // cohort_size`` groups.",
         CyclicSampler,
+    ),
+    kind("by_size", "By data size: in proportion to the number of examples.", SizeSampler),
+    kind(
+        "power_of_choice",
+        "Power-of-choice: of random candidates those with the highest loss.",
+        PowerOfChoiceSampler,
+        candidates_per_client=2.0,
+    ),
+    kind(
+        "oort",
+        "Oort: clients of high loss that are fast enough, and new ones.",
+        OortSampler,
+        exploration=0.9,
+        exploration_decay=0.98,
+        least_exploration=0.2,
+        pace=0.3,
+        pacer_step=0.05,
+        pacer_window=20,
+        straggler_penalty=2.0,
+        cutoff=0.95,
+    ),
+    kind(
+        "f3ast",
+        "F3AST: those of the available clients that have taken part least often.",
+        F3astSampler,
+        smoothing=0.05,
+    ),
+    kind(
+        "stratified",
+        "Stratified: each group of clients has its share of every cohort.",
+        StratifiedSampler,
+        allocation=StrataAllocation.PROPORTIONAL,
     ),
     kind(
         "python",

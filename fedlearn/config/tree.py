@@ -63,6 +63,12 @@ _MAX_SEED = 2**63 - 1
 _NOT_TRAINING = ClientSection.model_fields.keys() - {"optimizer", "epochs", "batch_size"}
 _FREE_UNDER_FEDSGD = _NOT_TRAINING | {"learning_rate", "shuffle"}
 _MAX_ROUNDS = 1_000_000_000
+#: Ways of sampling that ask clients with more examples more often.
+_COUNTING_EXAMPLES = frozenset(
+    each.model_fields["sampling"].default
+    for each in COHORTS.members
+    if (sampler := each.described()) is not None and sampler.counts_examples
+)
 _USUAL_EVALUATED = 50
 
 
@@ -284,6 +290,7 @@ class Config(Section):
         - FedSGD implies the local training that defines it.
         - ClientApps written without fedlearn imply ``client.optimizer = "own"``.
         - Data other than the digits imply no stragglers and ideal devices.
+        - Sampling by the number of examples implies that updates are weighted equally.
         - Privacy implies a way of sampling cohorts and an unweighted mean; if clients add the noise
           in shares, also secure aggregation.
         - Late updates that are kept imply another bound on staleness and another hinge.
@@ -296,10 +303,7 @@ class Config(Section):
         name = algorithm.get("name") if isinstance(algorithm, dict) else None
         if isinstance(algorithm, dict) and isinstance(name, str) and ":" in name:
             implied["algorithm"] = {**algorithm, "name": "python", "factory": name}
-        cohort = raw.get("cohort")
-        sampling = cohort.get("sampling") if isinstance(cohort, dict) else None
-        if isinstance(cohort, dict) and isinstance(sampling, str) and ":" in sampling:
-            implied["cohort"] = {**cohort, "sampling": "python", "factory": sampling}
+        implied |= _imply_from_sampling(raw | implied)
         if name == "fedsgd" and isinstance(client, dict):
             implied["client"] = {"epochs": 1, "batch_size": "all"} | client
         flower = raw.get("flower")
@@ -716,6 +720,21 @@ class Config(Section):
         except ValueError as error:
             raise ConfigError(f"{sources.name}: {error}") from error
         return validate(cls, raw, sources=sources)
+
+
+def _imply_from_sampling(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet
+    """Return the defaults that the way of sampling implies, and the kind of a custom one."""
+    cohort, algorithm = raw.get("cohort"), raw.get("algorithm", {})
+    sampling = cohort.get("sampling") if isinstance(cohort, dict) else None
+    if not isinstance(cohort, dict) or not isinstance(sampling, str):
+        return {}
+    if ":" in sampling:
+        return {"cohort": {**cohort, "sampling": "python", "factory": sampling}}
+    if sampling not in _COUNTING_EXAMPLES or not isinstance(algorithm, dict):
+        return {}
+    if not ALGORITHMS.has(algorithm.get("name", "fedavg"), "weight_by_examples"):
+        return {}
+    return {"algorithm": {"weight_by_examples": False, **algorithm}}
 
 
 def _imply_from_privacy(raw: dict[str, Any]) -> dict[str, Any]:  # Any: not validated yet

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.informed_sampling import ObservedRound, SamplerState
+from fedlearn.config import from_mapping
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Status
 from fedlearn.errors import ConfigError
@@ -127,6 +128,60 @@ def test_a_resumed_run_draws_the_same_cohorts(kind: str) -> None:
     whole, resumed = run(**settings), interrupt_and_resume(**settings)
     assert cohorts(resumed) == cohorts(whole)
     assert same(resumed.weights(best=False), whole.weights(best=False))
+
+
+BUILT_IN: dict[str, dict[str, Any]] = {
+    "by_size": {},
+    "power_of_choice": {"candidates_per_client": 1.5},
+    "oort": {"exploration": 0.4, "pacer_window": 1},
+    "f3ast": {},
+    "stratified": {"by": "label"},
+}
+
+
+@pytest.mark.parametrize("sampling", list(BUILT_IN))
+def test_a_resumed_run_of_each_sampling_draws_the_same_cohorts(sampling: str) -> None:
+    """Each by its name in a file; and other cohorts than uniform ones."""
+    settings = {"cohort": {"num_wanted": 4, "sampling": sampling, **BUILT_IN[sampling]}}
+    whole, resumed = run(**settings), interrupt_and_resume(**settings)
+    assert cohorts(resumed) == cohorts(whole)
+    assert cohorts(whole) != cohorts(run(**SYNCHRONOUS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["late", "buffered"])
+@pytest.mark.parametrize("sampling", list(BUILT_IN))
+def test_each_sampling_resumes_in_every_kind_of_round(sampling: str, kind: str) -> None:
+    settings = {**KINDS[kind]}
+    settings["cohort"] = {
+        **settings.get("cohort", {}),
+        "sampling": sampling,
+        **BUILT_IN[sampling],
+    }
+    assert cohorts(interrupt_and_resume(**settings)) == cohorts(run(**settings))
+
+
+def test_examples_do_not_count_twice() -> None:
+    """Under weights by examples. In a file, equal weights are the default of such a sampling."""
+    algorithm = fl.FedAvg(LOCAL)
+    with pytest.raises(ConfigError, match="SizeSampler asks clients with more examples more often"):
+        fl.simulate(
+            make_model, make_data(), algorithm, num_rounds=1, cohort={"sampling": "by_size"}
+        )
+    assert not fl_config({"cohort": {"sampling": "by_size"}})["weight_by_examples"]
+    assert fl_config({"cohort": {"sampling": "stratified", "by": "label"}})["weight_by_examples"]
+
+
+def fl_config(raw: dict[str, object]) -> dict[str, Any]:
+    """The resolved table of the algorithm."""
+    return from_mapping(raw, source="test").algorithm.model_dump()
+
+
+def test_a_group_that_clients_do_not_have_is_refused_with_those_they_have() -> None:
+    """Before any client trains."""
+    cohort = {"num_wanted": 4, "sampling": "stratified", "by": "country"}
+    with pytest.raises(ConfigError, match=r'cohort\.by: .* no property "country"; give "label"'):
+        run(cohort=cohort)
 
 
 def test_a_sampler_that_hides_its_state_draws_others() -> None:

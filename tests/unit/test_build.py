@@ -950,7 +950,8 @@ def test_every_kind_of_sampling_has_its_sampler() -> None:
     poisson = {"sampling": "poisson", "cap": 1.5}
     assert _build({"cohort": poisson}).sampler == PoissonSampler(cap=1.5)
     assert _build({"cohort": {"sampling": "cyclic"}}).sampler == CyclicSampler()
-    assert _kinds(COHORTS) == {"uniform", "poisson", "cyclic", "python"}
+    informed = {"by_size", "power_of_choice", "oort", "f3ast", "stratified"}
+    assert _kinds(COHORTS) == {"uniform", "poisson", "cyclic", *informed, "python"}
 
 
 def test_the_straggler_policy_is_that_of_the_configuration() -> None:
