@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx as AdaptiveFedProx
     from fedlearn.algorithms.aggregations import WeightedMean as WeightedMean
     from fedlearn.algorithms.aggregations import iter_spans as iter_spans
+    from fedlearn.algorithms.apfl import APFL as APFL
     from fedlearn.algorithms.asynchronous import Asynchrony as Asynchrony
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.availability_sampling import F3astSampler as F3astSampler
@@ -155,6 +156,7 @@ _HOME = {
     "algorithms.ditto": "Ditto",
     "algorithms.fednova": "FedNova",
     "algorithms.fedrep": "FedRep",
+    "algorithms.apfl": "APFL",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.krum": "Bulyan Krum",

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import numpy as np
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.apfl import MixedModel
 from fedlearn.algorithms.compression import Compressor, find_compressor
 from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
@@ -75,6 +76,7 @@ UPDATES: Mapping[str, _Kind] = {
     "dynamic_regularizer": DynamicRegularizer,
     "normalized_update": NormalizedUpdate,
     "head_then_body": HeadThenBody,
+    "mixed_model": MixedModel,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

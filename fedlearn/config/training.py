@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
+from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.extra_settings import ExtraSettings
@@ -353,6 +354,14 @@ ALGORITHMS = kinds(
         Ditto,
         personal_learning_rate=0.1,
         personal_pull=0.5,
+    ),
+    kind(
+        "apfl",
+        "APFL: each client uses a mixture of the global model and one of its own.",
+        APFL,
+        personal_learning_rate=0.1,
+        mixing=0.5,
+        adapts_mixing=False,
     ),
     kind(
         "perfedavg",

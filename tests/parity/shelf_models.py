@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.per_fedavg import PerFedAvg
@@ -14,6 +15,7 @@ from fedlearn.algorithms.qfedavg import QFedAvg
 from fedlearn.algorithms.recipes import FedAvg
 from tests.parity.shelf import (
     COHORTS,
+    NUM_CLIENTS,
     SGD,
     Case,
     batches,
@@ -129,6 +131,28 @@ def ditto_models(x: Tensor) -> Mapping[int, Tensor]:
     return models
 
 
+def equal_fedavg(x: Tensor) -> Iterator[Tensor]:
+    """What APFL's global model is: each client counts alike."""
+    for round_num, cohort in enumerate(COHORTS):
+        x = mean([train(x, client, round_num)[0] for client in cohort])
+        yield x
+
+
+def apfl_models(x: Tensor, *, alpha: float, adapts: bool) -> Mapping[int, Tensor]:
+    """Algorithm 1 of arXiv:2003.13461, with eta = 0.2: the clients' own models v."""
+    models, alphas = dict[int, Tensor](), dict.fromkeys(range(NUM_CLIENTS), torch.tensor(alpha))
+    for round_num, (start, cohort) in enumerate(zip([x, *equal_fedavg(x)], COHORTS, strict=False)):
+        for i in cohort:
+            w, v, a = start, models.get(i, start), alphas[i].double()
+            for step, batch in enumerate(batches(i, round_num)):
+                slope = gradient(a * v + (1 - a) * w, *batch)
+                if adapts and step == 0:
+                    a = (a - 0.2 * (v - w).dot(slope)).clamp(0, 1)
+                v, w = v - 0.2 * a * slope, w - RATE * gradient(w, *batch)
+            models[i], alphas[i] = v, a
+    return models
+
+
 def qfedavg(x: Tensor) -> Iterator[Tensor]:
     """Algorithm 2 of arXiv:1905.10497, with q = 2 and L = 1 / 0.1."""
     q, smoothness = 2.0, 1.0 / RATE
@@ -186,6 +210,16 @@ CASES: Mapping[str, Case] = {
         ),
         personal=ditto_models,
     ),
+    **{
+        f"apfl, {'adaptive' if adapts else 'fixed'}": Case(
+            APFL(SGD, personal_learning_rate=0.2, mixing=0.6, adapts_mixing=adapts),
+            equal_fedavg,
+            control=FedAvg(SGD),  # the mixture shows only in the clients' own models
+            protected=APFL(SGD, personal_learning_rate=0.2, mixing=0.6, adapts_mixing=adapts),
+            personal=partial(apfl_models, alpha=0.6, adapts=adapts),
+        )
+        for adapts in (False, True)
+    },
     "q-fedavg": Case(
         QFedAvg(SGD, fairness=2.0, step_size=RATE),
         qfedavg,

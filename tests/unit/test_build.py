@@ -18,6 +18,7 @@ from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.ditto import Ditto
@@ -675,6 +676,11 @@ def test_every_algorithm_has_all_its_numbers(
         ),
         ("qfedavg", {"fairness": 2.0, "step_size": 0.25, "normalizer_bound": 4.0}, QFedAvg),
         ("fedper", {"personal_layers": ("1.*",), "weight_by_examples": False}, FedPer),
+        (
+            "apfl",
+            {"personal_learning_rate": 0.25, "mixing": 0.75, "adapts_mixing": True},
+            APFL,
+        ),
         ("fedrep", {"head_layers": ("1.*",), "head_epochs": 2}, FedRep),
         ("fedbn", {"weight_by_examples": False}, FedBN),
         ("lgfedavg", {"representation_layers": ("0.*",), "weight_by_examples": False}, LGFedAvg),
@@ -846,7 +852,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "scheduled_fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    personal = {"ditto", "perfedavg", "pfedme", "fedper", "fedbn", "lgfedavg", "fedrep"}
+    personal = {"ditto", "perfedavg", "pfedme", "fedper", "fedbn", "lgfedavg", "fedrep", "apfl"}
     own = {
         *personal,
         "moon",

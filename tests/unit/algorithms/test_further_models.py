@@ -1,4 +1,4 @@
-"""MOON, Ditto, pFedMe, Per-FedAvg and q-FedAvg: special cases, limits and refusals.
+"""MOON, Ditto, APFL, pFedMe, Per-FedAvg and q-FedAvg: special cases, limits and refusals.
 
 ``tests/parity/shelf_models.py`` compares them with references from their papers.
 """
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Moment, PointGradient, Tensors
 from fedlearn.algorithms.moon import MOON
@@ -32,6 +33,10 @@ NEUTRAL: dict[str, tuple[Strategy, Strategy]] = {
     "the global model of ditto": (
         Ditto(SGD, personal_learning_rate=0.5, personal_pull=3.0),
         FedAvg(SGD),
+    ),
+    "the global model of apfl": (
+        APFL(SGD, personal_learning_rate=0.5, mixing=0.5, adapts_mixing=True),
+        EQUAL,
     ),
     "per-fedavg without adaptation": (PerFedAvg(SGD, adaptation_rate=0.0), EQUAL),
     "per-fedavg without adaptation, hessian-free": (
@@ -64,6 +69,16 @@ def test_a_client_without_a_last_model_has_no_contrast() -> None:
     )
     assert shelf.largest_difference(found[:1], expected[:1]) < 1e-6
     assert shelf.largest_difference(found[1:2], expected[1:2]) > 1e-4
+
+
+def test_the_personal_model_of_apfl_is_the_mixture() -> None:
+    """An adapted weight is that of the client, not the one of the algorithm."""
+    memory = {"personal": [torch.tensor([[4.0, 8.0]])], "mixing": [torch.tensor([[0.75]])]}
+    for adapts, expected in ((False, [[1.0, 2.0]]), (True, [[3.0, 6.0]])):
+        apfl = APFL(SGD, personal_learning_rate=0.5, mixing=0.25, adapts_mixing=adapts)
+        found = apfl.local.personal([torch.zeros(1, 2)], memory)
+        assert found is not None
+        assert found[0].tolist() == expected
 
 
 class Cubic:
@@ -134,6 +149,10 @@ def test_example_privacy_refuses_them_with_the_reason(local: LocalUpdate, words:
         (lambda: MOON(SGD, contrast=-1.0, temperature=0.5, representation=""), "contrast is -1"),
         (lambda: MOON(SGD, contrast=1.0, temperature=0.0, representation=""), "temperature is 0"),
         (lambda: Ditto(SGD, personal_learning_rate=0.0, personal_pull=1.0), "learning_rate is 0"),
+        (
+            lambda: APFL(SGD, personal_learning_rate=0.1, mixing=1.5, adapts_mixing=False),
+            "mixing is 1.5",
+        ),
         (lambda: PerFedAvg(SGD, adaptation_rate=-1.0), "adaptation_rate is -1"),
         (lambda: QFedAvg(SGD, fairness=-1.0, step_size=0.1), "fairness is -1"),
         (lambda: QFedAvg(SGD, fairness=1.0, step_size=0.0), "step_size is 0"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.apfl import MixedModel
 from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.feddyn import DynamicRegularizer
@@ -86,6 +87,7 @@ UPDATES: dict[str, LocalUpdate] = {
         warmup_steps=3,
     ),
     "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
+    "apfl": MixedModel(inner=SGD, personal_learning_rate=0.2, mixing=0.3, adapts_mixing=True),
     "fedrep": HeadThenBody(inner=ADAM, head="head.* 3.bias", head_epochs=1),
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
     "easgd": ElasticForce(inner=SGD, elasticity=0.5),
