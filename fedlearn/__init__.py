@@ -119,6 +119,14 @@ if TYPE_CHECKING:
     from fedlearn.experiment.simulate import simulate as simulate
     from fedlearn.rounds.records import RoundRecord as RoundRecord
     from fedlearn.rounds.run import RoundCallback as RoundCallback
+    from fedlearn.simulation.attacks import Attack as Attack
+    from fedlearn.simulation.attacks import Backdoor as Backdoor
+    from fedlearn.simulation.attacks import GaussianNoise as GaussianNoise
+    from fedlearn.simulation.attacks import LabelFlip as LabelFlip
+    from fedlearn.simulation.attacks import LittleIsEnough as LittleIsEnough
+    from fedlearn.simulation.attacks import MinMax as MinMax
+    from fedlearn.simulation.attacks import ModelReplacement as ModelReplacement
+    from fedlearn.simulation.attacks import SignFlip as SignFlip
     from fedlearn.simulation.federated_data import Bootstrap as Bootstrap
     from fedlearn.simulation.federated_data import FederatedData as FederatedData
     from fedlearn.simulation.federated_data import Natural as Natural
@@ -197,6 +205,9 @@ _HOME = {
     "experiment.simulate": "simulate",
     "rounds.records": "RoundRecord",
     "rounds.run": "RoundCallback",
+    "simulation.attacks": (
+        "Attack Backdoor GaussianNoise LabelFlip LittleIsEnough MinMax ModelReplacement SignFlip"
+    ),
     "simulation.federated_data": (
         "Bootstrap FederatedData Natural "
         "from_arrays from_dataset from_examples from_npz from_parquet"

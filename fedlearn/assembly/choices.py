@@ -96,6 +96,7 @@ def resolve(
     notes = [
         *_note_cohort(simulation),
         *_note_server_training(simulation),
+        *_note_attack(simulation),
         f"device {device.type}, {workers}: {why_workers}",
         f"{_describe_block(choice)} (engine.executor {choice.kind}): {choice.reason}",
     ]
@@ -204,6 +205,17 @@ def _note_server_training(simulation: Simulation) -> tuple[str, ...]:
     left = simulation.population.num_clients
     whose = f"{own.num_clients} clients, which are set aside: {left} clients are left"
     return (f"the coordinator trains on {num_examples} examples of {whose}",)
+
+
+def _note_attack(simulation: Simulation) -> tuple[str, ...]:
+    """Return a note that names the attackers, if there are any."""
+    section = simulation.config.attack
+    if not section.is_on:
+        return ()
+    names = client_names(simulation.population)
+    listed = ", ".join(client_text(each, names) for each in section.clients[:_LISTED])
+    more = f" and {len(section.clients) - _LISTED} more" if len(section.clients) > _LISTED else ""
+    return (f"attack {section.kind} by {listed}{more}",)
 
 
 def _note_cohort(simulation: Simulation) -> tuple[str, ...]:

@@ -23,8 +23,11 @@ from fedlearn.client.policy import SecureAggregationPolicy
 from fedlearn.config.tree import Config
 from fedlearn.core.messages import Scalar
 from fedlearn.core.model_factory import ModelFactory
+from fedlearn.core.params import Layout
+from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.run import RoundCallback
+from fedlearn.simulation.attacked import Attacked, draw_attackers, poison_population
 from fedlearn.simulation.behavior import ClientBehavior, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
@@ -126,6 +129,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     population = data.population.num_clients
     # After the coordinator's clients are set aside: "auto" depends on how many are left.
     config = config.resolve(num_clients=population)
+    config, clients = _place_attackers(config, data.population)
     pooled = config.centralized
     policy = ALONE if pooled else config.straggler_policy()
     if (asynchrony := config.asynchrony()) is not None:
@@ -148,7 +152,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         objective=experiment.objective,
         metrics=experiment.metrics,
         test=data.stored_test,
-        population=PooledPopulation(data.population) if pooled else data.population,
+        population=PooledPopulation(clients) if pooled else clients,
         algorithm=experiment.algorithm,
         sampler=experiment.sampler or (UniformSampler() if pooled else config.cohort.build()),
         policy=policy,
@@ -159,7 +163,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         by_round=experiment.by_round,
         callbacks=experiment.callbacks,
     )
-    components = add_wrappers(components, experiment.extra)
+    components = _add_attack(add_wrappers(components, experiment.extra))
     by_round = experiment.by_round
     # The first round's names stand for those of all rounds.
     names = {*experiment.extra, *({} if by_round is None else split_settings(by_round(0))[1])}
@@ -177,6 +181,44 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
             "clients; leave it out"
         )
     return _require_accepted_clip(validate_components(add_privacy(components, population)))
+
+
+def _place_attackers(config: Config, population: Population) -> tuple[Config, Population]:
+    """Return the configuration with the attackers' ids, and the clients with poisoned examples.
+
+    Raises:
+        ConfigError: There are fewer clients than attackers, or the attack does not fit the data.
+    """
+    section, count = config.attack, population.num_clients
+    if not section.is_on:
+        return config, population
+    if section.num_attackers > count or max(section.clients, default=0) >= count:
+        raise ConfigError(
+            f"attack.num_attackers is {section.num_attackers} and attack.clients "
+            f"{list(section.clients)}, but the data have {count} clients; lower them"
+        )
+    seed = Seed(config.seed)
+    attackers = section.clients or draw_attackers(
+        section.num_attackers, num_clients=count, seed=seed
+    )
+    poisoned = poison_population(population, section.make_attack(), attackers, seed=seed)
+    section = section.model_copy(update={"clients": attackers})
+    return config.model_copy(update={"attack": section}), poisoned
+
+
+def _add_attack(components: Simulation) -> Simulation:
+    """Let the attackers of the configuration forge their updates."""
+    section = components.config.attack
+    if not section.is_on:
+        return components
+    attacked = Attacked(
+        components.algorithm,
+        attack=section.make_attack(),
+        attackers=frozenset(section.clients),
+        layout=Layout.of(components.make_model()),
+        seed=components.seed,
+    )
+    return replace(components, algorithm=attacked)
 
 
 def _require_accepted_clip(components: Simulation) -> Simulation:

@@ -50,6 +50,7 @@ TABLES: Final[Mapping[str, Use]] = {
     "secure_aggregation": Use.SHOWN,
     "privacy": Use.SHOWN,
     "devices": Use.SIMULATED | Use.RESTART | Use.SHOWN,
+    "attack": Use.SIMULATED | Use.SHOWN,
     "evaluation": Use.NONE,
     "early_stopping": Use.NONE,
     "engine": Use.RESTART,

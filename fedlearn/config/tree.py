@@ -13,6 +13,7 @@ from fedlearn.algorithms.sampling import DRAWN_AS_OTHERS_LAND, SeededSampler, wh
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.config.aggregation import AGGREGATIONS, AggregationSection
 from fedlearn.config.asynchronous import AsynchronousSection, imply_buffers
+from fedlearn.config.attack import ATTACKS, AttackSection
 from fedlearn.config.cohort import (
     COHORTS,
     DEVICES,
@@ -242,6 +243,7 @@ class Config(Section):
         "examples, and how well.",
     )
     devices: Annotated[DevicesSection, DEVICES] = DEVICES.of("lognormal")
+    attack: Annotated[AttackSection, ATTACKS] = ATTACKS.of("none")
     evaluation: EvaluationSection = Field(
         EvaluationSection(), description="When and on what the global model is evaluated."
     )
@@ -332,6 +334,8 @@ class Config(Section):
             yield from self._check_secure_aggregation()
         if self.privacy.is_on:
             yield from self._check_privacy()
+        if self.attack.is_on:
+            yield from self._check_attack()
         yield from self._check_update_bounds()
         if self.flower.is_foreign:
             yield from self._check_foreign_apps()
@@ -531,6 +535,19 @@ class Config(Section):
                 'known; set it to "uniform" or "poisson", or privacy.mode to "off"'
             )
             yield Problem(keys, text)
+
+    def _check_attack(self) -> Iterator[Problem]:
+        """Refuse an attack where the attackers' updates are not aggregated as they are sent."""
+        clipped = "under which clients clip their own updates, as an attacker would not"
+        is_on = {
+            "centralized": (self.centralized, "where no client sends an update"),
+            "secure_aggregation.mode": (self.secure_aggregation.is_on, clipped),
+            "privacy.mode": (self.privacy.is_on, clipped),
+        }
+        for key, (is_set, why) in is_on.items():
+            if is_set:
+                text = f"is {quote(self.attack.kind)}, but {key} is on, {why}; switch one off"
+                yield Problem(("attack.kind", key), text)
 
     def _check_privacy(self) -> Iterator[Problem]:
         mode = "privacy.mode"

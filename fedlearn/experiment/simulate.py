@@ -61,6 +61,7 @@ from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.ledger import Charging
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import RoundCallback, train
+from fedlearn.simulation.attacks import ATTACK_KINDS, Attack
 from fedlearn.simulation.behavior import ClientBehavior
 from fedlearn.simulation.cluster import launch, limit_to_one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -170,6 +171,8 @@ def simulate(
     by_round: RoundSettings | None = None,
     sampler: Sampler | None = None,
     devices: ClientBehavior | Mapping[str, object] | None = None,
+    attack: Attack | Mapping[str, object] | None = None,
+    num_attackers: int | None = None,
     callbacks: Sequence[RoundCallback] = (),
     progress: RunProgress | None = None,
     resume: str | None = None,
@@ -205,6 +208,10 @@ def simulate(
         devices: How long clients take and which of them fail: a table, as ``devices`` in a TOML
             file, or a :class:`~fedlearn.simulation.behavior.ClientBehavior` of your own;
             ``None``: ideal ones.
+        attack: What some of the clients do to spoil the model: ``fl.SignFlip()``, or a table, as
+            ``attack`` in a TOML file; ``None``: all are honest.
+        num_attackers: Number of attackers, drawn by the seed; ``None`` is one, or as the table
+            says. The record names them.
         callbacks: Called after each round, in order, with its record and the model, after
             ``progress``. One that returns ``True`` ends the run there, as done. When a run is
             resumed, they are called again for the rounds after the last commit.
@@ -262,6 +269,8 @@ def simulate(
         settings["devices"] = (
             devices if own_devices is None else _devices_table(own_devices, settings)
         )
+    if attack is not None:
+        settings["attack"] = _attack_table(attack, num_attackers)
     config = build_config(settings, source="simulate()")
     if sampler is not None:
         _require_compatible_sampler(sampler, config, settings)
@@ -306,6 +315,27 @@ def _devices_table(devices: ClientBehavior, settings: Mapping[str, object]) -> d
             "ClientBehavior, which has durations_s(asked) and failures(asked)"
         )
     return {"kind": "python", "factory": _ARGUMENT_DEVICES}
+
+
+def _attack_table(
+    attack: Attack | Mapping[str, object], num_attackers: int | None
+) -> dict[str, object]:
+    """Return the configuration table of an attack.
+
+    Raises:
+        ConfigError: It is not one of fedlearn's.
+    """
+    table: dict[str, object] = {} if num_attackers is None else {"num_attackers": num_attackers}
+    if isinstance(attack, Mapping):
+        return {**attack, **table}
+    for kind, make in ATTACK_KINDS.items():
+        if type(attack) is make:
+            given = {key: value for key, value in vars(attack).items() if value is not None}
+            return {"kind": kind, **given, **table}
+    raise ConfigError(
+        f"simulate(): attack is {attack!r}; give one of fedlearn's, such as fl.SignFlip(), or for "
+        'one of yours a table: {"kind": "python", "factory": "file.py:MyAttack"}'
+    )
 
 
 def _is_argument(devices: DevicesSection) -> bool:
