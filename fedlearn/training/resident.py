@@ -310,6 +310,21 @@ class ResidentModel:
         self._trainable_stack.clear()
 
     @contextmanager
+    def restoring_generator(self) -> Iterator[None]:
+        """Restore the global generator after the block, in which other threads may draw.
+
+        Not :func:`preserve_generator`, which would block them, also while they share this one's
+        batches.
+        """
+        with lock_global_generators():
+            state = self._generator.get_state()
+        try:
+            yield
+        finally:
+            with lock_global_generators():
+                self._generator.set_state(state)
+
+    @contextmanager
     def training(self, params: Params) -> Iterator[None]:
         """Load a global model for the block to train; the result is in :attr:`vector_P`.
 
@@ -317,14 +332,11 @@ class ResidentModel:
             ValueError: The global model has a different layout than the module.
         """
         self.load(params)
-        # Not `preserve_generator`: it would block other threads for the whole training. They may
-        # draw between the steps, because each step seeds the generator again.
-        state = self._generator.get_state()
         try:
-            yield
+            # Other threads may draw between the steps, since each step seeds the generator again.
+            with self.restoring_generator():
+                yield
         finally:
-            with lock_global_generators():
-                self._generator.set_state(state)
             self._rejoin()
 
     def gradients(
@@ -971,8 +983,7 @@ class _ClientInfo(NamedTuple):
             values[place] = value[0]
         sums = [torch.zeros_like(values[place]) for place in places]
         loss, total = self.model.vector_P.new_zeros(()), 0
-        # The user's draws in the step continue afterwards as if no forward pass had come between.
-        with torch.enable_grad(), preserve_generator(global_generator(self.model.device)):
+        with torch.enable_grad(), self.model.restoring_generator():
             for parts, num_examples in self.batches():
                 grads, own = self.gradients(parts, num_examples=num_examples, point=values)
                 total += num_examples

@@ -89,7 +89,10 @@ MODELS: Mapping[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    ["dropout", *(pytest.param(each, marks=pytest.mark.slow) for each in ("plain", "batch norm"))],
+)
 def test_a_loss_over_several_models_is_the_same_in_every_place(name: str) -> None:
     """One client after another, stacked, and deployed."""
     # In float64: BatchNorm with batches of two and three examples magnifies rounding.

@@ -175,7 +175,9 @@ def require_equal(found: Found, expected: Found) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in list(MODELS)[1:])]
+)
 def test_further_gradients_are_the_same_in_every_place(name: str) -> None:
     """One client after another, stacked, and deployed, with batches whole or in parts."""
     # In float64: BatchNorm with batches of two and three examples magnifies rounding.

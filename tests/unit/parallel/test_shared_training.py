@@ -20,11 +20,15 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms import noised_gradients
 from fedlearn.algorithms.adam import LocalAdam
+from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
+from fedlearn.algorithms.moon import ModelContrast
 from fedlearn.algorithms.noised_gradients import NoisedGradients
+from fedlearn.algorithms.per_fedavg import MetaGradient
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.qfedavg import FairUpdate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.clock import SystemClock
@@ -32,7 +36,7 @@ from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import Cancelled, ProcessesParted
+from fedlearn.errors import Cancelled, ProcessesParted, SettingsRefused
 from fedlearn.parallel.group import join_group
 from fedlearn.training.lockstep import share
 from fedlearn.training.torch_trainer import TorchTrainer
@@ -150,6 +154,11 @@ UPDATES: dict[str, LocalUpdate] = {
     "clipped": ClippedGradients(inner=SGD, gradient_clip_norm=0.2),
     "scaffold": ControlVariates(inner=PLAIN, control_bound=None),
     "easgd": ElasticForce(inner=PLAIN, elasticity=0.5),
+    "further gradients": MetaGradient(inner=SGD, adaptation_rate=0.3, hessian_step=None),
+    "the loss of an epoch": FairUpdate(
+        inner=PLAIN, fairness=1.0, step_size=0.1, normalizer_bound=None
+    ),
+    "a personal model": PersonalModel(inner=PLAIN, personal_learning_rate=0.2, personal_pull=0.3),
     "whole batch": replace(SGD, batch_size=None),
     "fewer than processes": replace(PLAIN, batch_size=2),
     "one by one": replace(PLAIN, batch_size=1),
@@ -171,6 +180,22 @@ def test_a_shared_training_is_that_of_one_process(
         assert torch.equal(vector(each), vector(found[0]))
         assert each.num_examples == alone.num_examples
         assert each.metrics["loss"] == pytest.approx(alone.metrics["loss"], rel=1e-12)
+
+
+def test_a_loss_that_may_couple_examples_is_refused_where_batches_are_shared(
+    tmp_path: Path,
+) -> None:
+    """In all processes. Control: it trains in one process, with whole batches."""
+    local = ModelContrast(inner=PLAIN, contrast=1.0, temperature=0.5, representation="1")
+    trained(local, num_parts=1)
+
+    def run(group: Cluster) -> str:
+        with pytest.raises(SettingsRefused) as refused:
+            trained(local, group, num_parts=1)
+        return str(refused.value)
+
+    for words in together(tmp_path, 2, run):
+        assert "each batch is cut into 2 parts" in words
 
 
 def test_a_shared_training_in_single_precision_rounds_otherwise(tmp_path: Path) -> None:
