@@ -49,21 +49,21 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 class Stopwatch:
     """A progress display that notes when each round ended, and formats log lines as usual."""
 
-    def __init__(self) -> None:
-        self._clock = SystemClock()
-        self.ends_s, self.notes = [self._clock.now_s()], tuple[str, ...]()
+    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
+        self._now_s = now_s or SystemClock().now_s
+        self.ends_s, self.notes = [self._now_s()], tuple[str, ...]()
         self._lines = PlainProgress(Path(os.devnull).open("w"))  # noqa: SIM115 - open until exit
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Note the start."""
         self._lines.start(record, path, notes)
         self.notes = tuple(notes)
-        self.ends_s = [self._clock.now_s()]
+        self.ends_s = [self._now_s()]
 
     def round(self, record: RoundRecord) -> None:
         """Note the end of a round."""
         self._lines.round(record)
-        self.ends_s.append(self._clock.now_s())
+        self.ends_s.append(self._now_s())
 
     def end(self, summary: Summary) -> None:
         """Write the last lines."""
@@ -95,11 +95,15 @@ def round_seconds(
     model: str = "mlp",
     num_clients: int = 1000,
     num_rounds: int,
+    now_s: Callable[[], float] | None = None,
     **settings: Any,  # Any: tables of a configuration
 ) -> list[float]:
-    """Run a simulation and return the seconds of each round after the warm-up."""
+    """Run a simulation and return the seconds of each round after the warm-up.
+
+    They are real time, or differences of what ``now_s`` returns.
+    """
     make_model, shape = MODELS[model]
-    watch = Stopwatch()
+    watch = Stopwatch(now_s)
     with tempfile.TemporaryDirectory() as folder:
         fl.simulate(
             make_model,
