@@ -80,7 +80,7 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
         """Begin the inner update.
 
         Raises:
-            ConfigError: A pattern matches no parameter.
+            ConfigError: A pattern matches no parameter, or all are part of the head.
         """
         for pattern in self.head.split():
             if not any(fnmatchcase(name, pattern) for name in moment.names):
@@ -88,6 +88,11 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
                     f"head_layers has the pattern {pattern!r}, which matches no trained parameter; "
                     f"the model has {', '.join(moment.names)}"
                 )
+        if all(map(self._is_head, moment.names)):
+            raise ConfigError(
+                f"head_layers is {self.head.split()}, which matches every trained parameter; leave "
+                "some for the body"
+            )
         self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
 
     def step(
@@ -119,6 +124,18 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
         return [name for name, spec in specs if not isinstance(spec.over, int) and not spec.draws]
 
 
+def join_patterns(head_layers: Sequence[str]) -> str:
+    """Join patterns by spaces, as :class:`HeadThenBody` takes them.
+
+    Raises:
+        ConfigError: It is a single string.
+    """
+    given: object = head_layers
+    if isinstance(given, str):
+        raise ConfigError(f'head_layers is {head_layers!r}; give a list, such as ["head.*"]')
+    return " ".join(head_layers)
+
+
 @explain_calls
 def FedRep(
     local: Local,
@@ -142,8 +159,6 @@ def FedRep(
         ``weight_by_examples`` says how clients count.
     """
     require_update(local, name="local")
-    given: object = head_layers
-    if isinstance(given, str):
-        raise ConfigError(f'head_layers is {head_layers!r}; give a list, such as ["head.*"]')
-    in_turn = HeadThenBody(inner=local, head=" ".join(head_layers), head_epochs=head_epochs)
+    patterns = join_patterns(head_layers)
+    in_turn = HeadThenBody(inner=local, head=patterns, head_epochs=head_epochs)
     return KeepLocal(FedAvg(in_turn, weight_by_examples=weight_by_examples), tuple(head_layers))

@@ -15,6 +15,7 @@ from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.extra_settings import ExtraSettings
+from fedlearn.algorithms.fedbabu import FedBABU
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
@@ -399,6 +400,11 @@ ALGORITHMS = kinds(
         "FedRep: clients share the body and keep a head, which they train before the body.",
         FedRep,
         head_epochs=1,
+    ),
+    kind(
+        "fedbabu",
+        "FedBABU: clients train only the body; the head keeps its initial values.",
+        FedBABU,
     ),
     kind(
         "fedbn",

@@ -114,8 +114,9 @@ def test_settings_without_a_head_or_a_body_are_refused(
         fl.FedRep(SGD, head_layers=head_layers, head_epochs=head_epochs)
 
 
-def test_a_pattern_that_matches_nothing_is_refused_before_the_first_round() -> None:
-    """Where the head is not kept by name, nothing else would notice."""
-    local = HeadThenBody(inner=SGD, head="hed.*", head_epochs=1)
-    with pytest.raises(EngineError, match=r"'hed\.\*', which matches no trained parameter"):
-        parts.simulate(fl.FedAvg(local), make=parts.make_plain_model)
+def test_a_pattern_that_leaves_no_head_or_no_body_is_refused_before_the_first_round() -> None:
+    """FedBABU does not keep the head by name, so nothing else would notice."""
+    for pattern, problem in (("hed.*", "no trained parameter"), ("*", "every trained parameter")):
+        algorithm = fl.FedBABU(SGD, head_layers=(pattern,))
+        with pytest.raises(EngineError, match=f"which matches {problem}"):
+            parts.simulate(algorithm, make=parts.make_plain_model)

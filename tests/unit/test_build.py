@@ -22,6 +22,7 @@ from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.ditto import Ditto
+from fedlearn.algorithms.fedbabu import FedBABU
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
@@ -681,6 +682,7 @@ def test_every_algorithm_has_all_its_numbers(
             {"personal_learning_rate": 0.25, "mixing": 0.75, "adapts_mixing": True},
             APFL,
         ),
+        ("fedbabu", {"head_layers": ("1.*",)}, FedBABU),
         ("fedrep", {"head_layers": ("1.*",), "head_epochs": 2}, FedRep),
         ("fedbn", {"weight_by_examples": False}, FedBN),
         ("lgfedavg", {"representation_layers": ("0.*",), "weight_by_examples": False}, LGFedAvg),
@@ -852,7 +854,17 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
     adaptive = {"fedadagrad", "fedadam", "fedyogi"}
     plain = {"fedavg", "scheduled_fedavg", "fedsgd", "fedprox", "fedavgm", "fedmedian"}
     buffered = {"fedbuff", "fedasync"}
-    personal = {"ditto", "perfedavg", "pfedme", "fedper", "fedbn", "lgfedavg", "fedrep", "apfl"}
+    personal = {
+        "ditto",
+        "perfedavg",
+        "pfedme",
+        "fedper",
+        "fedbn",
+        "lgfedavg",
+        "fedrep",
+        "fedbabu",
+        "apfl",
+    }
     own = {
         *personal,
         "moon",
