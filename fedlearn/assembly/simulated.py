@@ -131,6 +131,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     config = config.resolve(num_clients=population)
     config, clients = _place_attackers(config, data.population)
     pooled = config.centralized
+    _require_no_local_parts(experiment.algorithm, pooled=pooled)
     policy = ALONE if pooled else config.straggler_policy()
     if (asynchrony := config.asynchrony()) is not None:
         _require_enough_clients(population, asynchrony)
@@ -231,6 +232,20 @@ def _require_accepted_clip(components: Simulation) -> Simulation:
             "statistics_norm"
         )
     return components
+
+
+def _require_no_local_parts(algorithm: Strategy, *, pooled: bool) -> None:
+    """Refuse parts that stay local in a pooled run.
+
+    Raises:
+        ConfigError: The single client would keep them, and the model be measured without them.
+    """
+    if pooled and algorithm.keep_local:
+        raise ConfigError(
+            f"centralized is true, but keep_local is {list(algorithm.keep_local)}: the pooled "
+            "client would keep these parts for itself, and the model would be measured without "
+            "them; remove one of the two"
+        )
 
 
 def _require_enough_clients(population: int, asynchrony: Asynchrony) -> None:

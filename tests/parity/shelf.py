@@ -16,6 +16,7 @@ from torch.func import functional_call
 import fedlearn as fl
 from fedlearn.algorithms.collector import Collector
 from fedlearn.algorithms.local import LocalSgd, batch_positions
+from fedlearn.algorithms.local_parts import LocalParts, find_local_names
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.cluster import Alone, Cluster
@@ -83,6 +84,11 @@ def initial() -> Params:
     """The model before the first round."""
     torch.manual_seed(0)
     return Params.of(make_model())
+
+
+def start(strategy: Strategy) -> Params:
+    """The same without the parts that clients keep for themselves."""
+    return initial().keep_local(find_local_names(make_model(), strategy.keep_local))
 
 
 # ---- For references --------------------------------------------------------------------------
@@ -158,7 +164,7 @@ def by_reference(case: Case) -> list[Tensor]:
 
 def engine(strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster | None = None) -> Engine:
     """The simulation engine with an executor; in one block, so that clients train together."""
-    params, population = initial(), grpc.population()
+    params, population = start(strategy), grpc.population()
     job = TrainingJob(
         make_model=make_model,
         objective=CrossEntropy(),
@@ -166,7 +172,7 @@ def engine(strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster | None = 
         local=strategy.local,
         population=population,
         broadcast=strategy.broadcast(strategy.init(params)),
-        params=params,
+        params=params.complete(),
         precision=Precision.FLOAT32,
         num_clients=NUM_CLIENTS,
         num_together=NUM_PER_ROUND,
@@ -179,6 +185,7 @@ def engine(strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster | None = 
         policy=POLICY,
         cluster=cluster or Alone(),
         block_size=1 if kind is ExecutorKind.SEQUENTIAL else NUM_PER_ROUND,
+        local_parts=LocalParts.of(params),
     )
 
 
@@ -211,10 +218,10 @@ def run_to_end(strategy: Strategy, collector: Collector) -> tuple[list[Tensor], 
         strategy=strategy,
         seed=SEED,
     )
-    state, models = plan.init(initial()), list[Tensor]()
+    state, models = plan.init(start(strategy)), list[Tensor]()
     for _ in COHORTS:
         state, _, _ = run_round(state, plan, attempt=0)
-        models.append(state.params.vector)
+        models.append(state.params.complete().vector)
     return models, state
 
 

@@ -225,6 +225,11 @@ def test_what_cannot_stay_local_is_refused(algorithm: fl.KeepLocal, problem: str
         simulate(algorithm)
 
 
+def test_a_pooled_run_keeps_nothing_local() -> None:
+    with pytest.raises(ConfigError, match=r"centralized is true, but keep_local is \['3.\*'\]"):
+        simulate(fl.KeepLocal(fl.FedAvg(SGD), HEAD), centralized=True)
+
+
 def test_a_string_is_not_a_list_of_patterns() -> None:
     with pytest.raises(ConfigError, match="keep_local is '3"):
         fl.KeepLocal(fl.FedAvg(SGD), "3.*")

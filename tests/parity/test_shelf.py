@@ -17,7 +17,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.choice import ExecutorKind
 from fedlearn.simulation.cluster import launch
-from tests.parity import shelf, shelf_compression, shelf_drift, shelf_models
+from tests.parity import shelf, shelf_compression, shelf_drift, shelf_models, shelf_partial
 from tests.parity import test_grpc as grpc
 from tests.processes import Launcher
 
@@ -25,6 +25,7 @@ CASES: Mapping[str, shelf.Case] = {
     **shelf_drift.CASES,
     **shelf_compression.CASES,
     **shelf_models.CASES,
+    **shelf_partial.CASES,
 }
 every_case = pytest.mark.parametrize("name", CASES)
 
