@@ -323,6 +323,20 @@ def test_a_secure_sum_refuses_a_sampler_that_needs_what_it_hides() -> None:
     assert len(cohorts(run(sampler=Exact(), **SECURE))[0]) >= 8
 
 
+@pytest.mark.parametrize("sampling", list(BUILT_IN))
+def test_a_secure_sum_takes_each_sampling_that_needs_no_losses(sampling: str) -> None:
+    """The others are refused, as are all of them under privacy."""
+    cohort = {"num_wanted": 8, "sampling": sampling, **BUILT_IN[sampling]}
+    if sampling in ("power_of_choice", "oort"):
+        with pytest.raises(ConfigError, match="which needs the training loss of each client"):
+            run(**SECURE | {"cohort": cohort})
+    else:
+        assert len(cohorts(run(**SECURE | {"cohort": cohort}))[0]) == 8
+    privacy = {"mode": "central", "noise_multiplier": 1.0, "clip_norm": 1.0, "target_delta": 1e-3}
+    with pytest.raises(ConfigError, match="what its cohorts cost in privacy is not known"):
+        run(privacy=privacy, cohort=cohort, stragglers={"over_selection": 1.0})
+
+
 def test_a_state_that_is_no_tensor_is_refused_with_its_name() -> None:
     class Slip(HighestLoss):
         def observe(self, state: SamplerState, observed: ObservedRound) -> Any:

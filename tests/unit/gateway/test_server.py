@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 import grpc
+import numpy as np
 import pytest
 import torch
 
@@ -254,9 +255,9 @@ class Site:
         self.gateways.remove(gateway)
         gateway.stop(grace_s=0.0)
 
-    def enrol(self, name: str) -> Member:
+    def enrol(self, name: str, *, tags: Sequence[str] = ()) -> Member:
         identity = Identity.create()
-        token = self.registry.invite(name, tags=(), valid_s=60.0)
+        token = self.registry.invite(name, tags=tags, valid_s=60.0)
         client: EnrolledClient = self.registry.redeem(
             name,
             token,
@@ -1616,6 +1617,19 @@ def test_clients_are_available_while_they_are_connected_and_eligible(site: Site)
     with pytest.raises(Parked):
         channel.wait_for(3, parking)
     assert first.told.empty()
+
+
+def test_a_sampler_knows_tags_and_reported_numbers_of_examples(site: Site) -> None:
+    """Nothing of a client that is not enrolled, and no number of one that is not connected."""
+    gateway = site.open()
+    first = site.enrol("first", tags=["country=ch", "site=a=b"])
+    second, third = site.enrol("second", tags=["country=fr"]), site.enrol("third")
+    first.connect(gateway, num_examples=250)
+    second.connect(gateway, num_examples=2**64 - 1)
+    ids = np.asarray([third.client_id, first.client_id, second.client_id, 99], np.int64)
+    assert gateway.num_examples(ids).tolist() == [0, 250, 2**40, 0]
+    wait_until(lambda: gateway.groups(ids, by="country") == ["", "ch", "fr", ""])
+    assert gateway.groups(ids, by="site") == ["", "a=b", "", ""]
 
 
 @pytest.mark.slow
