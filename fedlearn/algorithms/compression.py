@@ -14,12 +14,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Lanes, Updates
+from fedlearn.algorithms.strategy import StrategyWrapper
 from fedlearn.algorithms.transforms import Transform, apply_transforms
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -41,6 +43,14 @@ _IN_LANE = DELTA.name + "/"
 #: Name of the part with the running statistics, which are not compressed.
 _STATISTICS = "statistics"
 _SEED_BITS = 62
+
+ErrorFeedback: TypeAlias = Annotated[
+    bool,
+    doc(
+        "Whether a client keeps what was lost of its update, and adds it to its next update. It "
+        "takes as much memory as the model on each client."
+    ),
+]
 
 
 class PartSpec(NamedTuple):
@@ -130,7 +140,7 @@ class Compressor(Ranged):
 
     encoding: ClassVar[str]
 
-    error_feedback: bool = False
+    error_feedback: ErrorFeedback = False
 
     @abstractmethod
     def describe_parts(self, shapes: Shapes, dtype: torch.dtype) -> dict[str, PartSpec]:
@@ -260,6 +270,23 @@ class Sent:
             del lanes[DELTA.name]
             lanes |= {_IN_LANE + name: rows[0] for name, rows in self.parts.items()}
         return lanes
+
+
+@dataclass(frozen=True)
+class CompressedUpdates(StrategyWrapper):
+    """A strategy whose clients compress their updates.
+
+    Attributes:
+        inner: The wrapped strategy.
+        compressor: How they do it.
+    """
+
+    compressor: Compressor
+
+    @property
+    def transforms(self) -> Sequence[Transform]:
+        """The inner strategy's transforms, then compression."""
+        return (*self.inner.transforms, self.compressor)
 
 
 def find_compressor(transforms: Sequence[Transform]) -> Compressor | None:

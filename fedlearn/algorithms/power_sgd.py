@@ -13,9 +13,10 @@ symbol                     here
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.compression import Compressor, Parts, PartSpec, Shapes, Target
@@ -70,7 +71,7 @@ class PowerSgd(Compressor):
 
     encoding: ClassVar[str] = "power_sgd"
 
-    rank: Count
+    rank: Annotated[Count, doc("Rank of the approximation of each matrix, >= 1.")]
 
     def describe_parts(self, shapes: Shapes, dtype: torch.dtype) -> dict[str, PartSpec]:
         """Return the factors of all matrices, and the numbers that are sent whole."""

@@ -13,9 +13,10 @@ symbol                     here
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.compression import Compressor, Parts, PartSpec, Shapes, Target
@@ -59,8 +60,11 @@ class Quantized(Compressor):
 
     encoding: ClassVar[str] = "quantized"
 
-    bits: int = 8
-    num_per_scale: Count | None = None
+    bits: Annotated[int, doc("Bits a number, 8 or 4.")] = 8
+    num_per_scale: Annotated[
+        Count | None,
+        doc("Numbers of a tensor that share a scale, >= 1; not set: all numbers of a tensor."),
+    ] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,9 +12,10 @@ symbol                     here
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.compression import Compressor, Parts, PartSpec, Shapes, Target
@@ -48,7 +49,7 @@ class TopK(Compressor):
 
     encoding: ClassVar[str] = "top_k"
 
-    fraction: Fraction
+    fraction: Annotated[Fraction, doc("Part of the numbers of an update to send, (0, 1].")]
 
     def describe_parts(self, shapes: Shapes, dtype: torch.dtype) -> dict[str, PartSpec]:
         """Return k positions and k values."""

@@ -40,6 +40,7 @@ TABLES: Final[Mapping[str, Use]] = {
     "metrics": Use.ARGUMENT,
     "algorithm": Use.ARGUMENT | Use.SHOWN,
     "aggregation": Use.ARGUMENT | Use.SHOWN,
+    "compression": Use.ARGUMENT | Use.SHOWN,
     "client": Use.ARGUMENT | Use.SHOWN,
     "cohort": Use.SHOWN,
     "stragglers": Use.SHOWN,

@@ -21,6 +21,7 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
+from fedlearn.algorithms.compression import CompressedUpdates, Compressor
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.fedbabu import FedBABU
 from fedlearn.algorithms.feddyn import FedDyn
@@ -46,7 +47,10 @@ from fedlearn.algorithms.own_training import OwnTraining
 from fedlearn.algorithms.partial_models import FedBN, FedPer, LGFedAvg
 from fedlearn.algorithms.per_fedavg import PerFedAvg
 from fedlearn.algorithms.pfedme import PFedMe
+from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.qfedavg import QFedAvg
+from fedlearn.algorithms.quantization import Quantized
+from fedlearn.algorithms.random_k import RandomK
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import EASGD, Scaffold
 from fedlearn.algorithms.sampling import (
@@ -58,11 +62,13 @@ from fedlearn.algorithms.sampling import (
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.server_schedules import ScheduledFedAvg
+from fedlearn.algorithms.top_k import TopK
 from fedlearn.assembly import Experiment, Simulation, build_experiment, build_simulation
 from fedlearn.assembly.private import add_privacy
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.aggregation import AGGREGATIONS
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
+from fedlearn.config.compression import COMPRESSIONS
 from fedlearn.config.data import DATA, PARTITIONS
 from fedlearn.config.own_functions import bind_own_function
 from fedlearn.config.section import OneOf
@@ -913,6 +919,41 @@ def test_every_rule_has_all_its_numbers(settings: dict[str, object], expected: A
     built = _build({"algorithm": fedavg, "aggregation": settings, "client": _CLIENT}).algorithm
     plain = recipes.FedAvg(_LOCAL, weight_by_examples=False)
     assert built == replace(plain, aggregation=expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (
+            {"method": "top_k", "fraction": 0.5, "error_feedback": False},
+            TopK(fraction=0.5, error_feedback=False),
+        ),
+        ({"method": "random_k", "fraction": 0.5}, RandomK(fraction=0.5)),
+        (
+            {"method": "quantized", "bits": 4, "num_per_scale": 64, "error_feedback": True},
+            Quantized(bits=4, num_per_scale=64, error_feedback=True),
+        ),
+        ({"method": "power_sgd", "rank": 3}, PowerSgd(rank=3, error_feedback=True)),
+    ],
+)
+def test_every_compression_has_all_its_numbers(
+    settings: dict[str, object], expected: Compressor
+) -> None:
+    """Around any algorithm. The control: "none" changes nothing."""
+    for algorithm in ({"name": "fedavg"}, {"name": "fedexp"}):
+        tables: dict[str, object] = {"algorithm": algorithm, "client": _CLIENT}
+        plain = _build(tables).algorithm
+        built = _build({**tables, "compression": settings}).algorithm
+        assert built == CompressedUpdates(plain, expected)
+        assert tuple(built.transforms) == (expected,)
+        assert _build({**tables, "compression": {"method": "none"}}).algorithm == plain
+
+
+def test_the_compressions_tested_are_all_there_are() -> None:
+    """The control of the table above."""
+    assert _kinds(COMPRESSIONS) == {"none", "top_k", "random_k", "quantized", "power_sgd"}
+    with pytest.raises(ConfigError, match=r"compression\.bits: .*5; give 8 or 4"):
+        _build({"compression": {"method": "quantized", "bits": 5}})
 
 
 def test_the_rules_tested_are_all_there_are() -> None:

@@ -24,12 +24,26 @@ from fedlearn.training.trainer import LocalTrainer, TrainContext
 from tests.processes import LONG_S, Launcher
 
 ROOT = Path(__file__).parents[2]
-GUIDES = [ROOT / "docs" / "how-to" / name for name in ("own-algorithm.md", "own-trainer.md")]
+GUIDES = [
+    ROOT / "docs" / "how-to" / name
+    for name in ("own-algorithm.md", "own-trainer.md", "compress-updates.md")
+]
 ALONE = ("--set", "engine.num_workers=1")
 #: One client at a time, as over a channel.
 ONE_BY_ONE = (*ALONE, "--set", "engine.executor=sequential", "--set", "engine.block_size=1")
-NAMES = ("lion", "signs", "sam", "distilled", "coins", "rounding", "trimmed", "lbfgs")
-SLOW = ("signs", "sam", "distilled", "coins", "rounding", "trimmed")
+NAMES = (
+    "lion",
+    "signs",
+    "sam",
+    "distilled",
+    "coins",
+    "rounding",
+    "trimmed",
+    "lbfgs",
+    "small",
+    "halves",
+)
+SLOW = ("signs", "sam", "distilled", "coins", "rounding", "trimmed", "small", "halves")
 
 
 @pytest.fixture(autouse=True)

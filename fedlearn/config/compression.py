@@ -1,0 +1,74 @@
+"""Configuration of how clients compress their updates."""
+
+from collections.abc import Iterator
+
+from pydantic import Field
+
+from fedlearn.algorithms.compression import CompressedUpdates
+from fedlearn.algorithms.power_sgd import PowerSgd
+from fedlearn.algorithms.quantization import Quantized
+from fedlearn.algorithms.random_k import RandomK
+from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.top_k import TopK
+from fedlearn.config.components import DeclaredSection, find_problem, kind, kinds
+from fedlearn.config.section import Problem
+
+
+class CompressionSection(DeclaredSection):
+    """How clients compress their updates."""
+
+    method: str = Field(description="How clients compress their updates.")
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse values that the method refuses."""
+        yield from find_problem(self.build)
+
+    def apply(self, strategy: Strategy) -> Strategy:
+        """Return the strategy whose clients compress their updates so."""
+        return CompressedUpdates(strategy, self.build())
+
+
+class WholeSection(CompressionSection):
+    """Updates are sent whole."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse nothing: there are no values."""
+        yield from ()
+
+    def apply(self, strategy: Strategy) -> Strategy:
+        """Return the strategy unchanged."""
+        return strategy
+
+
+COMPRESSIONS = kinds(
+    "method",
+    CompressionSection,
+    kind("none", "Updates are sent whole.", WholeSection),
+    kind(
+        "top_k",
+        "Each client sends the largest numbers of its update.",
+        TopK,
+        fraction=0.1,
+        error_feedback=True,
+    ),
+    kind(
+        "random_k",
+        "Each client sends random numbers of its update.",
+        RandomK,
+        fraction=0.1,
+        error_feedback=False,
+    ),
+    kind(
+        "quantized",
+        "Each client sends its update in 8 or 4 bits a number, rounded at random.",
+        Quantized,
+        error_feedback=False,
+    ),
+    kind(
+        "power_sgd",
+        "Each client sends its update as products of narrow matrices.",
+        PowerSgd,
+        rank=2,
+        error_feedback=True,
+    ),
+)
