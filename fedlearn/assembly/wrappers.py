@@ -8,7 +8,7 @@ from fedlearn.algorithms.asynchronous import require_asynchronous
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.compression import find_compressor
 from fedlearn.algorithms.extra_settings import WithExtra
-from fedlearn.algorithms.informed_sampling import Sampler
+from fedlearn.algorithms.informed_sampling import InformedSampler, Sampler
 from fedlearn.algorithms.sampling import DRAWN_AS_OTHERS_LAND, DescribedSampler, why_not_secure
 from fedlearn.algorithms.settings import adds_own_noise
 from fedlearn.algorithms.strategy import Bounded
@@ -122,7 +122,13 @@ def _require_compatible_sampler(components: Components) -> None:
     The configuration refuses the same for a sampler that it names; here come custom ones, and those
     that are arguments.
     """
-    name, sampler = type(components.sampler).__name__, _describe_sampler(components.sampler)
+    given = components.sampler
+    name, sampler = type(given).__name__, _describe_sampler(given)
+    if not isinstance(given, InformedSampler) and hasattr(given, "observe"):
+        raise ConfigError(
+            f"sampler: {name} has a method observe, which nobody calls; let its class inherit from "
+            "fedlearn.InformedSampler"
+        )
     modes = {"asynchronous": components.asynchrony, "late_updates": components.late_updates}
     for table, rule in modes.items():
         if rule is not None and sampler.draws_groups:

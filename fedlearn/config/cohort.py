@@ -8,7 +8,7 @@ from pydantic import Field
 
 from fedlearn.algorithms.availability_sampling import F3astSampler
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
-from fedlearn.algorithms.informed_sampling import InformedSampler, Sampler
+from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.oort import OortSampler
 from fedlearn.algorithms.power_of_choice import PowerOfChoiceSampler
 from fedlearn.algorithms.sampling import (
@@ -28,7 +28,6 @@ from fedlearn.config.own_functions import (
 )
 from fedlearn.config.section import Args, Factory, PathText, Section
 from fedlearn.core.ranges import Count, Positive
-from fedlearn.errors import ConfigError
 from fedlearn.simulation import behavior, sources
 from fedlearn.simulation.population import Population
 
@@ -76,11 +75,6 @@ class PythonCohortSection(CohortSection):
         key = "cohort.sampling"
         made = bind_own_function(key, self.factory, self.args)()
         require_attributes(key, self.factory, made, ("sample",), "give it a method sample")
-        if not isinstance(made, InformedSampler) and hasattr(made, "observe"):
-            raise ConfigError(
-                f"{key}: {self.factory} made a {type(made).__name__} with a method observe, which "
-                "nobody calls; let its class inherit from fedlearn.InformedSampler"
-            )
         sampler: Sampler = made
         return sampler
 

@@ -265,6 +265,27 @@ def test_what_is_no_sampler_is_refused(tmp_path: Path, code: str, complaint: str
         run(cohort={"num_wanted": 3, "sampling": "own.py:S"})
 
 
+def test_a_sampler_given_in_python_whose_observations_nobody_makes_is_refused() -> None:
+    """As one in a file."""
+
+    @dataclass(frozen=True)
+    class Deaf(Drawn):
+        def observe(self, state: SamplerState, observed: ObservedRound) -> SamplerState:
+            return state
+
+    with pytest.raises(ConfigError, match="Deaf has a method observe, which nobody calls"):
+        run(sampler=Deaf(), **SYNCHRONOUS)
+    assert run(sampler=Drawn(), **SYNCHRONOUS, num_rounds=1).history
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plain sampler."""
+
+    def sample(self, available: Any, *, cohort_size: int, **_: Any) -> tuple[ClientId, ...]:
+        return tuple(available[:cohort_size])
+
+
 @pytest.mark.parametrize(
     ("sampler", "settings", "complaint"),
     [
