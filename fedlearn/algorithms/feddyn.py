@@ -76,11 +76,12 @@ class DynamicRegularizer(Ranged, LocalUpdateWrapper):
         if inner is None or (rule := inner(moment)) is None or rule.shift:
             return None
         force = rule.scale * self.alpha
-        return rule._replace(keep=rule.keep + force, pull=rule.pull - force, shift=force)
+        return rule._replace(keep=rule.keep + force, shift=force)
 
     def drift(self, memory: Memory, *, broadcast: Memory) -> Sequence[Tensor]:
-        r"""Return :math:`-\nabla L_k / \alpha`."""
-        return memory[_DRIFT]
+        r"""Return :math:`-\nabla L_k / \alpha - \theta^{t-1}`."""
+        # With the global model in it, a step adds one vector instead of two.
+        return add_scaled(memory[_DRIFT], broadcast[MODEL], factor=-1.0)
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
         """Do nothing: the memory does not depend on the number of steps."""

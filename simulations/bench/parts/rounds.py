@@ -112,7 +112,8 @@ def round_seconds(
             progress=watch,
             num_rounds=WARMUP + num_rounds,
             evaluation={"every_rounds": 0, "clients": 0},
-            store={"runs_dir": folder},
+            # Checkpoints are saved by real time, so some runs would have more of them than others.
+            store={"runs_dir": folder, "checkpoint_every_s": 3600.0},
             **settings,
         )
     return [float(each) for each in np.diff(watch.ends_s)[WARMUP:]]
