@@ -810,20 +810,20 @@ def make_memory(
     local: LocalUpdate, x: Tensors, *, client_state: Mapping[str, Tensor]
 ) -> dict[str, list[Tensor]]:
     """Allocate the memory for ``x`` [K, ...] and fill it; see :func:`load_client_state`."""
-    memory = {name: _zeros(spec, x) for name, spec in local.memory.items()}
+    memory = {name: _allocate(spec, x) for name, spec in local.memory.items()}
     load_client_state(local, memory, client_state=client_state)
     return memory
 
 
-def _zeros(spec: MemorySpec, x: Tensors) -> list[Tensor]:
+def _allocate(spec: MemorySpec, x: Tensors) -> list[Tensor]:
     over = spec.over
     # At least float32: bfloat16 cannot count beyond 256, and its random numbers would be coarse.
     dtype = torch.promote_types(x[0].dtype, torch.float32)
     if over is Over.TRAINABLE:
         own = None if spec.draws is None else dtype
-        return [torch.zeros_like(value, dtype=own) for value in x]
+        return [torch.empty_like(value, dtype=own) for value in x]
     sizes = [over] if isinstance(over, int) else [1] * len(x)
-    return [x[0].new_zeros(len(x[0]), size, dtype=dtype) for size in sizes]
+    return [x[0].new_empty(len(x[0]), size, dtype=dtype) for size in sizes]
 
 
 def load_client_state(
@@ -831,15 +831,18 @@ def load_client_state(
 ) -> None:
     """Reset memory for a new round, in place: zeros, or what the first k clients kept, [k, n]."""
     for name, tensors in memory.items():
-        for value in tensors:
-            value.zero_()
+        # Each number is written once: this is a large part of a round of a small model.
+        num_kept = 0
         if name in client_state and local.memory[name].is_kept:
+            num_kept = len(client_state[name])
             sizes = [value[0].numel() for value in tensors]
             # With flat parameters, memory over TENSORS has one number, not one per tensor: the
             # first tensor's number stands for all.
             parts = client_state[name][:, : sum(sizes)].split(sizes, dim=1)
             for value, part in zip(tensors, parts, strict=True):
-                value[: len(part)].copy_(part.view(len(part), *value.shape[1:]))
+                value[:num_kept].copy_(part.view(num_kept, *value.shape[1:]))
+        for value in tensors:
+            value[num_kept:].zero_()
 
 
 def first_rows(broadcast: Memory, num_clients: int) -> Memory:
