@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.local import MemorySpec as MemorySpec
     from fedlearn.algorithms.local import Moment as Moment
     from fedlearn.algorithms.local import add_scaled as add_scaled
-    from fedlearn.algorithms.local import beside as beside
     from fedlearn.algorithms.local import flatten_rows as flatten_rows
+    from fedlearn.algorithms.local import unsqueeze_like as unsqueeze_like
     from fedlearn.algorithms.local_parts import KeepLocal as KeepLocal
     from fedlearn.algorithms.median import CoordinateMedian as CoordinateMedian
     from fedlearn.algorithms.median import TrimmedMean as TrimmedMean
@@ -175,8 +175,8 @@ _HOME = {
     ),
     "algorithms.lanes": "Aggregate LaneSpec Over TrainMetrics Updates stack_rows",
     "algorithms.local": (
-        "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled beside "
-        "flatten_rows"
+        "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled "
+        "flatten_rows unsqueeze_like"
     ),
     "algorithms.median": "CoordinateMedian TrimmedMean",
     "algorithms.local_parts": "KeepLocal",

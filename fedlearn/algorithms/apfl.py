@@ -38,10 +38,10 @@ from fedlearn.algorithms.local import (
     Moment,
     Tensors,
     add_scaled,
-    beside,
     flatten_rows,
     keep_own_model,
     require_update,
+    unsqueeze_like,
 )
 from fedlearn.algorithms.recipes import Algorithm, ByExamples, FedAvg, Local
 from fedlearn.core.calls import explain_calls
@@ -105,7 +105,7 @@ class MixedModel(Ranged, LocalUpdateWrapper):
             memory[_MIXING][0].sub_(rate * slope_K1).clamp_(0.0, 1.0)
         weight_K = self._weight(x, memory)
         for value, grad in zip(own, mixed_grads, strict=True):
-            value.sub_(rate * beside(weight_K, grad) * grad)
+            value.sub_(rate * unsqueeze_like(weight_K, grad) * grad)
         self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
 
     def personal(self, x: Tensors, memory: Memory) -> Tensors:
@@ -115,7 +115,7 @@ class MixedModel(Ranged, LocalUpdateWrapper):
     def _mix(self, x: Tensors, memory: Memory) -> Tensors:
         weight_K = self._weight(x, memory)
         pairs = zip(x, memory[_PERSONAL], strict=True)
-        return [torch.lerp(value, own, beside(weight_K, value)) for value, own in pairs]
+        return [torch.lerp(value, own, unsqueeze_like(weight_K, value)) for value, own in pairs]
 
     def _weight(self, x: Tensors, memory: Memory) -> Tensor:
         """Return each client's weight: [K], of the dtype of ``x``."""

@@ -33,7 +33,7 @@ from fedlearn.algorithms.informed_sampling import (
     InformedSampler,
     ObservedRound,
     SamplerState,
-    known_clients,
+    list_known_clients,
     read_client_values,
     write_client_values,
 )
@@ -75,7 +75,7 @@ class F3astSampler(Ranged, InformedSampler):
     def observe(self, state: SamplerState, observed: ObservedRound) -> SamplerState:
         """Update the rates of all clients that were ever asked."""
         asked = observed.participations.client_ids
-        ids = np.union1d(known_clients(state), asked)
+        ids = np.union1d(list_known_clients(state), asked)
         rates = (1.0 - self.smoothing) * read_client_values(state, "rate", ids, default=0.0)
         rates[np.isin(ids, asked)] += self.smoothing
         return write_client_values(state, ids, {"rate": rates})

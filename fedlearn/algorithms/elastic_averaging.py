@@ -46,7 +46,7 @@ from fedlearn.algorithms.local import (
     Moment,
     Tensors,
     add_scaled,
-    beside,
+    unsqueeze_like,
 )
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.strategy import State, StepResult, Strategy
@@ -105,7 +105,7 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
         # Memory starts at zero, which marks a client without a model of its own.
         has_own_K = memory[_HAS_OWN][0][:, 0] > 0.0
         for value, own, model in zip(x, memory[_OWN], broadcast[MODEL], strict=True):
-            own.copy_(torch.where(beside(has_own_K, own), own, model))
+            own.copy_(torch.where(unsqueeze_like(has_own_K, own), own, model))
             value.copy_(own)
 
     def step(
@@ -137,7 +137,7 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
         )
         for value, force, own, pulled, model in parts:
             # A tensor that the first batch gave no gradient has not been pulled yet.
-            value.sub_(torch.where(beside(pulled[:, 0] > 0.0, force), 0.0, force))
+            value.sub_(torch.where(unsqueeze_like(pulled[:, 0] > 0.0, force), 0.0, force))
             # Keep W_i, then send C + force, whose delta is the force alone.
             own.copy_(value)
             value.copy_(torch.where(torch.isfinite(own), model + force, own))

@@ -26,8 +26,8 @@ from fedlearn.algorithms.local import (
     Memory,
     Moment,
     Tensors,
-    beside,
     require_update,
+    unsqueeze_like,
 )
 from fedlearn.algorithms.local_parts import KeepLocal
 from fedlearn.algorithms.recipes import ByExamples, FedAvg, Local
@@ -104,7 +104,7 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
             in_head_phase_K if self._is_head(name) else ~in_head_phase_K for name in moment.names
         ]
         directions = [
-            torch.where(beside(trains_K, g), g, 0.0)
+            torch.where(unsqueeze_like(trains_K, g), g, 0.0)
             for trains_K, g in zip(trains, grads, strict=True)
         ]
         # Momentum and decay move parameters without a gradient, too.
@@ -113,7 +113,7 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
         for values, old_values in zip(changing, before, strict=True):
             for value, old, trains_K in zip(values, old_values, trains, strict=True):
-                value.copy_(torch.where(beside(trains_K, value), value, old))
+                value.copy_(torch.where(unsqueeze_like(trains_K, value), value, old))
 
     def _is_head(self, name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in self.head.split())

@@ -227,7 +227,7 @@ def write_client_values(
     """
     if not len(client_ids):
         return state
-    ids = np.union1d(known_clients(state), client_ids)
+    ids = np.union1d(list_known_clients(state), client_ids)
     names = {each.removeprefix(_TABLE) for each in state if each.startswith(_TABLE)} - {"ids"}
     written = {**state, _IDS: torch.from_numpy(ids)}
     for name in sorted(names | columns.keys()):
@@ -238,6 +238,6 @@ def write_client_values(
     return written
 
 
-def known_clients(state: SamplerState) -> NDArray[np.int64]:
+def list_known_clients(state: SamplerState) -> NDArray[np.int64]:
     """Return the ids of the clients of which a state has values, ascending."""
     return state[_IDS].numpy() if _IDS in state else np.zeros(0, np.int64)

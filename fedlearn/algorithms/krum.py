@@ -141,7 +141,7 @@ def _mean_near_median(rows: Rows, num_averaged: int) -> Tensor:
     for part, values in iter_spans(rows):
         ordered = sort_columns(values)
         median, nearest = middle_of(ordered), torch.full_like(ordered[0], torch.inf)
-        # Sorted, the nearest values are neighbours: find the window with the nearest ends.
+        # Sorted, the nearest values are neighbors: find the window with the nearest ends.
         for start in range(len(rows) - num_averaged + 1):
             window = ordered[start : start + num_averaged]
             farthest = torch.maximum(median - window[0], window[-1] - median)

@@ -486,13 +486,13 @@ def find_client_loss(local: LocalUpdate) -> ClientLoss | None:
     return found[0] if found else None
 
 
-def beside(values_K: Tensor, like: Tensor) -> Tensor:
+def unsqueeze_like(values_K: Tensor, like: Tensor) -> Tensor:
     """Reshape one value per client so that it broadcasts with ``like`` [K, ...]: [K, 1, ...].
 
     Example:
         >>> import torch
         >>> import fedlearn as fl
-        >>> fl.beside(torch.tensor([1.0, 2.0]), torch.zeros(2, 3, 5)).shape
+        >>> fl.unsqueeze_like(torch.tensor([1.0, 2.0]), torch.zeros(2, 3, 5)).shape
         torch.Size([2, 1, 1])
     """
     return values_K.view(-1, *[1] * (like.dim() - 1))
@@ -509,7 +509,7 @@ def keep_own_model(memory: Memory, *, broadcast: Memory, name: str, flag: str) -
     """
     has_own_K = memory[flag][0][:, 0] > 0.0
     for own, model in zip(memory[name], broadcast[MODEL], strict=True):
-        own.copy_(torch.where(beside(has_own_K, own), own, model))
+        own.copy_(torch.where(unsqueeze_like(has_own_K, own), own, model))
     memory[flag][0].fill_(1.0)
 
 

@@ -51,7 +51,7 @@ from fedlearn.algorithms.informed_sampling import (
     InformedSampler,
     ObservedRound,
     SamplerState,
-    known_clients,
+    list_known_clients,
     read_client_values,
     write_client_values,
 )
@@ -177,7 +177,7 @@ class OortSampler(Ranged, InformedSampler):
         self, state: SamplerState, client_ids: NDArray[np.int64], *, round_num: int
     ) -> NDArray[np.float64]:
         """Return the utilities, with uncertainty and penalty, of clients that have reported."""
-        everybody = known_clients(state)
+        everybody = list_known_clients(state)
 
         def read(name: str, ids: NDArray[np.int64]) -> NDArray[np.float64]:
             return read_client_values(state, name, ids, default=np.nan)

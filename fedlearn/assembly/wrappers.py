@@ -126,7 +126,7 @@ def _require_compatible_sampler(components: Components) -> None:
     name, sampler = type(given).__name__, _describe_sampler(given)
     if not isinstance(given, InformedSampler) and hasattr(given, "observe"):
         raise ConfigError(
-            f"sampler: {name} has a method observe, which nobody calls; let its class inherit from "
+            f"sampler: {name} has a method observe, which is never called; let its class inherit from "
             "fedlearn.InformedSampler"
         )
     modes = {"asynchronous": components.asynchrony, "late_updates": components.late_updates}
@@ -144,7 +144,7 @@ def _require_compatible_sampler(components: Components) -> None:
 
 
 def _describe_sampler(sampler: Sampler) -> DescribedSampler | type[DescribedSampler]:
-    """Return what a sampler declares; the defaults if it declares nothing."""
+    """Return the declarations of a sampler; the defaults if it declares nothing."""
     return sampler if isinstance(sampler, DescribedSampler) else DescribedSampler
 
 

@@ -25,7 +25,7 @@ from fedlearn.errors import ConfigError
 app = typer.Typer()
 
 #: Overrides for commands without rounds, so that a cohort larger than the population is no error.
-_NOBODY_IS_ASKED = ("cohort.num_wanted=auto", "stragglers.min_reports=half")
+_NO_CLIENT_IS_ASKED = ("cohort.num_wanted=auto", "stragglers.min_reports=half")
 
 
 @app.command(
@@ -96,7 +96,7 @@ def train(
     from fedlearn.experiment.training_progress import training_progress
     from fedlearn.parallel.worker import end
 
-    config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
+    config = load(experiment, overrides=[*(overrides or ()), *_NO_CLIENT_IS_ASKED])
     config = config.resolve(num_clients=config.num_partitioned)
     here = build_site(config, runs_dir=runs_dir, data_dir=data_dir)
     path = output or Path("model.safetensors")
@@ -155,7 +155,7 @@ def memory(
     from fedlearn.core.json_values import format_json
     from fedlearn.experiment.memory import draw_forecast, forecast_memory, forecast_memory_by_size
 
-    config = load(experiment, overrides=[*(overrides or ()), *_NOBODY_IS_ASKED])
+    config = load(experiment, overrides=[*(overrides or ()), *_NO_CLIENT_IS_ASKED])
     config = config.resolve(num_clients=config.num_partitioned)
     if parameters is None:
         found = forecast_memory(config, build_site(config, data_dir=data_dir))

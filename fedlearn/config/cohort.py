@@ -50,7 +50,7 @@ class CohortSection(DeclaredSection):
     sampling: str = Field(description="How clients are drawn.")
 
     @classmethod
-    def described(cls) -> type[DescribedSampler] | None:
+    def find_described_sampler(cls) -> type[DescribedSampler] | None:
         """Return the class of the sampler, if it says what it draws and needs."""
         make = cls.make
         return make if isinstance(make, type) and issubclass(make, DescribedSampler) else None

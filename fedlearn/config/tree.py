@@ -69,7 +69,7 @@ _MAX_ROUNDS = 1_000_000_000
 _COUNTING_EXAMPLES = frozenset(
     each.model_fields["sampling"].default
     for each in COHORTS.members
-    if (sampler := each.described()) is not None and sampler.counts_examples
+    if (sampler := each.find_described_sampler()) is not None and sampler.counts_examples
 )
 _USUAL_EVALUATED = 50
 
@@ -384,7 +384,7 @@ class Config(Section):
 
     def _check_sampling(self) -> Iterator[Problem]:
         """Refuse a sampler that cannot draw one client after another, where rounds need that."""
-        sampler = self.cohort.described()
+        sampler = self.cohort.find_described_sampler()
         modes = {
             "asynchronous.mode": (self.asynchronous.is_on, self.asynchronous.mode),
             "late_updates.mode": (self.late_updates.is_on, self.late_updates.mode),
@@ -495,7 +495,7 @@ class Config(Section):
         if self.centralized:
             text = f"is {quote(self.secure_aggregation.mode)}, but centralized pools the examples"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
-        if (sampler := self.cohort.described()) is not None:
+        if (sampler := self.cohort.find_described_sampler()) is not None:
             reason = why_not_secure(sampler)
             if reason is not None:
                 yield Problem(
@@ -524,7 +524,7 @@ class Config(Section):
 
     def _check_accounted_sampling(self) -> Iterator[Problem]:
         """Refuse a sampling for which privacy cannot account."""
-        sampler, keys = self.cohort.described(), ("cohort.sampling", "privacy.mode")
+        sampler, keys = self.cohort.find_described_sampler(), ("cohort.sampling", "privacy.mode")
         if self.privacy.mode == "example" and self.cohort.sampling == "cyclic":
             text = (
                 'is "cyclic", an order that is public, but ε is computed for cohorts that are '

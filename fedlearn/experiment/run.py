@@ -109,7 +109,7 @@ class Run:
         return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))
 
     def client_state(self, client_id: int) -> "dict[str, Tensor]":
-        """Return what a simulated client keeps between its rounds, by name; {} if nothing.
+        """Return the state that a simulated client keeps between its rounds; {} if none.
 
         Each is one vector, as the local update declares it; ``local`` has the parts of the model
         that stay local, in the order of the network's parameters and then its buffers. A deployed

@@ -255,7 +255,7 @@ def test_a_sampler_of_a_file_runs_over_sessions(tmp_path: Path) -> None:
         ("class S:\n    pass", "cohort.sampling: .*made a S without sample"),
         (
             "class S:\n    def sample(self): ...\n    def observe(self): ...",
-            "a method observe, which nobody calls; let its class inherit",
+            "a method observe, which is never called; let its class inherit",
         ),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_sampler_given_in_python_whose_observations_nobody_makes_is_refused() 
         def observe(self, state: SamplerState, observed: ObservedRound) -> SamplerState:
             return state
 
-    with pytest.raises(ConfigError, match="Deaf has a method observe, which nobody calls"):
+    with pytest.raises(ConfigError, match="Deaf has a method observe, which is never called"):
         run(sampler=Deaf(), **SYNCHRONOUS)
     assert run(sampler=Drawn(), **SYNCHRONOUS, num_rounds=1).history
 

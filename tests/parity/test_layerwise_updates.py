@@ -37,7 +37,7 @@ from tests.parity import test_flower as flower
 SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
 
 
-def beside(values_K: Tensor, like: Tensor) -> Tensor:
+def unsqueeze_like(values_K: Tensor, like: Tensor) -> Tensor:
     """Reshape one value per client to broadcast with ``like``."""
     return values_K.view(-1, *[1] * (like.dim() - 1))
 
@@ -76,7 +76,7 @@ class Lars(Remembering):
             x, grads, memory["velocity"], memory["ratios"], strict=True
         ):
             ratio_K = norms(value) / (norms(grad) + 1e-3)
-            velocity.mul_(0.5).add_(beside(ratio_K, grad) * grad)
+            velocity.mul_(0.5).add_(unsqueeze_like(ratio_K, grad) * grad)
             ratios.add_(ratio_K[:, None])
             value.sub_(velocity, alpha=self.learning_rate * moment.rate)
 
@@ -93,7 +93,7 @@ class Muonlike(LocalWork):
         for value, grad in zip(x, grads, strict=True):
             direction = grad
             if grad.dim() == 3:  # one matrix per client
-                size = beside(norms(grad) + 1e-6, grad)
+                size = unsqueeze_like(norms(grad) + 1e-6, grad)
                 matrix = grad / size
                 direction = 1.5 * matrix - 0.5 * matrix @ matrix.mT @ matrix
             value.sub_(direction, alpha=self.learning_rate)
@@ -108,7 +108,7 @@ class ClippedLayers(LocalUpdateWrapper):
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
-        clipped = [g * beside((self.max_norm / norms(g)).clamp(max=1.0), g) for g in grads]
+        clipped = [g * unsqueeze_like((self.max_norm / norms(g)).clamp(max=1.0), g) for g in grads]
         self.inner.step(x, clipped, memory, broadcast=broadcast, moment=moment)
 
 
@@ -184,7 +184,7 @@ class NormedSgd(LocalSgd):
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Step along normalized gradients."""
-        unit = [grad / beside(norms(grad) + 1e-3, grad) for grad in grads]
+        unit = [grad / unsqueeze_like(norms(grad) + 1e-3, grad) for grad in grads]
         super().step(x, unit, memory, broadcast=broadcast, moment=moment)
 
 

@@ -52,11 +52,11 @@ def predicted(task: Task) -> tuple[Memory, ...]:
 def fits(one: Memory, found: StepMemory) -> bool:
     """Tell whether parameters, gradients and state are exact, and the rest within the tolerance."""
     assert one.activations is not None
-    beside = one.activations + one.transient
+    unsqueeze_like = one.activations + one.transient
     return (
         (one.parameters, one.gradients) == (found.parameters, found.gradients)
         and one.optimizer_state == found.optimizer_state
-        and beside == pytest.approx(found.activations, rel=TOLERANCE)
+        and unsqueeze_like == pytest.approx(found.activations, rel=TOLERANCE)
         and one.peak == pytest.approx(found.peak, rel=TOLERANCE)
     )
 
