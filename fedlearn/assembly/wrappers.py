@@ -126,8 +126,8 @@ def _require_compatible_sampler(components: Components) -> None:
     name, sampler = type(given).__name__, _describe_sampler(given)
     if not isinstance(given, InformedSampler) and hasattr(given, "observe"):
         raise ConfigError(
-            f"sampler: {name} has a method observe, which is never called; let its class inherit from "
-            "fedlearn.InformedSampler"
+            f"sampler: {name} has a method observe, which is never called; let its class inherit "
+            "from fedlearn.InformedSampler"
         )
     modes = {"asynchronous": components.asynchrony, "late_updates": components.late_updates}
     for table, rule in modes.items():
