@@ -23,8 +23,8 @@ def FedBABU(
 ) -> Algorithm:
     """FedBABU: FedAvg of the body alone; the head keeps its initial values.
 
-    The global model is a start for each client: train it for a few epochs on the client's data,
-    head included, before you use it there.
+    The global model is a start for each client, which trains it for a few epochs, head included,
+    before it uses it: set ``evaluation.fine_tune_epochs`` to measure that.
 
     Example:
         >>> import fedlearn as fl

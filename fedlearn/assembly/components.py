@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.fine_tuning import FineTuning, build_fine_tuning
 from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.metrics import Measures, Metric
@@ -84,11 +85,17 @@ class Components:
         return Seed(self.config.seed)
 
     @property
+    def fine_tuning(self) -> FineTuning | None:
+        """How clients fine-tune before they are evaluated, if they do."""
+        num_epochs = self.config.evaluation.fine_tune_epochs
+        return build_fine_tuning(self.algorithm.local, num_epochs=num_epochs, seed=self.seed)
+
+    @property
     def directions(self) -> dict[str, Direction]:
         """Which way is better for each metric of the run, including the clients' own, by name."""
         reported = {name: each.direction for name, each in self.config.metrics.items()}
         directions = Measures(self.objective, self.metrics).directions | reported
-        if has_personal_models(self.algorithm):
+        if self.fine_tuning is not None or has_personal_models(self.algorithm):
             directions |= name_personal(directions)
         return directions
 

@@ -25,6 +25,7 @@ from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.secret_bytes import SecretBytes
+from fedlearn.errors import ConfigError
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import (
     Charges,
@@ -45,6 +46,7 @@ from fedlearn.simulation.evaluation import (
     ReadOnce,
     sample_clients,
 )
+from fedlearn.simulation.fine_tuning import SimulatedFineTuning
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import (
     SessionCollector,
@@ -198,6 +200,7 @@ def _build_evaluators(
             batch_size=batch_size,
             cluster=cluster,
             strategy=simulation.algorithm,
+            fine_tuning=_build_fine_tuning(simulation, model),
         )
     else:
         cohort = [ClientId(client_id) for client_id in sample.tolist()]
@@ -207,5 +210,23 @@ def _build_evaluators(
             directions=simulation.directions,
             strategy=simulation.algorithm,
             deadline_s=math.inf,
+            fine_tuning=simulation.fine_tuning,
         )
     return [central, of_clients]
+
+
+def _build_fine_tuning(simulation: Simulation, model: ResidentModel) -> SimulatedFineTuning | None:
+    """Return how clients are fine-tuned in this process, if they are.
+
+    Raises:
+        ConfigError: The clients have their own trainers.
+    """
+    tuning = simulation.fine_tuning
+    if tuning is None:
+        return None
+    if simulation.make_trainer is not None:
+        raise ConfigError(
+            "evaluation.fine_tune_epochs is on, but the clients have their own trainers, which the "
+            'engine does not fine-tune with; set engine.transport to "memory", or give 0 epochs'
+        )
+    return SimulatedFineTuning(model=model, population=simulation.population, tuning=tuning)

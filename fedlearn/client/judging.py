@@ -189,6 +189,9 @@ class Judge:
             request = peek(data)
         except ProtocolError:
             return None
+        evaluate = request.evaluate if isinstance(request, SecureEvaluateRequest) else request
+        if isinstance(evaluate, EvaluateRequest) and evaluate.fine_tuning:
+            self._judge_settings(evaluate.fine_tuning)
         match request:
             case (
                 TrainRequest(settings=settings)
@@ -264,8 +267,11 @@ class Judge:
                 asked=f"training {num_tasks_today + 1} within 24 hours",
                 limit=f"at most {most}",
             )
-        if settings is None:
-            return
+        if settings is not None:
+            self._judge_settings(settings)
+
+    def _judge_settings(self, settings: Settings) -> None:
+        """Judge how to train, or how to fine-tune for an evaluation."""
         self._judge_extra(split_settings(settings)[1])
         if self.policy.max_epochs is None:
             return

@@ -87,6 +87,11 @@ class EvaluationSection(Section):
         "cohort.num_wanted. Simulated, they are the same clients every time. Deployed with secure "
         "aggregation their metrics are summed securely, which reveals only the mean.",
     )
+    fine_tune_epochs: Whole = Field(
+        0,
+        description="Epochs for which each evaluated client first trains a copy of its model, "
+        "measured as its personal model; 0: none.",
+    )
     batch_size: Count = Field(1024, description="Examples evaluated at a time, >= 1.")
     deadline_s: Positive = Field(
         60.0,
@@ -348,6 +353,7 @@ class Config(Section):
         if self.centralized and self.coordinator.training.is_on:
             text = "is true, but the coordinator trains as well (coordinator.training); remove one"
             yield Problem(("centralized",), text)
+        yield from self._check_fine_tuning()
         watched = {
             "early_stopping.patience_rounds": self.early_stopping.patience_rounds,
             "early_stopping.target": self.early_stopping.target,
@@ -356,6 +362,16 @@ class Config(Section):
             if value is not None and self.evaluation.every_rounds == 0:
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _check_fine_tuning(self) -> Iterator[Problem]:
+        """Refuse fine-tuning at evaluation where no client evaluates."""
+        num_epochs, key = self.evaluation.fine_tune_epochs, "evaluation.fine_tune_epochs"
+        if num_epochs and self.evaluation.clients == 0:
+            text = f"is {num_epochs}, but no client evaluates; raise evaluation.clients"
+            yield Problem((key, "evaluation.clients"), text)
+        if num_epochs and self.centralized:
+            text = f"is {num_epochs}, but a centralized run has no clients; leave it out"
+            yield Problem((key, "centralized"), text)
 
     def _check_asynchrony(self) -> Iterator[Problem]:
         """Refuse conflicts with asynchronous rounds or late updates, and staleness without both."""
@@ -431,6 +447,9 @@ class Config(Section):
                 'set it to "central", where the coordinator does both, or to "off"'
             )
             yield Problem(("privacy.mode", apps), text)
+        if self.evaluation.fine_tune_epochs:
+            text = f"is {self.evaluation.fine_tune_epochs}, but {whose} evaluate without training"
+            yield Problem(("evaluation.fine_tune_epochs", apps), f"{text}; leave it out")
         if self.privacy.is_on and self.privacy.clip_quantile is not None:
             text = (
                 f"is {self.privacy.clip_quantile}, but {whose} do not report whether their update "

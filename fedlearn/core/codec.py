@@ -86,6 +86,7 @@ _TRAINING = ("round_num", "attempt", "settings", "seed", "order")
 _LACKS_CONSTANTS = "lacks_constants"
 #: A field that is left out of the header if it is empty.
 _LOCAL = "local"
+_FINE_TUNING = "fine_tuning"
 
 #: The kind of each message in its header, and the names of its fields there.
 _FORMS: Mapping[type[Request | Reply], tuple[str, tuple[str, ...]]] = {
@@ -117,7 +118,14 @@ _OPTIONAL: Mapping[str, Mapping[str, object]] = {
         for each in (TrainRequest, SecureTrainRequest)
     },
     **{
-        _FORMS[each][0]: {_LOCAL: (), "settings": {}, "trained": (), "counted": None}
+        _FORMS[each][0]: {
+            _LOCAL: (),
+            "settings": {},
+            "trained": (),
+            "counted": None,
+            _FINE_TUNING: {},
+            "seed": 0,
+        }
         for each in (EvaluateRequest, SecureEvaluateRequest)
     },
     _FORMS[TrainReply][0]: {"encoding": ""},
@@ -164,7 +172,7 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
             raise ValueError(
                 f"a request of version {newest} must include its constants; encode it whole"
             )
-        if not added.keys().isdisjoint({_LOCAL, "trained"}):
+        if not added.keys().isdisjoint({_LOCAL, "trained", _FINE_TUNING}):
             raise ValueError(f"a client of version {newest} has no model of its own; upgrade it")
         added = {}
         if isinstance(settings, Mapping):
@@ -698,6 +706,7 @@ _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "order": _read_texts,
     _LOCAL: _read_texts,
     "trained": _read_texts,
+    _FINE_TUNING: _read_settings,
     "settings": _read_settings,  # null: there is no training
     "metrics": _read_numbers,
     "reason": _read_text,

@@ -123,6 +123,9 @@ class EvaluateRequest:
             which the client then evaluates too; otherwise empty.
         trained: Names of the trained parameters, in order, if there are ``settings``.
         counted: As in a :class:`TrainRequest`, if personal models are evaluated.
+        fine_tuning: How to train a copy of the model before it is evaluated as the personal one,
+            as the ``settings`` of a :class:`TrainRequest`; empty: not at all.
+        seed: As in a :class:`TrainRequest`, for the fine-tuning.
     """
 
     kind: ClassVar[str] = EVALUATE_KIND
@@ -135,6 +138,8 @@ class EvaluateRequest:
     settings: Settings = field(default_factory=dict)
     trained: Sequence[str] = ()
     counted: Mapping[ClientId, int] | None = None
+    fine_tuning: Settings = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def constants(self) -> "dict[str, Tensor]":

@@ -164,6 +164,7 @@ def _evaluators(
             plan=partial(section.evaluation_plan, measures=measures),
             deadline_s=evaluation.deadline_s,
             strategy=components.algorithm,
+            fine_tuning=components.fine_tuning,
         )
     else:
         yield ChannelEvaluator(
@@ -172,6 +173,7 @@ def _evaluators(
             directions=components.directions,
             deadline_s=evaluation.deadline_s,
             strategy=components.algorithm,
+            fine_tuning=components.fine_tuning,
             # Flower's own strategies weight by examples.
             weighs=components.config.flower.is_foreign,
         )

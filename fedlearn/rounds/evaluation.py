@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from fedlearn.algorithms.collector import GlobalModel
+from fedlearn.algorithms.fine_tuning import FineTuning
 from fedlearn.algorithms.personal_models import has_personal_models, has_personal_update
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.strategy import Strategy
@@ -43,7 +44,11 @@ class Evaluators:
 
 
 def build_evaluate_request(
-    model: GlobalModel, strategy: Strategy, cohort: Sequence[ClientId]
+    model: GlobalModel,
+    strategy: Strategy,
+    cohort: Sequence[ClientId],
+    *,
+    fine_tuning: FineTuning | None = None,
 ) -> EvaluateRequest:
     """Build the request to evaluate the global model and clients' personal models."""
     params = model.params
@@ -53,6 +58,10 @@ def build_evaluate_request(
         order=tuple(params.layout.by_name),
         local=params.local,
     )
+    if fine_tuning is not None:
+        request = replace(
+            request, fine_tuning=settings_of(fine_tuning.local), seed=fine_tuning.seed.value
+        )
     if not has_personal_models(strategy):
         return request
     counted = {each: model.counted[each] for each in cohort if each in model.counted}
@@ -89,6 +98,7 @@ class ChannelEvaluator:
             may report other metrics, whose distribution is recorded without a worst decile.
         deadline_s: Seconds to wait for the clients.
         strategy: The algorithm, which says whether clients have personal models.
+        fine_tuning: How clients fine-tune before they measure their models, if they do.
         weighs: Whether to record means weighted by examples as well.
     """
 
@@ -97,6 +107,7 @@ class ChannelEvaluator:
     directions: Mapping[str, Direction]
     deadline_s: float
     strategy: Strategy
+    fine_tuning: FineTuning | None = None
     weighs: bool = False
 
     def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
@@ -106,7 +117,7 @@ class ChannelEvaluator:
         if not cohort:
             return {}
         # One object for all clients, so that a channel encodes the model only once.
-        request = build_evaluate_request(model, self.strategy, cohort)
+        request = build_evaluate_request(model, self.strategy, cohort, fine_tuning=self.fine_tuning)
         requests = dict.fromkeys(cohort, request)
         replies = list[EvaluateReply]()
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):

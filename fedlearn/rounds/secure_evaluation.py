@@ -7,6 +7,7 @@ from typing import NamedTuple
 import structlog
 
 from fedlearn.algorithms.collector import GlobalModel
+from fedlearn.algorithms.fine_tuning import FineTuning
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.distribution import NUM_CLIENTS
 from fedlearn.core.messages import ClientId, SecureEvaluateRequest
@@ -47,6 +48,7 @@ class SecureEvaluator:
         plan: Returns the plan of an evaluation for a given cohort size n.
         deadline_s: Seconds that clients have to evaluate.
         strategy: The algorithm, which says whether clients have personal models.
+        fine_tuning: How clients fine-tune before they measure their models, if they do.
     """
 
     sessions: SecureCollector
@@ -54,6 +56,7 @@ class SecureEvaluator:
     plan: Callable[[int], EvaluationPlan]
     deadline_s: float
     strategy: Strategy
+    fine_tuning: FineTuning | None = None
 
     def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         """Return ``clients/NAME_mean`` and ``_num_clients`` per metric that some client reported.
@@ -66,7 +69,7 @@ class SecureEvaluator:
             plan = self.plan(num_clients)
         except ConfigError as error:
             return _skip(round_num, str(error))
-        request = build_evaluate_request(model, self.strategy, cohort)
+        request = build_evaluate_request(model, self.strategy, cohort, fine_tuning=self.fine_tuning)
         notice = build_notice(request)
         terms = plan.terms(
             run_id=self.sessions.run_id, round_num=round_num, request_hash=hash_notice(notice)

@@ -113,6 +113,25 @@ def train_and_reply(
     return reply, join_kept(state, {name: rows[0] for name, rows in leaving.kept.items()})
 
 
+def fine_tune(
+    trainer: LocalTrainer, tensors: Mapping[str, Tensor], *, context: TrainContext
+) -> Mapping[str, Tensor]:
+    """Train a copy of a model, only to evaluate it; return it by name.
+
+    Raises:
+        SettingsRefused: The trainer would ignore one of the settings.
+        UnusableResult: The trainer returned something else, or changed the tensors it was given.
+    """
+    require_honored(context.settings, trainer.honors, who=type(trainer).__name__)
+    given = _mark_tensors(tensors)
+    result = trainer.train(tensors, context=context)
+    if not isinstance(result, LocalResult):
+        raise UnusableResult(f"the trainer returned {type(result).__name__}, not a LocalResult")
+    _require_unchanged(tensors, given)
+    found = {name: _to_tensor(value, what=repr(name)) for name, value in result.tensors.items()}
+    return {**tensors, **found}
+
+
 def build_evaluate_reply(result: LocalEvaluation, *, round_num: int) -> EvaluateReply:
     """Check an evaluation's result and build the reply.
 

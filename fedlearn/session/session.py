@@ -53,7 +53,7 @@ from fedlearn.secagg.terms import Contribution, Terms
 from fedlearn.session.faults import is_failure
 from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile, Pins
-from fedlearn.session.results import build_evaluate_reply, train_and_reply
+from fedlearn.session.results import build_evaluate_reply, fine_tune, train_and_reply
 from fedlearn.session.secure import (
     SessionState,
     bound_metrics,
@@ -61,7 +61,13 @@ from fedlearn.session.secure import (
     decode_message,
     end_session_after_failure,
 )
-from fedlearn.training.trainer import UNATTENDED, LocalTrainer, TaskControl, TrainContext
+from fedlearn.training.trainer import (
+    UNATTENDED,
+    CancelOnly,
+    LocalTrainer,
+    TaskControl,
+    TrainContext,
+)
 
 
 def log_refusal(violation: PolicyViolation, *, round_num: int | None = None) -> None:
@@ -297,10 +303,10 @@ class ClientSession:
     def _evaluate(
         self, request: EvaluateRequest, kept: SessionState, control: TaskControl
     ) -> EvaluateReply:
-        """Evaluate the global model, and the personal one if there is any."""
+        """Evaluate the global model, and the personal or fine-tuned one if there is any."""
         result = self.trainer.evaluate(request.tensors, control=control)
         reply = build_evaluate_reply(result, round_num=request.round_num)
-        if not (request.local or request.settings):
+        if not (request.local or request.settings or request.fine_tuning):
             return reply
         local = None
         # A trainer of the user's own has no local update; its state is its own business.
@@ -314,6 +320,18 @@ class ClientSession:
             trained_names=request.trained,
             local=local,
         )
+        if request.fine_tuning:
+            settings, extra = split_settings(request.fine_tuning)
+            context = TrainContext(
+                client_id=self.client_id,
+                round_num=request.round_num,
+                settings=settings,
+                extra=extra,
+                seed=Seed(request.seed),
+                state={},
+                control=CancelOnly(control),
+            )
+            tensors = fine_tune(self.trainer, tensors, context=context)
         personal = reply
         if tensors is not request.tensors:
             result = self.trainer.evaluate(tensors, control=control)

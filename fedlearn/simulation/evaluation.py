@@ -26,6 +26,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
 from fedlearn.session.faults import describe_failure, is_failure
+from fedlearn.simulation.fine_tuning import SimulatedFineTuning
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
 from fedlearn.training.resident import ResidentModel, SetMeasures
 
@@ -136,6 +137,8 @@ class ClientEvaluator:
         client_ids: The sampled clients, the same every time: shape [n].
         batch_size: Examples per batch.
         strategy: The algorithm, which says whether clients have personal models.
+        fine_tuning: Fine-tunes each client's model before it is measured as the personal one;
+            ``None``: nothing does.
     """
 
     model: ResidentModel
@@ -144,13 +147,18 @@ class ClientEvaluator:
     batch_size: int
     cluster: Cluster
     strategy: Strategy
+    fine_tuning: SimulatedFineTuning | None = None
 
     @cached_property
     def _directions(self) -> Mapping[str, Direction]:
         directions = self.model.measures.directions
-        if has_personal_models(self.strategy):
+        if self._has_personal:
             directions = {**directions, **name_personal(directions)}
         return directions
+
+    @property
+    def _has_personal(self) -> bool:
+        return self.fine_tuning is not None or has_personal_models(self.strategy)
 
     def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
         """Compute the distribution of the loss and each metric over the clients.
@@ -209,13 +217,13 @@ class ClientEvaluator:
         found = self.model.measure(params, features, labels, batch_size=self.batch_size)
         sizes = np.diff(rows.offsets)
         means = self._average(found, sizes)
-        if not has_personal_models(self.strategy):
+        if not self._has_personal:
             return means
         personal = {name: values.copy() for name, values in means.items()}
         ends = zip(client_ids.tolist(), rows.offsets.tolist(), sizes.tolist(), strict=False)
         for place, (client_id, begin, size) in enumerate(ends):
             own = self._build_personal(model, client_id)
-            if own is None:  # the client has not trained yet: it uses the global model
+            if own is None:  # the client uses the global model
                 continue
             part = slice(begin, begin + size)
             found = self.model.measure(
@@ -226,9 +234,17 @@ class ClientEvaluator:
         return means | name_personal(personal)
 
     def _build_personal(self, model: GlobalModel, client_id: int) -> Params | None:
-        """Return a client's personal model; ``None`` if it has no state."""
+        """Return a client's personal model; ``None`` if it is the global one."""
+        own = self._build_own(model, client_id)
+        if self.fine_tuning is None:
+            return own
+        start = model.params.complete() if own is None else own
+        return self.fine_tuning.tune(start, client_id=client_id, round_num=model.round_num)
+
+    def _build_own(self, model: GlobalModel, client_id: int) -> Params | None:
+        """Return the model that a client keeps; ``None`` if it has none yet."""
         state = model.client_states.get(client_id)
-        if not state:
+        if not state or not has_personal_models(self.strategy):
             return None
         params, local = model.params.complete(), self.strategy.local
         tensors = build_personal_model(

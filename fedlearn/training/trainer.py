@@ -77,6 +77,21 @@ class NullControl:
         """Do nothing."""
 
 
+@dataclass(frozen=True)
+class CancelOnly(NullControl):
+    """Cancels a task as another control does, but takes no progress and no checkpoints.
+
+    Attributes:
+        control: The other control.
+    """
+
+    control: TaskControl
+
+    def check(self) -> None:
+        """Raise Cancelled if the other control does."""
+        self.control.check()
+
+
 #: Shared by all tasks, since it has no state.
 UNATTENDED = NullControl()
 

@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from fedlearn.client.judging import Judge, build_terms_policy
 from fedlearn.client.policy import ExtraPolicy, Policy, SecureAggregationPolicy
-from fedlearn.core.messages import Settings
+from fedlearn.core.codec import encode
+from fedlearn.core.messages import EvaluateRequest, SecureEvaluateRequest, Settings
 from fedlearn.errors import ConfigError, PolicyViolation
 from fedlearn.secagg.parameters import Adversary
 
@@ -49,6 +51,23 @@ def test_as_many_passes_as_allowed_are_taken() -> None:
     """Settings that are not known yet are not judged."""
     assert rule(Policy(max_epochs=2), {"epochs": 2}) is None
     assert rule(Policy(max_epochs=2), None) is None
+
+
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_fine_tuning_for_an_evaluation_is_judged_as_training(*, is_secure: bool) -> None:
+    """Its epochs and free-form settings; an evaluation without it has none to judge."""
+    judge = Judge(Policy(max_epochs=2))
+    for fine_tuning, refused in (({"epochs": 3}, True), ({"epochs": 2}, False), ({}, False)):
+        evaluate = EvaluateRequest(
+            round_num=1, tensors={"w": torch.ones(1)}, fine_tuning=dict(fine_tuning)
+        )
+        secure = SecureEvaluateRequest(message=b"x", evaluate=evaluate)
+        data = encode(secure if is_secure else evaluate)
+        if refused:
+            with pytest.raises(PolicyViolation, match="max_epochs"):
+                judge.check_request(data, num_tasks_today=0, spent=0.0)
+        else:
+            assert judge.check_request(data, num_tasks_today=0, spent=0.0) is not None
 
 
 def test_the_days_number_of_trainings_is_kept() -> None:

@@ -593,6 +593,7 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
         ("flower.client_apps=stock", "flower.client_apps"),
         ("model.factory={file}:make_half", "'0.weight' is torch.bfloat16"),
         ('algorithm.name="{file}:clipping"', "algorithm.name: .* transforms updates"),
+        ("evaluation.fine_tune_epochs=1", "evaluation.fine_tune_epochs.* evaluate without"),
         ('algorithm.keep_local=["0.*"]', "algorithm.name: .* keeps parts of the model"),
     ],
 )

@@ -1,0 +1,116 @@
+"""Fine-tuning at evaluation, next to an independent float64 reference."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedlearn as fl
+from fedlearn.algorithms.fine_tuning import build_fine_tuning
+from fedlearn.core.codec import decode, encode
+from fedlearn.core.messages import EvaluateRequest
+from fedlearn.errors import ConfigError
+from tests.parity import test_local_parts as parts
+
+EVALUATION = {"clients": parts.NUM_CLIENTS, "fine_tune_epochs": 3}
+HEAD = ("3.*",)
+
+
+def measure_tuned(run: fl.Run, start: nn.Module) -> list[float]:
+    """Return each client's loss after three steps of SGD from its own model, in float64."""
+    features, labels, owners = parts.draw_examples()
+    losses = []
+    for client in range(parts.NUM_CLIENTS):
+        model = copy.deepcopy(start).double()
+        model.load_state_dict(run.weights(best=False), strict=False)
+        own = run.client_state(client).get("local")
+        if own is not None:
+            kept = dict(model.named_parameters())
+            with torch.no_grad():
+                for name, part in zip(("3.weight", "3.bias"), own.split([18, 3]), strict=True):
+                    kept[name].copy_(part.view_as(kept[name]))
+        x = torch.from_numpy(features[owners == client]).double()
+        y = torch.from_numpy(labels[owners == client])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+        losses.append(nn.functional.cross_entropy(model(x), y).item())
+    return losses
+
+
+@pytest.mark.parametrize("way", parts.WAYS)
+def test_clients_are_measured_after_fine_tuning(way: Mapping[str, Any]) -> None:
+    """From the global model or from their own; the head that never trains is tuned, too."""
+    start = parts.build_initial_model(parts.make_plain_model)
+    for algorithm in (
+        fl.FedBABU(parts.SGD, head_layers=HEAD),
+        fl.FedPer(parts.SGD, personal_layers=HEAD),
+    ):
+        run = parts.simulate(algorithm, make=parts.make_plain_model, evaluation=EVALUATION, **way)
+        found = run.history[-1].metrics["clients/personal_loss_mean"]
+        assert found == pytest.approx(np.mean(measure_tuned(run, start)), abs=1e-5)
+        assert found < run.history[-1].metrics["clients/loss_mean"] - 0.01
+
+
+@pytest.mark.parametrize("engine", [{"executor": "sequential"}, {"transport": "memory"}])
+def test_fine_tuning_changes_neither_models_nor_client_states(engine: Mapping[str, Any]) -> None:
+    """Bit by bit, momentum and BatchNorm statistics included; without it, nothing is recorded."""
+    sgd = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1, momentum=0.5, keep_momentum=True)
+    tuned, plain = (
+        parts.simulate(fl.FedAvg(sgd), evaluation=each, engine=engine)
+        for each in (EVALUATION, {"clients": parts.NUM_CLIENTS})
+    )
+    for name, value in plain.weights(best=False).items():
+        assert torch.equal(tuned.weights(best=False)[name], value)
+    for client in range(parts.NUM_CLIENTS):
+        ours, theirs = tuned.client_state(client), plain.client_state(client)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert "clients/personal_loss_mean" in tuned.history[-1].metrics
+    assert "clients/personal_loss_mean" not in plain.history[-1].metrics
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"evaluation": {"clients": 0, "fine_tune_epochs": 3}}, "no client evaluates"),
+        ({"evaluation": EVALUATION, "centralized": True}, "a centralized run has no clients"),
+        ({"evaluation": {**EVALUATION, "fine_tune_epochs": -1}}, "fine_tune_epochs"),
+    ],
+)
+def test_fine_tuning_that_no_client_could_do_is_refused(
+    settings: Mapping[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        parts.simulate(fl.FedAvg(parts.SGD), **settings)
+
+
+def test_only_the_optimizer_and_its_clipping_fine_tune() -> None:
+    """What an algorithm adds needs its broadcast or its state."""
+    clipped = fl.ClippedGradients(inner=parts.SGD, gradient_clip_norm=1.0)
+    local = fl.Scaffold(clipped.inner, num_clients=5, server_learning_rate=1.0).local
+    for given, kind in ((local, fl.LocalSgd), (fl.FedProx(clipped, proximal=1.0).local, None)):
+        tuning = build_fine_tuning(given, num_epochs=4, seed=fl.Seed(0))
+        assert tuning is not None
+        assert isinstance(tuning.local, kind or fl.ClippedGradients)
+        assert tuning.local.work.epochs == 4
+    assert build_fine_tuning(local, num_epochs=0, seed=fl.Seed(0)) is None
+
+
+def test_a_request_carries_the_fine_tuning_to_clients_that_know_it() -> None:
+    """An older client would measure a model that was not tuned, so it is refused."""
+    tensors = {"w": torch.ones(2)}
+    request = EvaluateRequest(round_num=1, tensors=tensors, fine_tuning={"epochs": 2}, seed=7)
+    found = decode(encode(request))
+    assert isinstance(found, EvaluateRequest)
+    assert (found.fine_tuning, found.seed) == ({"epochs": 2}, 7)
+    with pytest.raises(ValueError, match="version 4 has no model of its own"):
+        encode(request, newest=4)
+    plain = EvaluateRequest(round_num=1, tensors=tensors)
+    assert encode(plain) == encode(plain, newest=4)
