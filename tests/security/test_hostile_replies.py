@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.quantization import Quantized
 from fedlearn.algorithms.recipes import FedAvg, Scaffold
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
@@ -447,6 +448,35 @@ def test_hostile_parts_of_a_compressed_update_are_refused(name: str) -> None:
     params, row = one_compressed_round(compressed())
     assert row.status is Status.REPORTED
     assert params.vector.tolist() == [1.0, 0.0, 1.0]
+
+
+def quantized(level: int, scale: float) -> bytes:
+    parts = {
+        "delta/levels": torch.tensor([level, 1, 0], dtype=torch.int8),
+        "delta/scales": torch.tensor([scale, 1.0]),
+    }
+    return encode(
+        TrainReply(round_num=0, lanes=parts, num_examples=5, metrics={}, encoding="quantized")
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "scale", "reason"),
+    [
+        (-128, 1.0, "a level of the update is below -127"),
+        (1, float("nan"), "not finite"),
+        (1, float("inf"), "not finite"),
+        (127, 1e30, r"exceeds 1e\+20"),
+    ],
+)
+def test_hostile_levels_and_scales_are_refused(level: int, scale: float, reason: str) -> None:
+    """Control: the lowest level there is."""
+    strategy = replace(FEDAVG, transforms=(Quantized(bits=8),))
+    _, row = one_compressed_round(quantized(level, scale), strategy)
+    assert row.status is Status.FAILED
+    assert re.search(reason, row.reason), row.reason
+    _, row = one_compressed_round(quantized(-127, 1.0), strategy)
+    assert row.status is Status.REPORTED
 
 
 def test_a_compressed_update_is_refused_where_none_was_asked_for() -> None:

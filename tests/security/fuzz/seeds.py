@@ -35,6 +35,10 @@ from tests.security.fuzz.targets import CLIENT, KEY, RUN_ID, signer
 CORPUS = Path(__file__).parent / "corpus"
 
 _TENSORS = {"weight": torch.ones(2, 2), "bias": torch.zeros(0), "steps": torch.ones(()).long()}
+_PARTS = {
+    "delta/positions": torch.tensor([0, 2], dtype=torch.int32),
+    "delta/values": torch.ones(2),
+}
 _LANES = {"delta": torch.ones(4), "control": torch.zeros(4)}
 _METRICS = {"loss": 0.5}
 
@@ -66,6 +70,11 @@ def _codec() -> Mapping[str, bytes]:
         "evaluate_request": encode(EvaluateRequest(round_num=1, tensors=_TENSORS)),
         "train_reply": encode(
             TrainReply(round_num=1, lanes=_LANES, num_examples=5, metrics=_METRICS)
+        ),
+        "compressed_reply": encode(
+            TrainReply(
+                round_num=1, lanes=_PARTS, num_examples=5, metrics=_METRICS, encoding="top_k"
+            )
         ),
         "evaluate_reply": encode(EvaluateReply(round_num=1, num_examples=5, metrics=_METRICS)),
         "secure_terms_request": encode(

@@ -456,3 +456,39 @@ def test_local_noise_comes_before_compression() -> None:
     assert (
         local_noise_ratio(settings_of(SGD, (noise, ClippedUpdates(update_clip_norm=1.0)))) is None
     )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("surroundings")
+@pytest.mark.parametrize("mode", ["late", "local parts"])
+def test_rounds_with_stragglers_and_local_parts_compress_alike(mode: str) -> None:
+    """Updates of earlier rounds have the random positions of their own round."""
+    features = np.random.default_rng(0).normal(size=(60, 5)).astype("float32")
+    labels = (features[:, 0] > 0).astype(int)
+    data = fl.from_arrays(features, labels, partition=fl.Iid(6), test=(features, labels), seed=0)
+    algorithm = with_transforms(fl.RandomK(fraction=0.5, error_feedback=True))
+    settings: dict[str, Any] = {"cohort": {"num_wanted": 2}, "devices": DEVICES}
+    if mode == "late":
+        settings |= {"late_updates": {"mode": "keep"}, "stragglers": {"over_selection": 2.0}}
+    else:
+        algorithm = fl.KeepLocal(algorithm, ["2.*"])
+    engines = (
+        {"executor": "sequential", "block_size": 1},
+        {"transport": "memory"},
+        {"executor": "fused"},
+    )
+    vectors = list[Tensor]()
+    for engine in engines:
+        run = fl.simulate(
+            shelf.make_model,
+            data,
+            algorithm,
+            num_rounds=4,
+            engine={"num_workers": 1, **engine},
+            **settings,
+        )
+        if mode == "late":
+            assert any(record.staleness for record in run.history)
+        vectors.append(torch.cat([each.flatten() for each in run.weights(best=False).values()]))
+    assert torch.equal(vectors[0], vectors[1])
+    torch.testing.assert_close(vectors[2], vectors[0], rtol=0.0, atol=1e-5)
