@@ -272,7 +272,7 @@ def test_the_comparison_would_notice_a_wrong_update(
     assert difference(trained, by_reference("mlp", right)) > 1e-5
 
 
-@pytest.mark.parametrize("what", ["broadcast", "kept"])
+@pytest.mark.parametrize("what", ["broadcast", "client_state"])
 def test_the_comparison_would_notice_another_control(what: str) -> None:
     """A control of the server or of a client that is wrong by a hundredth."""
     work = work_for("mlp", CONTROLLED, num_examples=[9, 5], dtype=torch.float32)
@@ -280,7 +280,7 @@ def test_the_comparison_would_notice_another_control(what: str) -> None:
     other = replace(
         work,
         broadcast=wrong.get("broadcast", work.broadcast),
-        client_state=wrong.get("kept", work.client_state),
+        client_state=wrong.get("client_state", work.client_state),
     )
     trained = fused_executor("mlp", work).train(other)
     assert difference(trained, by_reference("mlp", work)) > 1e-5
