@@ -38,6 +38,15 @@ class ObservedRound:
         participations: The outcome of each client asked in the round's last attempt, with its
             duration and, if it reported, its number of examples and training loss. Under secure
             aggregation the last two are means over all reports.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> from fedlearn.core.participations import Participation, Participations, Status
+        >>> late = Participation(3, Status.LATE, 9.5, 0, 0.0, "")
+        >>> rows = Participations.of([late])
+        >>> seen = fl.ObservedRound(round_num=0, is_aggregated=True, participations=rows)
+        >>> [row.client_id for row in seen.participations if row.status is Status.LATE]
+        [3]
     """
 
     round_num: int
@@ -224,6 +233,14 @@ def write_client_values(
         state: The state before.
         client_ids: The clients, each once.
         columns: One value for each of them, by name.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> clients = np.array([3, 7])
+        >>> state = fl.write_client_values({}, clients, {"loss": np.array([0.5, 0.2])})
+        >>> fl.read_client_values(state, "loss", np.array([7, 8]), default=1.0)
+        array([0.2, 1. ])
     """
     if not len(client_ids):
         return state

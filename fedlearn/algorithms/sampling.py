@@ -106,7 +106,13 @@ class _Rest(Sequence[ClientId]):
 
 
 def ids_of(available: Sequence[ClientId] | range) -> NDArray[np.int64]:
-    """Return the clients' ids as an array, without reading a range one by one."""
+    """Return the clients' ids as an array, without reading a range one by one.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.ids_of(range(3))
+        array([0, 1, 2])
+    """
     if isinstance(available, _Rest):
         return available.ids()
     if isinstance(available, range):

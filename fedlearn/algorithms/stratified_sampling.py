@@ -16,7 +16,13 @@ from fedlearn.core.randomness import Seed
 
 
 class StrataAllocation(StrEnum):
-    """How many clients of a cohort each group has."""
+    """How many clients of a cohort each group has.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.StrataAllocation("equal")
+        <StrataAllocation.EQUAL: 'equal'>
+    """
 
     PROPORTIONAL = "proportional"
     EQUAL = "equal"

@@ -4,14 +4,14 @@ An attacker trains like the others. An attack may change its examples beforehand
 (:meth:`Attack.poison`) and the updates of all attackers of a round afterwards
 (:meth:`Attack.forge`), so that they can collude.
 
-=================  =======================================================================
-Paper              Here
-=================  =======================================================================
-:math:`n, m`       ``num_updates`` and the number of attackers in a round
-:math:`\mu, \sigma` mean and standard deviation of the attackers' honest updates
-:math:`z`          ``num_deviations``
-:math:`\gamma`     largest step along ``direction`` that no distance gives away
-=================  =======================================================================
+====================  ====================================================================
+Paper                 Here
+====================  ====================================================================
+:math:`n, m`          ``num_updates`` and the number of attackers in a round
+:math:`\mu, \sigma`   mean and standard deviation of the attackers' honest updates
+:math:`z`             ``num_deviations``
+:math:`\gamma`        largest step along ``direction`` that no distance gives away
+====================  ====================================================================
 """
 
 import math
