@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.client_state import to_tensors
+from fedlearn.algorithms.geometric_median import CenteredClipping
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -57,6 +58,7 @@ CONTROLS: Mapping[str, Strategy] = {
     "scaffold": FedAvg(SGD, weight_by_examples=False),
     "easgd": EASGD(SGD, elasticity=0.0, cohort_size=len(flower.SIZES)),
     "median": FedAvg(SGD, weight_by_examples=False),
+    "centered clipping": FedAvg(SGD, weight_by_examples=False),
     "clipped updates": FedAvg(SGD),
     "clipped by example": FedAvg(
         ClippedGradients(inner=BY_EXAMPLE.inner, gradient_clip_norm=0.5), weight_by_examples=False
@@ -69,6 +71,9 @@ ALGORITHMS: Mapping[str, Strategy] = {
     "scaffold": Scaffold(SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
     "easgd": EASGD(SGD, elasticity=1.0, cohort_size=len(flower.SIZES)),
     "median": FedMedian(SGD),
+    "centered clipping": replace(
+        FedAvg(SGD), aggregation=CenteredClipping(clip_radius=0.1, num_iterations=2)
+    ),
     "clipped updates": replace(FedAvg(SGD), transforms=[ClippedUpdates(update_clip_norm=0.05)]),
     "clipped by example": FedAvg(BY_EXAMPLE, weight_by_examples=False),
 }
