@@ -86,7 +86,7 @@ def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: S
     except ValueError as error:
         raise RoundError(str(error)) from error
     if not isinstance(stepped, StepResult):
-        raise RoundError(f"{who}.step returned {type(stepped).__name__}; it returns a Stepped")
+        raise RoundError(f"{who}.step returned {type(stepped).__name__}; it returns a StepResult")
     _require_model(stepped.params.vector, params, aggregate, who=who, rule=rule)
     _require_state(stepped.state, who=f"{who}.step")
     of_rule = _to_floats(aggregate.metrics, who=f"the aggregation {rule}")

@@ -133,7 +133,7 @@ class Renaming(Plain):
     ("strategy", "complaint"),
     [
         (InPlace(), r"InPlace\.step wrote to its input tensors"),
-        (Forgetful(), r"Forgetful\.step returned NoneType; it returns a Stepped"),
+        (Forgetful(), r"Forgetful\.step returned NoneType; it returns a StepResult"),
         (Double(), r"Double\.step returned a model of shape \(8,\), torch.float64"),
         (Exploding(), r"Exploding\.step gave values that are not finite"),
         (Counting(), r"Counting\.init returned the state 'rounds' as int"),
