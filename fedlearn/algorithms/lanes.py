@@ -211,7 +211,7 @@ class Aggregate:
         num_capped: Number of clients whose loss or number of examples was above the bounds of a
             secure sum; ``None``: as above.
         train: The clients' training, if the strategy says that it
-            :attr:`~fedlearn.algorithms.strategy.Strategy.needs_train_metrics`; else ``None``.
+            ``needs_train_metrics``; else ``None``.
         metrics: Figures to record with the round, by name, such as how many clients a rule left
             out.
 

@@ -36,8 +36,8 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
             possible, each with its file and line or its ``--set``.
 
     Example:
-        >>> load(None, overrides=["client.epochs=3", "algorithm.name=fedprox"]).algorithm
-        FedProx(name='fedprox', proximal=0.01, weight_by_examples=True)
+        >>> load(None, overrides=["client.epochs=3", "algorithm.name=fedprox"]).algorithm.proximal
+        0.01
     """
     file = None if path is None else Path(path)
     raw, toml = ({}, "") if file is None else read(file)

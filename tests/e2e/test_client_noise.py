@@ -216,7 +216,7 @@ def test_a_deployment_promises_no_more_than_it_can_keep(
         ),
         ({"privacy": {"mode": "local", "reproducible": True}}, "whose clients draw secret noise"),
         ({"privacy": {"mode": "local", "clip_quantile": 0.5}}, "clients agree to one clip norm"),
-        ({"algorithm": "weighted"}, "weighted by their numbers of examples"),
+        ({"algorithm": "weighted"}, "weights by examples have no noise"),
         (
             {"cohort": {"num_wanted": COHORT, "sampling": "poisson"}},
             "whose cohorts have no least size",
