@@ -386,7 +386,7 @@ def compute_delta(
         tensor([-1.,  1.,  1.])
     """
     sizes = [start[name].numel() for name in order]
-    vector = torch.empty(sum(sizes), dtype=_choose_delta_dtype(start, order))
+    vector = torch.empty(sum(sizes), dtype=choose_delta_dtype(start, order))
     for name, part in zip(order, vector.split(sizes), strict=True):
         # Subtract in the wider of the two dtypes: rounding the global model to the narrower one
         # would count as a change.
@@ -422,12 +422,8 @@ def rebase_statistics(delta_P: Tensor, *, sent_S: Tensor | None, current_S: Tens
     return torch.cat([trained_Q, changes_S + shift_S]) if shift_S.any() else delta_P
 
 
-def size_of_delta(start: Mapping[str, Tensor], *, order: Sequence[str]) -> int:
-    """Return the size of a :func:`compute_delta`."""
-    return sum(start[name].numel() for name in order) * _choose_delta_dtype(start, order).itemsize
-
-
-def _choose_delta_dtype(start: Mapping[str, Tensor], order: Sequence[str]) -> torch.dtype:
+def choose_delta_dtype(start: Mapping[str, Tensor], order: Sequence[str]) -> torch.dtype:
+    """Return the dtype of a :func:`compute_delta`: float64 if a tensor of the start is."""
     is_double = any(start[name].dtype == torch.float64 for name in order)
     return torch.float64 if is_double else torch.float32
 

@@ -32,6 +32,7 @@ from fedlearn.core.messages import (
     SecureTrainRequest,
     TrainRequest,
 )
+from fedlearn.core.params import choose_delta_dtype
 from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.secagg.terms import Contribution
@@ -214,7 +215,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
             transforms_from(train.settings, known=self.transforms),
             shapes,
             num_statistics=sum(all_sizes[len(shapes) :]),
-            dtype=self.dtype,
+            dtype=choose_delta_dtype(train.tensors, train.order),
         )
         return delta + self.further_bytes
 

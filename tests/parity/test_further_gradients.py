@@ -28,7 +28,7 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.settings import settings_of
-from fedlearn.core.clock import VirtualClock
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -256,7 +256,7 @@ def test_fused_layers_refuse_further_gradients_and_the_note_says_why(tmp_path: P
     job = flower.job(LOCAL, seeded(plain))
     with pytest.raises(EngineError, match="asks for gradients at other points"):
         use_configured(job, ExecutorKind.FUSED)
-    found = choose(job, clock=VirtualClock(), cache_dir=tmp_path)
+    found = choose(job, clock=SystemClock(), cache_dir=tmp_path)
     assert found.kind is not ExecutorKind.FUSED
     assert "asks for gradients at other points" in found.reason
 
