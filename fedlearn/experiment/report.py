@@ -176,7 +176,7 @@ _MAP_INCHES = 11.6
 _MAP_MARGIN_INCHES = 0.5
 _MOST_CLIENTS = 200
 _MOST_COLUMNS = 500
-_MOST_TOLD_CELLS = 3000  # more are drawn as an image, so that the page still opens at once
+_MAX_VECTOR_CELLS = 3000  # more are drawn as an image, so that the page still opens at once
 _MOST_LABELED_ROWS = 70
 _ROW_INCHES = ((30, 0.25), (_MOST_LABELED_ROWS, 0.18), (_MOST_CLIENTS, 0.055))
 _WIDEST_CELL_INCHES = 0.7
@@ -233,7 +233,7 @@ class _Map:
     def _draw(self, axes: Axes) -> None:
         rows, columns = self.cells.shape
         last = columns * self.rounds_per_column + 0.5
-        if np.count_nonzero(self.cells) <= _MOST_TOLD_CELLS:
+        if np.count_nonzero(self.cells) <= _MAX_VECTOR_CELLS:
             axes.set(xlim=(0.5, last), ylim=(rows - 0.5, -0.5))
             for row, column in np.argwhere(self.cells):
                 add_shape(axes, self._cell(int(row), int(column)))

@@ -38,7 +38,7 @@ _UNREADABLE = (
     pickle.UnpicklingError,
 )
 #: Most characters of an error that a message quotes.
-_MAX_TOLD = 300
+_MAX_QUOTED = 300
 
 
 def latest(folder: Path) -> Path | None:
@@ -172,4 +172,4 @@ def _describe_cause(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         raise error
     said = str(error).partition("\n")[0]
-    return f"{type(error).__name__}: {said[:_MAX_TOLD]}"
+    return f"{type(error).__name__}: {said[:_MAX_QUOTED]}"
