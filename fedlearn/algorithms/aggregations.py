@@ -96,7 +96,7 @@ Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
 
 
 def min_updates(aggregation: object) -> int:
-    """Return the fewest updates that a rule can combine; 0 if it has no minimum of its own."""
+    """Return the fewest updates that a rule can combine; 0 if any number will do."""
     # Not 1: under privacy a round needs no minimum, since that would reveal who took part.
     return aggregation.min_updates if isinstance(aggregation, RobustAggregation) else 0
 

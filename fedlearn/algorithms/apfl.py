@@ -1,4 +1,4 @@
-r"""APFL: each client uses a mixture of the global model and a model of its own.
+r"""APFL: each client uses a mixture of the global model and its own.
 
 ========================== ==========================================
 symbol                     here
@@ -133,7 +133,7 @@ def APFL(
     adapts_mixing: AdaptsMixing,
     weight_by_examples: ByExamples = False,
 ) -> Algorithm:
-    """APFL: FedAvg, and each client uses a mixture of the global model and one of its own.
+    """APFL: FedAvg, and each client uses a mixture of the global model and its own.
 
     Example:
         >>> import fedlearn as fl

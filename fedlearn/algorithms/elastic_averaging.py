@@ -102,7 +102,7 @@ class ElasticForce(Ranged, LocalUpdateWrapper):
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin at the client's own model, or at the global one if it has none yet."""
         self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
-        # Memory starts at zero, which marks a client without a model of its own.
+        # Memory starts at zero, which marks a client that has no model yet.
         has_own_K = memory[_HAS_OWN][0][:, 0] > 0.0
         for value, own, model in zip(x, memory[_OWN], broadcast[MODEL], strict=True):
             own.copy_(torch.where(unsqueeze_like(has_own_K, own), own, model))

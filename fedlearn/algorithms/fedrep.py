@@ -1,4 +1,4 @@
-r"""FedRep: clients share a representation, and each trains a head of its own on top of it.
+r"""FedRep: clients share a representation, and each trains its own head on top of it.
 
 ========================== ==========================================
 symbol                     here

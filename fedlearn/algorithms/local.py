@@ -146,7 +146,7 @@ class Moment(NamedTuple):
     @property
     def client_ids(self) -> Sequence[int]:
         """Ids of the K clients, in the order of the rows of ``x``."""
-        return self._known.client_ids
+        return self._require_info.client_ids
 
     @property
     def names(self) -> Sequence[str]:
@@ -155,17 +155,17 @@ class Moment(NamedTuple):
         Raises:
             ValueError: The update takes flat tensors, which have no names.
         """
-        return self._known.names
+        return self._require_info.names
 
     @property
     def epochs_K(self) -> Tensor:
         """Index of each client's epoch, from 0: int64 [K]. Clients with fewer steps are ahead."""
-        return self._known.epochs_K
+        return self._require_info.epochs_K
 
     @property
     def num_steps_K(self) -> Tensor:
         """Number of steps that each client takes in this round: [K], of the dtype of ``x``."""
-        return self._known.num_steps_K
+        return self._require_info.num_steps_K
 
     @property
     def losses_K(self) -> Tensor:
@@ -177,7 +177,7 @@ class Moment(NamedTuple):
             ValueError: In ``begin``, before the first batch; or gradients have noise for privacy,
                 which a loss would bypass.
         """
-        return self._known.losses_K
+        return self._require_info.losses_K
 
     def gradient_at(self, point: Tensors) -> PointGradient:
         """Compute the loss and its gradient at other parameters, on the batch of this step.
@@ -195,10 +195,10 @@ class Moment(NamedTuple):
         Raises:
             ValueError: The class does not set it, or the shapes differ from those of ``x``.
         """
-        return self._known.gradient_at(point)
+        return self._require_info.gradient_at(point)
 
     @property
-    def _known(self) -> StepInfo:
+    def _require_info(self) -> StepInfo:
         if self.info is None:
             raise ValueError(
                 "this moment is not part of a training, so only its round_num, step and rate are "

@@ -358,7 +358,7 @@ ALGORITHMS = kinds(
     ),
     kind(
         "apfl",
-        "APFL: each client uses a mixture of the global model and one of its own.",
+        "APFL: each client uses a mixture of the global model and its own.",
         APFL,
         personal_learning_rate=0.1,
         mixing=0.5,

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +172,31 @@ def test_a_client_keeps_its_part_over_rounds_without_it() -> None:
         ours, theirs = engine.client_state(client), memory.client_state(client)
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
+            torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=0.0)
+
+
+def test_local_parts_stay_with_their_clients_in_asynchronous_rounds() -> None:
+    """Clients of one buffer start from different global models: engine and sessions agree."""
+    buffered = fl.FedBuff(
+        SGD, server_learning_rate=1.0, buffer_size=2, concurrency=3, max_staleness=5
+    )
+    algorithm = replace(buffered, strategy=fl.KeepLocal(buffered.strategy, HEAD))
+    features, labels, owners = draw_examples()
+    data = fl.from_arrays(
+        features, labels, partition=fl.Natural(), seed=0, groups=owners, test=(features, labels)
+    )
+    engine, memory = (
+        fl.simulate(make_plain_model, data, algorithm, num_rounds=5, seed=1, engine=each)
+        for each in ({"executor": "fused"}, {"transport": "memory"})
+    )
+    for name, value in engine.weights(best=False).items():
+        torch.testing.assert_close(value, memory.weights(best=False)[name], atol=1e-5, rtol=0.0)
+    states = [engine.client_state(client) for client in range(NUM_CLIENTS)]
+    assert sum("local" in each for each in states) >= 3
+    for client, state in enumerate(states):
+        theirs = memory.client_state(client)
+        assert state.keys() == theirs.keys()
+        for name, value in state.items():
             torch.testing.assert_close(value, theirs[name], atol=1e-5, rtol=0.0)
 
 
