@@ -450,8 +450,9 @@ def _require_in_outputs(objective: CrossEntropy, outputs: Tensor, labels: Tensor
     _require_classes(outputs, labels)
     objective.require_weights(outputs)
     counted = labels[labels != objective.ignore_index]
-    if counted.numel() and int(counted.max()) >= outputs.shape[1]:
-        raise ValueError(_outside(f"Target {int(counted.max())} is out of bounds", outputs))
+    outside = counted[(counted < 0) | (counted >= outputs.shape[1])]
+    if outside.numel():
+        raise ValueError(_outside(f"Target {int(outside[0])} is out of bounds", outputs))
 
 
 def _outside(what: str, outputs: Tensor) -> str:

@@ -1,7 +1,6 @@
 """Makes the automatic choices of a simulation (device, workers, executor) and explains them."""
 
 import math
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from fedlearn.assembly.plan import build_initial_params, choose_release
 from fedlearn.assembly.server_training import build_server_task
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
+from fedlearn.core.cores import count_cores
 from fedlearn.core.features import list_tensors
 from fedlearn.core.gpus import find_own_gpu
 from fedlearn.core.messages import ClientId
@@ -285,7 +285,7 @@ def _choose_num_workers(
         return 1, "the job is small"
     if not can_fork():
         return 1, "workers do not share data on this system; request them with engine.num_workers"
-    return min(os.cpu_count() or 1, simulation.policy.num_wanted), "one per core"
+    return min(count_cores(), simulation.policy.num_wanted), "one per core"
 
 
 def count_workers_used(simulation: Simulation, requested: int) -> int:

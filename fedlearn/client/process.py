@@ -101,6 +101,8 @@ class TrainingProcess:
     _: KW_ONLY
     _family: Family
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # Reentrant, since a signal handler may ask to stop in the thread that is sending.
+    _sending: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def start(cls, options: RuntimeOptions, *, python: str) -> Self:
@@ -215,7 +217,7 @@ class TrainingProcess:
 
     def send(self, message: Facts | Changes | Wake | Stop) -> None:
         """Send facts or a command; they are lost if the process has exited."""
-        with suppress(OSError):
+        with suppress(OSError), self._sending:
             self.link.sendall(
                 json.dumps({type(message).__name__: asdict(message)}).encode() + b"\n"
             )

@@ -116,7 +116,7 @@ def _explain(
     remedy = f"write {call_example(target, name=f'fl.{name}')}"
     names = [each.name for each in parameters]
     by_place = [each for each in parameters if each.kind is not each.KEYWORD_ONLY]
-    for unknown in () if takes_any_name else kwargs.keys() - set(names):
+    for unknown in () if takes_any_name else [each for each in kwargs if each not in names]:
         near = difflib.get_close_matches(unknown, names, n=1)
         # So that lr finds learning_rate.
         initials = {"".join(word[0] for word in each.split("_")): each for each in names}

@@ -107,8 +107,10 @@ class Seed:
             >>> Seed(0).uniform(np.arange(3)).shape
             (3,)
         """
-        # 53 bits fill a float64; half a step more, so that 0 never occurs.
-        return ((self.hash(*labels) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+        # 53 bits fill a float64; half a step more, so that 0 never occurs. The largest number
+        # would round to 1.
+        steps = (self.hash(*labels) >> np.uint64(11)).astype(np.float64) + 0.5
+        return np.minimum(steps, 2.0**53 - 1.0) * 2.0**-53
 
     def normal(self, *labels: NDArray[np.int64] | int) -> NDArray[np.float64]:
         """Return one standard normal per element of the broadcast ``labels``.

@@ -138,8 +138,8 @@ def _common_directions(a: RunRecord, b: RunRecord) -> dict[str, Direction]:
     if leading == headline_metric(b) and split_statistic(leading)[0] in agreed:
         first[leading] = agreed[split_statistic(leading)[0]]
     # Last, since `compare` judges by the first metric that both runs have measured.
-    loss = agreed.pop("loss")
-    return first | agreed | {"loss": loss}
+    last = {name: agreed.pop(name) for name in ("loss",) if name in agreed}
+    return first | agreed | last
 
 
 def _common_best(a: History, b: History, metric: str, direction: Direction) -> float:

@@ -122,10 +122,11 @@ class GatewayChannel:
         in_use = {question.state.key.folder for question in self._open}
 
         def is_old(name: str) -> bool:
-            # Folders are named kind-round-attempt-number. Rounds have six digits, so that text
-            # order is number order; a name without a round compares as older than any.
-            round_num = name.split("-")[1:2]
-            return name not in in_use and round_num[:1] < [f"{before_round - 1:06d}"]
+            # Folders are named kind-round-attempt-number; a name without a round is older than any.
+            _, _, rest = name.partition("-")
+            round_num, _, _ = rest.partition("-")
+            is_round = round_num.isdecimal()
+            return name not in in_use and (not is_round or int(round_num) < before_round - 1)
 
         remove_exchanges(self.folder / "replies", is_unneeded=is_old)
         self.loop.post(partial(self.exchanges.release_verdicts, before_round))

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 
 from fedlearn import errors
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.cores import count_cores
 from fedlearn.core.files import explain_disk_errors, write_durably
 from fedlearn.core.gpus import find_own_gpu
 from fedlearn.core.json_files import read_json, require_json
@@ -587,7 +588,7 @@ def _read_final_error(folder: Folder) -> Exception:
 def _build_environment(world_size: int) -> dict[str, str]:
     environ = dict(os.environ)
     prepare_for_mkl(environ)
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // world_size)))
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cores() // world_size)))
     if not torch.cuda.is_available() and (interface := loopback()) is not None:
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # A store that is shared across restarts would still contain addresses of dead processes.

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 #: Steps without overflow after which the scale is doubled; 2000 as in torch's GradScaler.
 _GROWS_AFTER = 2000
+#: The smallest scale: the smallest normal number in float32.
+_LEAST = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class LossScale:
             is_finite: Whether the gradients of this step were finite; if not, it is skipped.
         """
         if not is_finite:
-            return LossScale(self.value / 2.0, 0, self.num_skipped + 1)
+            # Never 0, by which gradients could not be unscaled.
+            return LossScale(max(self.value / 2.0, _LEAST), 0, self.num_skipped + 1)
         if self.num_good + 1 == _GROWS_AFTER:
             return LossScale(self.value * 2.0, 0, self.num_skipped)
         return replace(self, num_good=self.num_good + 1)

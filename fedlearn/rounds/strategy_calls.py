@@ -25,7 +25,8 @@ def call_begin(strategy: Strategy, params: Params) -> StepResult:
         RoundError: A value of the state is not a tensor, or a metric is not a number.
     """
     begun, who = strategy.begin(params), type(strategy).__name__
-    _require_state(begun.state, who=f"{who}.init")
+    made_by = "init" if type(strategy).begin is Strategy.begin else "begin"
+    _require_state(begun.state, who=f"{who}.{made_by}")
     return replace(begun, metrics=_to_floats(begun.metrics, who=f"{who}.begin"))
 
 

@@ -131,6 +131,14 @@ def test_ignored_examples_of_two_classes_count_nowhere() -> None:
         assert measure(outputs, labels) == measure(outputs[rest], labels[rest])
 
 
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_label_outside_the_classes_is_named(label: int) -> None:
+    """On a GPU, torch's own check would end the process."""
+    labels = torch.tensor([0, label, -100])
+    with pytest.raises(ValueError, match=rf"Target {label} is out of bounds; .* 3 classes, 0\.\.2"):
+        require_fitting(CrossEntropy(), logits(3, 3), labels)
+
+
 @pytest.mark.parametrize("weights", [(1.0, -1.0), (0.0, 0.0), (1.0, float("nan")), ()])
 def test_class_weights_are_numbers_of_which_one_counts(weights: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="class_weights"):

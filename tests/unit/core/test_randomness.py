@@ -61,6 +61,15 @@ def test_uniform_and_normal_numbers_are_what_they_are_called() -> None:
     assert abs(np.corrcoef(normal[1:], normal[:-1])[0, 1]) < 0.015
 
 
+def test_no_uniform_number_rounds_to_zero_or_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extreme hashes are one in 2^64, so they are put in here."""
+    extremes = np.array([0, 2**64 - 1], np.uint64)
+    monkeypatch.setattr(Seed, "hash", lambda *_: extremes)
+    least, most = Seed(1).uniform(0)
+    assert 0.0 < least < 2.0**-53
+    assert most == 1.0 - 2.0**-53
+
+
 def test_generators_start_afresh() -> None:
     """Two from one seed draw alike, and torch's global generator does not advance."""
     before = torch.random.get_rng_state()

@@ -341,6 +341,21 @@ def test_a_coordinator_that_ends_at_once_has_heard(
     assert site.operator.send_command("abort") is True
 
 
+def test_a_beat_before_the_command_does_not_count(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator renews its lease, is killed, and only then the command is stored."""
+    lease = site.lease("killed")
+    assert lease.try_acquire()
+
+    def renew_and_set(database: Database, name: str, wanted: Control) -> None:
+        lease.renew({})
+        set_control(database, name, wanted)
+
+    monkeypatch.setattr("fedlearn.deployment.operator.set_control", renew_and_set)
+    assert hasty(site, tmp_path).send_command("abort") is False
+
+
 def test_a_coordinator_that_was_taken_over_stops(site: Site) -> None:
     """Its next beat finds a newer epoch of the lease."""
     interruption = Interruption()

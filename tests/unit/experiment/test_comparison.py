@@ -181,6 +181,14 @@ def test_what_two_runs_disagree_on_is_not_compared() -> None:
     assert "best dose" not in measured(comparison)
 
 
+def test_opposite_directions_of_the_loss_leave_it_out() -> None:
+    """A task may name its own measure "loss", and want it high."""
+    other = {"metrics": {"loss": {"direction": "max"}}}
+    comparison = compare((run("a"), B[1]), (run("b", other), B[1]))
+    assert "best loss" not in measured(comparison)
+    assert comparison.metric == "accuracy"
+
+
 def test_a_metric_that_nobody_declared_makes_no_best() -> None:
     """A watched metric without a declared direction is ignored."""
     best = summarize(

@@ -1321,6 +1321,16 @@ def test_forgetting_keeps_the_last_round_and_those_to_come(site: Site) -> None:
     assert left == ["TrainRequest-000002-0-0", "TrainRequest-000003-0-0"]
 
 
+def test_rounds_are_forgotten_in_the_order_of_numbers(site: Site) -> None:
+    """Round 1,000,000 comes before round 999,999 as text. A folder without a round is old."""
+    channel = site.open().channel()
+    names = [f"TrainRequest-{n:06d}-0-0" for n in (999_998, 999_999, 1_000_000)]
+    for name in [*names, "TrainRequest"]:
+        (site.folder / "replies" / name).mkdir(parents=True)
+    channel.forget(before_round=1_000_000)
+    assert sorted(path.name for path in (site.folder / "replies").iterdir()) == sorted(names[1:])
+
+
 def test_only_a_leader_calls_a_reply_accepted(site: Site) -> None:
     gateway = site.open()
     (member,) = site.connected(gateway, 1)

@@ -124,6 +124,13 @@ def test_a_loss_scale_doubles_after_two_thousand_good_steps() -> None:
     assert scale.after(is_finite=False) == LossScale(4.0, num_skipped=1)
 
 
+def test_a_loss_scale_never_becomes_zero() -> None:
+    scale = LossScale(1.0)
+    for _ in range(2000):
+        scale = scale.after(is_finite=False)
+    assert float(torch.tensor(scale.value, dtype=torch.float32)) == scale.value == 2.0**-126
+
+
 @pytest.mark.parametrize(
     ("batch_size", "spread", "message"),
     [
