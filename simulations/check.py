@@ -61,6 +61,8 @@ def main() -> None:
         "--data-dir", type=Path, default=os.environ.get("FEDLEARN_DATA_DIR", "../shared/data")
     )
     arguments = parser.parse_args()
+    # The experiments read it, and so do their own data functions.
+    os.environ["FEDLEARN_DATA_DIR"] = str(Path(arguments.data_dir).resolve())
     folders = sorted(path.parent for path in HERE.glob("*/expected.json"))
     chosen = [each for each in folders if not arguments.names or each.name in arguments.names]
     results = [check(folder, Path(arguments.data_dir)) for folder in chosen]
