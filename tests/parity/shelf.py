@@ -7,6 +7,8 @@ to a module of cases, and that to ``test_shelf.py``.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +17,16 @@ from torch.func import functional_call
 
 import fedlearn as fl
 from fedlearn.algorithms.collector import Collector
-from fedlearn.algorithms.local import LocalSgd, batch_positions
+from fedlearn.algorithms.local import (
+    LocalSgd,
+    asks_gradients,
+    batch_positions,
+    find_client_loss,
+)
 from fedlearn.algorithms.local_parts import LocalParts, find_local_names
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
@@ -27,7 +35,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
 from fedlearn.simulation.behavior import Instant
-from fedlearn.simulation.choice import ExecutorKind, TrainingJob, make_executor
+from fedlearn.simulation.choice import ExecutorKind, TrainingJob, choose, make_executor
 from fedlearn.simulation.engine import Engine
 from fedlearn.simulation.sessions import SimulatedSessions, trainers_on
 from fedlearn.training.resident import Precision, ResidentModel
@@ -73,6 +81,27 @@ class Case:
     protected: Strategy | None
     refused: str = ""
     personal: Callable[[Tensor], Mapping[int, Tensor]] | None = None
+
+    @cached_property
+    def models(self) -> "Models":
+        """What the references give."""
+        x = initial().vector.double()
+        personal = {} if self.personal is None else self.personal(x)
+        return Models(list(self.reference(x)), personal)
+
+
+@dataclass(frozen=True)
+class Models:
+    """The models of a run.
+
+    Attributes:
+        shared: The global model after each round.
+        personal: The clients' own models after the last one, by client; empty where only the
+            clients know them.
+    """
+
+    shared: Sequence[Tensor]
+    personal: Mapping[int, Tensor]
 
 
 def make_model() -> nn.Module:
@@ -154,23 +183,18 @@ def weighted(weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
     return (weights[:, None] * torch.stack(list(rows))).sum(0)
 
 
-def by_reference(case: Case) -> list[Tensor]:
-    """The models after each round by the reference."""
-    return list(case.reference(initial().vector.double()))
-
-
 # ---- The six ways -----------------------------------------------------------------------------
 
 
-def engine(strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster | None = None) -> Engine:
-    """The simulation engine with an executor; in one block, so that clients train together."""
-    params, population = start(strategy), grpc.population()
-    job = TrainingJob(
+def job(strategy: Strategy) -> TrainingJob:
+    """What an executor is chosen for."""
+    params = start(strategy)
+    return TrainingJob(
         make_model=make_model,
         objective=CrossEntropy(),
         metrics={},
         local=strategy.local,
-        population=population,
+        population=grpc.population(),
         broadcast=strategy.broadcast(strategy.init(params)),
         params=params.complete(),
         precision=Precision.FLOAT32,
@@ -178,15 +202,43 @@ def engine(strategy: Strategy, kind: ExecutorKind, *, cluster: Cluster | None = 
         num_together=NUM_PER_ROUND,
         seed=SEED,
     )
+
+
+def engine(
+    strategy: Strategy,
+    kind: ExecutorKind,
+    *,
+    cluster: Cluster | None = None,
+    block_size: int | None = None,
+) -> Engine:
+    """The simulation engine with an executor; in one block, so that clients train together."""
+    in_a_block = 1 if kind is ExecutorKind.SEQUENTIAL else NUM_PER_ROUND
     return Engine(
-        population=population,
+        population=grpc.population(),
         behavior=Instant(),
-        executor=make_executor(job, kind),
+        executor=make_executor(job(strategy), kind),
         policy=POLICY,
         cluster=cluster or Alone(),
-        block_size=1 if kind is ExecutorKind.SEQUENTIAL else NUM_PER_ROUND,
-        local_parts=LocalParts.of(params),
+        block_size=block_size or in_a_block,
+        local_parts=LocalParts.of(start(strategy)),
     )
+
+
+def engines(strategy: Strategy, *, cache_dir: Path) -> dict[str, Engine]:
+    """The engine with each executor that takes the strategy, and with the one that auto chooses.
+
+    A choice that is a way of its own already is the same engine.
+    """
+    kinds = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP]
+    if not asks_gradients(strategy.local) and find_client_loss(strategy.local) is None:
+        kinds.append(ExecutorKind.FUSED)
+    ways = {kind.value: engine(strategy, kind) for kind in kinds}
+    choice = choose(job(strategy), clock=SystemClock(), cache_dir=cache_dir)
+    # No block has more clients than a round.
+    size = min(choice.block_size, NUM_PER_ROUND)
+    is_known = choice.kind.value in ways and ways[choice.kind.value].block_size == size
+    chosen = None if is_known else engine(strategy, choice.kind, block_size=size)
+    return {**ways, "auto": chosen or ways[choice.kind.value]}
 
 
 def sessions(strategy: Strategy) -> Channel:
@@ -225,10 +277,52 @@ def run_to_end(strategy: Strategy, collector: Collector) -> tuple[list[Tensor], 
     return models, state
 
 
+def run_to_models(strategy: Strategy, collector: Collector) -> Models:
+    """The global models, and the personal ones that the coordinator's state has."""
+    shared, state = run_to_end(strategy, collector)
+    kept = {int(client): each for client, each in state.client_states.items()}
+    return Models(shared, {c: each["personal"] for c, each in kept.items() if "personal" in each})
+
+
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest difference of a parameter after any round."""
     pairs = zip(found, expected, strict=True)
     return max(float((left.double() - right.double()).abs().max()) for left, right in pairs)
+
+
+def worst_difference(found: Models, expected: Models) -> float:
+    """The largest difference of a parameter in any model, global or personal."""
+    assert found.personal.keys() in (expected.personal.keys(), set()), "of all clients, or none"
+    pairs = [(each, expected.personal[client]) for client, each in found.personal.items()]
+    pairs += zip(found.shared, expected.shared, strict=True)
+    left, right = zip(*pairs, strict=True)
+    return largest_difference(left, right)
+
+
+def differences_of_engines(case: Case, *, cache_dir: Path) -> dict[str, float]:
+    """The worst difference from the reference by executor; clients' models must be in the state."""
+    found, seen = dict[str, float](), dict[int, float]()
+    for way, collector in engines(case.strategy, cache_dir=cache_dir).items():
+        if id(collector) not in seen:
+            models = run_to_models(case.strategy, collector)
+            assert models.personal.keys() == case.models.personal.keys()
+            seen[id(collector)] = worst_difference(models, case.models)
+        found[way] = seen[id(collector)]
+    return found
+
+
+def difference_in_memory(case: Case) -> float:
+    """The worst difference of sessions in memory."""
+    found = run_to_models(case.strategy, over(sessions(case.strategy)))
+    return worst_difference(found, case.models)
+
+
+def difference_over_grpc(case: Case, folder: Path) -> float:
+    """The worst difference of real clients, which keep their state on disk."""
+    folder.mkdir()
+    with grpc.over_grpc(folder, make_model) as (channel, _):
+        found = run_to_models(case.strategy, over(channel))
+    return worst_difference(found, case.models)
 
 
 # ---- Secure aggregation and privacy -----------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every algorithm on the shelf equals its float64 reference in each way of running it."""
 
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,18 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from fedlearn.algorithms.collector import Collector
-from fedlearn.algorithms.local import asks_gradients, find_client_loss
 from fedlearn.core.cluster import Cluster
-from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.choice import ExecutorKind
 from fedlearn.simulation.cluster import launch
 from tests.parity import shelf, shelf_compression, shelf_drift, shelf_models, shelf_partial
-from tests.parity import test_grpc as grpc
 from tests.processes import Launcher
 
 CASES: Mapping[str, shelf.Case] = {
@@ -36,32 +31,13 @@ def _one_thread() -> None:
 
 
 @every_case
-def test_an_algorithm_equals_its_reference_in_one_process(name: str) -> None:
-    """Client by client, many at once in two ways, and by sessions in memory."""
+def test_an_algorithm_equals_its_reference_in_one_process(name: str, tmp_path: Path) -> None:
+    """Client by client, many at once, as auto chooses, and by sessions in memory."""
     case = CASES[name]
-    expected, strategy = shelf.by_reference(case), case.strategy
-    kinds = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP]
-    if not asks_gradients(strategy.local) and find_client_loss(strategy.local) is None:
-        kinds.append(ExecutorKind.FUSED)
-    ways: dict[str, Collector] = {kind.value: shelf.engine(strategy, kind) for kind in kinds}
-    ways["memory"] = shelf.over(shelf.sessions(strategy))
-    for way, collector in ways.items():
-        difference = shelf.largest_difference(shelf.run(strategy, collector), expected)
+    differences = shelf.differences_of_engines(case, cache_dir=tmp_path)
+    assert {"sequential", "vmap", "auto"} <= differences.keys()
+    for way, difference in {**differences, "memory": shelf.difference_in_memory(case)}.items():
         assert difference < shelf.TOLERANCE, way
-
-
-@pytest.mark.parametrize("kind", [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP])
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.personal])
-def test_personal_models_are_those_of_the_reference(name: str, kind: ExecutorKind) -> None:
-    """After the last round, of all clients that took part in any."""
-    case = CASES[name]
-    assert case.personal is not None
-    expected = case.personal(shelf.initial().vector.double())
-    _, state = shelf.run_to_end(case.strategy, shelf.engine(case.strategy, kind))
-    assert state.client_states.keys() == expected.keys()
-    for client, model in expected.items():
-        found = state.client_states[ClientId(client)]["personal"]
-        torch.testing.assert_close(found.double(), model, rtol=0.0, atol=shelf.TOLERANCE)
 
 
 @every_case
@@ -69,7 +45,7 @@ def test_what_is_new_in_an_algorithm_can_be_seen(name: str) -> None:
     """The control: without it, the models differ."""
     control = CASES[name].control
     found = shelf.run(control, shelf.over(shelf.sessions(control)))
-    assert shelf.largest_difference(found, shelf.by_reference(CASES[name])) > 1e-4
+    assert shelf.largest_difference(found, CASES[name].models.shared) > 1e-4
 
 
 @pytest.mark.usefixtures("surroundings")
@@ -99,13 +75,9 @@ def test_a_protected_run_gives_the_same_model(name: str) -> None:
 
 @pytest.mark.slow
 def test_clients_over_grpc_equal_the_references(tmp_path: Path) -> None:
-    """Real clients, which build the local update from settings, and keep their state on disk."""
-    for name, case in CASES.items():
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        with grpc.over_grpc(folder, shelf.make_model) as (channel, _):
-            found = shelf.run(case.strategy, shelf.over(channel))
-        difference = shelf.largest_difference(found, shelf.by_reference(case))
+    """Real clients build the local update from settings."""
+    for number, (name, case) in enumerate(CASES.items()):
+        difference = shelf.difference_over_grpc(case, tmp_path / str(number))
         assert difference < shelf.TOLERANCE, name
 
 
@@ -113,27 +85,32 @@ def test_clients_over_grpc_equal_the_references(tmp_path: Path) -> None:
 class Runs:
     """Runs every algorithm, on each worker."""
 
-    def __call__(self, cluster: Cluster) -> dict[str, Tensor]:
+    def __call__(self, cluster: Cluster) -> dict[str, shelf.Models]:
         found = {}
         for name, case in CASES.items():
             collector = shelf.engine(case.strategy, ExecutorKind.SEQUENTIAL, cluster=cluster)
-            found[name] = torch.stack(shelf.run(case.strategy, collector))
+            found[name] = shelf.run_to_models(case.strategy, collector)
         return found
+
+
+def differences_of_two_workers() -> dict[str, float]:
+    """The worst difference of each case; from a process that may start others."""
+    from tests.parity.test_shelf import Runs as Imported  # noqa: PLC0415 - so that workers find it
+
+    found = launch(Imported(), num_workers=2, environment={})
+    return {name: shelf.worst_difference(found[name], case.models) for name, case in CASES.items()}
 
 
 @pytest.mark.slow
 def test_two_workers_equal_the_references(launcher: Launcher, tmp_path: Path) -> None:
     """In a process with a time limit."""
-    launcher.run(Path(__file__), str(tmp_path / "models")).check_returncode()
-    models = load_file(tmp_path / "models")
-    assert models.keys() == CASES.keys()
-    for name, case in CASES.items():
-        difference = shelf.largest_difference(list(models[name]), shelf.by_reference(case))
+    launcher.run(Path(__file__), str(tmp_path / "differences")).check_returncode()
+    differences = json.loads((tmp_path / "differences").read_bytes())
+    assert differences.keys() == CASES.keys()
+    for name, difference in differences.items():
         assert difference < shelf.TOLERANCE, name
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    from tests.parity.test_shelf import Runs as Imported  # so that workers can import it
-
-    save_file(launch(Imported(), num_workers=2, environment={}), sys.argv[1])
+    Path(sys.argv[1]).write_text(json.dumps(differences_of_two_workers()))
