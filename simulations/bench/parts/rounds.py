@@ -49,8 +49,8 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 class Stopwatch:
     """A progress display that notes when each round ended, and formats log lines as usual."""
 
-    def __init__(self, now_s: Callable[[], float] | None = None) -> None:
-        self._now_s = now_s or SystemClock().now_s
+    def __init__(self) -> None:
+        self._now_s = SystemClock().now_s
         self.ends_s, self.notes = [self._now_s()], tuple[str, ...]()
         self._lines = PlainProgress(Path(os.devnull).open("w"))  # noqa: SIM115 - open until exit
 
@@ -95,15 +95,11 @@ def round_seconds(
     model: str = "mlp",
     num_clients: int = 1000,
     num_rounds: int,
-    now_s: Callable[[], float] | None = None,
     **settings: Any,  # Any: tables of a configuration
 ) -> list[float]:
-    """Run a simulation and return the seconds of each round after the warm-up.
-
-    They are real time, or differences of what ``now_s`` returns.
-    """
+    """Run a simulation and return the seconds of each round after the warm-up."""
     make_model, shape = MODELS[model]
-    watch = Stopwatch(now_s)
+    watch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
         fl.simulate(
             make_model,
