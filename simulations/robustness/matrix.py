@@ -1,13 +1,15 @@
 """Run every aggregation rule against every attack; print a table and draw a picture.
 
-    python simulations/robustness/matrix.py [--seeds N] [--rounds N] [--out FILE.png]
+    python simulations/robustness/matrix.py [--seeds N] [--rounds N] [--only RULE] [--out FOLDER]
 
 Each cell is ``experiment.toml`` with overrides: the mean accuracy over the seeds, on the test set.
+Each row is added to ``results.json`` as soon as it is done, and the picture shows all rows there.
 For the backdoor the last column also has the share of test images with the trigger that the model
 takes for the target class.
 """
 
 import argparse
+import json
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -75,12 +77,14 @@ def run_cell(overrides: Sequence[str], runs_dir: str) -> tuple[float, float]:
     return run.history[-1].metrics["accuracy"], success
 
 
-def run_matrix(num_seeds: int, num_rounds: int) -> dict[str, dict[str, float]]:
-    """Run all cells; return the figures by rule and attack."""
-    found: dict[str, dict[str, float]] = {}
+def run_matrix(
+    rules: Sequence[str], kept: Path, *, num_seeds: int, num_rounds: int
+) -> dict[str, dict[str, float]]:
+    """Run the cells of some rules; return the figures of all that were kept, by rule and attack."""
+    found: dict[str, dict[str, float]] = json.loads(kept.read_text()) if kept.exists() else {}
     with tempfile.TemporaryDirectory() as runs_dir:
-        for rule, rule_overrides in RULES.items():
-            row = found[rule] = {}
+        for rule in rules:
+            row, rule_overrides = dict[str, float](), RULES[rule]
             for attack, attack_overrides in ATTACKS.items():
                 cells = [
                     run_cell(
@@ -96,6 +100,9 @@ def run_matrix(num_seeds: int, num_rounds: int) -> dict[str, dict[str, float]]:
                 if attack == "backdoor":
                     row[_SUCCESS] = fmean(success for _, success in cells)
             print("| " + " | ".join([rule, *(f"{each:.2f}" for each in row.values())]) + " |")
+            found[rule] = {each: round(value, 4) for each, value in row.items()}
+            found = {each: found[each] for each in RULES if each in found}
+            kept.write_text(json.dumps(found, indent=2) + "\n")
     return found
 
 
@@ -121,12 +128,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--out", type=Path, default=HERE / "matrix.png")
+    parser.add_argument("--only", action="append", choices=RULES, metavar="RULE")
+    parser.add_argument("--out", type=Path, default=HERE)
     arguments = parser.parse_args()
     columns = [*ATTACKS, _SUCCESS]
     print("| " + " | ".join(["", *columns]) + " |")
     print("|" + " --- |" * (len(columns) + 1))
-    draw(run_matrix(arguments.seeds, arguments.rounds), arguments.out)
+    found = run_matrix(
+        arguments.only or list(RULES),
+        arguments.out / "results.json",
+        num_seeds=arguments.seeds,
+        num_rounds=arguments.rounds,
+    )
+    draw(found, arguments.out / "matrix.png")
 
 
 if __name__ == "__main__":
