@@ -3,8 +3,8 @@
     python simulations/published.py FOLDER ... [--short] [--seeds N] [--only RUN] [--data-dir DIR]
 
 A folder has ``experiment.toml`` and ``claim.json``; simulations/README.md describes its keys. It
-prints a table. Without ``--short`` and ``--only`` it also writes
-``results.json`` and draws ``figure.png`` in the folder.
+prints a table. Without ``--short`` it also adds each run to ``results.json`` in the folder as soon
+as it is done, and draws all that are there as ``figure.png``.
 """
 
 import argparse
@@ -33,13 +33,20 @@ from fedlearn.experiment.progress import choose_printer
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.simulate import run_config
 from fedlearn.experiment.site import Site
+from fedlearn.simulation.fine_tuning import SimulatedFineTuning
 from fedlearn.simulation.sources import Examples
+from fedlearn.training.resident import Precision, ResidentModel
 
 HERE = Path(__file__).parent
+#: By run and figure, the value of each seed.
+Results = dict[str, dict[str, list[float]]]
 
 
 def run_once(folder: Path, claim: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, float]:
-    """Run ``experiment.toml`` with overrides; return the last metrics and those of the clients."""
+    """Run ``experiment.toml`` with overrides; return the last metrics and those of the clients.
+
+    ``best_accuracy`` is the largest of all rounds, and ``accuracy_N`` that after round N.
+    """
     with tempfile.TemporaryDirectory() as runs_dir:
         overrides = (*overrides, f"store.runs_dir={runs_dir}")
         config = load(folder / "experiment.toml", overrides=overrides)
@@ -48,6 +55,14 @@ def run_once(folder: Path, claim: Mapping[str, Any], overrides: Sequence[str]) -
             printer = choose_printer(printed, as_json=False)
             run = run_config(config, Site(addresses, os.environ, SystemClock(), printer))
         figures = dict(run.history[-1].metrics)
+        accuracies = {
+            record.round_num + 1: record.metrics["accuracy"]
+            for record in run.history
+            if "accuracy" in record.metrics
+        }
+        figures |= {f"accuracy_{num_rounds}": value for num_rounds, value in accuracies.items()}
+        if accuracies:
+            figures["best_accuracy"] = max(accuracies.values())
         if "client_tests" in claim:
             place, _, name = claim["client_tests"].rpartition(":")
             tests = import_function("client_tests", f"{folder / place}:{name}")()
@@ -57,6 +72,8 @@ def run_once(folder: Path, claim: Mapping[str, Any], overrides: Sequence[str]) -
 
 def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict[str, float]:
     """Measure the last model, and each client's own, on the clients' held-out examples.
+
+    With ``evaluation.fine_tune_epochs`` a client's own model is fine-tuned first.
 
     Returns:
         ``client_N`` and ``personal_N`` for each client, and their means by examples, ``clients``
@@ -69,6 +86,12 @@ def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict
     params, tensors = Params.of(model), dict(model.state_dict())
     trained = [spec.name for spec in params.layout.trainable]
     keeps = has_personal_update(algorithm.local)
+    resident = ResidentModel(
+        built.make_model, objective, device=torch.device("cpu"), precision=Precision.FLOAT32
+    )
+    fine_tuning = built.fine_tuning and SimulatedFineTuning(
+        model=resident, population=built.population, tuning=built.fine_tuning
+    )
 
     def accuracy(network: nn.Module, test: Examples) -> float:
         with torch.no_grad():
@@ -86,6 +109,11 @@ def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict
         )
         figures[f"client_{client_id}"] = accuracy(model, test)
         model.load_state_dict(own)
+        if fine_tuning:
+            tuned = fine_tuning.tune(
+                Params.of(model), client_id=client_id, round_num=config.num_rounds
+            )
+            model.load_state_dict(tuned.to_tensors())
         figures[f"personal_{client_id}"] = accuracy(model, test)
         model.load_state_dict(tensors)
     for kind, name in (("client", "clients"), ("personal", "personal")):
@@ -95,13 +123,13 @@ def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict
 
 
 def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
-    """Run one folder, print its table and, if all was run in full, keep the results."""
+    """Run one folder and print its table; keep the results of runs in full."""
     claim = json.loads((folder / "claim.json").read_text())
     missing = [each for each in claim["needs"] if not (arguments.data_dir / each).exists()]
     if missing:
         print(f"{folder.name}: skipped, {arguments.data_dir} has no {', '.join(missing)}")
         return
-    results = dict[str, dict[str, list[float]]]()
+    kept = folder / "results.json"
     print(f"{folder.name}: mean ± standard deviation of {arguments.seeds} seeds", end="")
     print(" (published, difference)\n")
     print("| " + " | ".join(["", *claim["figures"].values()]) + " |")
@@ -114,19 +142,20 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
             run_once(folder, claim, (*run["overrides"], *short, f"seed={seed}"))
             for seed in range(arguments.seeds)
         ]
-        results[name] = {
+        found = {
             figure: [each[figure] for each in seeds]
             for figure in claim["figures"]
             if figure in seeds[0]
         }
-        cells = [
-            format_cell(results[name].get(each), run["published"].get(each))
-            for each in claim["figures"]
-        ]
+        published = run.get("published", {})
+        cells = [format_cell(found.get(each), published.get(each)) for each in claim["figures"]]
         print("| " + " | ".join([name, *cells]) + " |", flush=True)
-    if not arguments.short and not arguments.only:
-        (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-        draw(claim, results, folder / "figure.png")
+        if not arguments.short:
+            results: Results = json.loads(kept.read_text()) if kept.exists() else {}
+            results[name] = found
+            results = {each: results[each] for each in claim["runs"] if each in results}
+            kept.write_text(json.dumps(results, indent=2) + "\n")
+            draw(claim, results, folder / "figure.png")
 
 
 def format_cell(ours: Sequence[float] | None, theirs: float | None) -> str:
@@ -137,9 +166,7 @@ def format_cell(ours: Sequence[float] | None, theirs: float | None) -> str:
     return cell if theirs is None else f"{cell} ({theirs:.3f}, {fmean(ours) - theirs:+.3f})"
 
 
-def draw(
-    claim: Mapping[str, Any], results: Mapping[str, Mapping[str, Sequence[float]]], path: Path
-) -> None:
+def draw(claim: Mapping[str, Any], results: Results, path: Path) -> None:
     """Draw the first figure of all runs: each seed, their mean, and the published value."""
     figure, title = next(iter(claim["figures"].items()))
     picture = Figure(figsize=(7, 1.2 + 0.4 * len(results)), layout="constrained")
@@ -149,7 +176,7 @@ def draw(
     theirs = [
         (claim["runs"][name]["published"][figure], y)
         for y, name in enumerate(results)
-        if figure in claim["runs"][name]["published"]
+        if figure in claim["runs"][name].get("published", {})
     ]
     axes.plot(*zip(*seeds, strict=True), "o", color="C0", alpha=0.4, label="each seed")
     axes.plot(*zip(*means, strict=True), "|", color="C0", markersize=20, label="mean")
