@@ -9,6 +9,7 @@ from torch import nn
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.informed_sampling import Sampler
+from fedlearn.algorithms.local_parts import find_local_names
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.round_settings import RoundSettings
@@ -212,11 +213,13 @@ def _add_attack(components: Simulation) -> Simulation:
     section = components.config.attack
     if not section.is_on:
         return components
+    model = components.make_model()
+    local = find_local_names(model, components.algorithm.keep_local)
     attacked = Attacked(
         components.algorithm,
         attack=section.make_attack(),
         attackers=frozenset(section.clients),
-        layout=Layout.of(components.make_model()),
+        layout=Layout.of(model).exclude(local),
         seed=components.seed,
     )
     return replace(components, algorithm=attacked)

@@ -10,6 +10,7 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
 from fedlearn.algorithms.krum import Bulyan, Krum
+from fedlearn.algorithms.local_parts import KeepLocal
 from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
 from fedlearn.algorithms.norm_bound import NormBound
 from fedlearn.algorithms.recipes import Algorithm
@@ -54,6 +55,8 @@ class AggregationSection(DeclaredSection):
                 if self.bucket_size > 1:
                     rule = Bucketing(inner=rule, bucket_size=self.bucket_size)
                 return replace(strategy, aggregation=rule)
+            case KeepLocal(inner=inner):
+                return replace(strategy, inner=self.apply(inner))
         raise ValueError(
             f"it has its own aggregation, so aggregation.rule = {quote(self.rule)} cannot "
             "replace it; leave it out, or choose an algorithm that averages"

@@ -964,6 +964,17 @@ def test_the_rules_tested_are_all_there_are() -> None:
     assert _kinds(AGGREGATIONS) == {"own", *clipping, *selecting, *middle}
 
 
+def test_a_rule_goes_with_layers_that_stay_local() -> None:
+    """Whether an algorithm keeps them, or the key does."""
+    krum = {"rule": "krum", "num_malicious": 1}
+    tables = {"aggregation": krum, "client": _CLIENT}
+    fedper = {"name": "fedper", "personal_layers": ["1.*"]}
+    fedavg = {"name": "fedavg", "keep_local": ["1.*"]}
+    built = [_build({**tables, "algorithm": each}).algorithm for each in (fedper, fedavg)]
+    assert built[0] == built[1]
+    assert built[0].aggregation == Krum(num_malicious=1)
+
+
 @pytest.mark.parametrize("name", ["fedmedian", "scaffold", "easgd"])
 def test_an_algorithm_with_its_own_rule_takes_no_other(name: str) -> None:
     """It would be another algorithm. Control: one that averages takes it, with its server step."""

@@ -251,6 +251,34 @@ def test_an_attack_of_your_own_is_named_by_its_class() -> None:
         run(Nothing(), 3)
 
 
+@pytest.mark.parametrize("kind", ["sign_flip", "little_is_enough"])
+def test_local_parts_and_statistics_are_not_forged(kind: str) -> None:
+    """Only what clients send and train; the control sends all parts."""
+
+    def make_normalized() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    local = fl.LocalSgd(epochs=1, batch_size=100, learning_rate=0.2)
+    shared = fl.KeepLocal(fl.FedAvg(local), ["0.*", "1.weight", "1.bias"])
+
+    def train(attack: fl.Attack | None) -> fl.Run:
+        return fl.simulate(
+            make_normalized,
+            DATA,
+            shared,
+            attack=attack,
+            num_attackers=8 if attack else None,
+            num_rounds=1,
+            evaluation={"clients": 0},
+            cohort={"num_wanted": 8},
+        )
+
+    honest, attacked = train(None).load_model(), train(KINDS[kind]).load_model()
+    for name, expected in honest.state_dict().items():
+        same = torch.equal(attacked.state_dict()[name], expected)
+        assert same is not name.startswith("2."), name
+
+
 # ---- What the coordinator does ------------------------------------------------------------
 
 
