@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.lanes import TrainMetrics as TrainMetrics
     from fedlearn.algorithms.lanes import Updates as Updates
     from fedlearn.algorithms.lanes import stack_rows as stack_rows
+    from fedlearn.algorithms.local import BroadcastSpec as BroadcastSpec
     from fedlearn.algorithms.local import LocalSgd as LocalSgd
     from fedlearn.algorithms.local import LocalUpdate as LocalUpdate
     from fedlearn.algorithms.local import LocalUpdateWrapper as LocalUpdateWrapper
@@ -175,8 +176,8 @@ _HOME = {
     ),
     "algorithms.lanes": "Aggregate LaneSpec Over TrainMetrics Updates stack_rows",
     "algorithms.local": (
-        "LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment add_scaled "
-        "flatten_rows unsqueeze_like"
+        "BroadcastSpec LocalSgd LocalUpdate LocalUpdateWrapper LocalWork MemorySpec Moment "
+        "add_scaled flatten_rows unsqueeze_like"
     ),
     "algorithms.median": "CoordinateMedian TrimmedMean",
     "algorithms.local_parts": "KeepLocal",

@@ -12,6 +12,7 @@ from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.compression import count_delta_bytes
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, TrainMetrics
 from fedlearn.algorithms.late_updates import Durations
+from fedlearn.algorithms.local import names_sent_once
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.stragglers import StragglerPolicy
@@ -60,6 +61,7 @@ class RoundRequest:
             num_statistics=len(self.params.layout.statistics),
             counted=self.counted,
             local=self.params.local,
+            sent_once=names_sent_once(self.strategy.broadcasts),
         )
 
     def messages(self, cohort: Sequence[ClientId]) -> dict[ClientId, TrainRequest]:
@@ -87,8 +89,13 @@ class RoundRequest:
 
     @property
     def download_bytes(self) -> int:
-        """Size of the broadcast to one client: the model and the strategy's vectors."""
-        return self.params.num_bytes + sum(vector.nbytes for vector in self.broadcast.values())
+        """Size of the broadcast to one client: the model and the strategy's vectors.
+
+        Without what a client is sent once, as in :attr:`~fedlearn.core.params.Params.num_bytes`.
+        """
+        once = names_sent_once(self.strategy.broadcasts)
+        sent = (vector.nbytes for name, vector in self.broadcast.items() if name not in once)
+        return self.params.num_bytes + sum(sent)
 
     @property
     def upload_bytes(self) -> int:
@@ -118,12 +125,14 @@ class GlobalModel:
         round_num: Number of finished rounds.
         client_states: Client state, in a process that simulates the clients.
         counted: See :class:`~fedlearn.core.messages.TrainRequest`; empty if clients keep nothing.
+        sent_once: See :class:`~fedlearn.core.messages.EvaluateRequest`.
     """
 
     params: Params
     round_num: int
     client_states: ClientStates = field(default_factory=dict)
     counted: Mapping[ClientId, int] = field(default_factory=dict)
+    sent_once: Lanes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,6 +74,46 @@ class MemorySpec:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class BroadcastSpec:
+    """Declares a value that the strategy broadcasts together with the model.
+
+    The strategy broadcasts each value as one vector; clients see it shaped for use next to ``x``:
+
+    =================== ============================================================
+    ``over``            for clients
+    =================== ============================================================
+    ``Over.TRAINABLE``  one tensor like each of ``x``: [1, ...]
+    ``Over.TENSORS``    one number for each tensor of ``x``, which broadcasts with it
+    a count n           a single tensor [1, n]
+    ``Over.ALL``        a single tensor [1, P]: parameters, then statistics
+    =================== ============================================================
+
+    Attributes:
+        over: Its extent.
+        is_sent_once: Whether a client downloads it once and keeps it, instead of with each request.
+            If it changes after all, clients download it again.
+
+    Raises:
+        ValueError: It has no values.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> fl.BroadcastSpec(over=1)  # one number, sent in every round
+        BroadcastSpec(over=1, is_sent_once=False)
+    """
+
+    over: Over | int
+    is_sent_once: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.over, int) and self.over < 1:
+            raise ValueError(f"a broadcast value has {self.over} numbers; give at least one")
+
+
+#: Declarations of broadcast values by name.
+Broadcasts: TypeAlias = Mapping[str, BroadcastSpec]
+
 #: Memory by name. Over ``TRAINABLE``: tensors like ``x``. Over ``TENSORS``: [K, 1] for each tensor
 #: of ``x``. With a number of values n: a single tensor [K, n].
 Memory: TypeAlias = Mapping[str, Tensors]
@@ -251,6 +291,11 @@ class LocalWork(Ranged):
         """Memory between steps: none."""
         return {}
 
+    @property
+    def broadcasts(self) -> Broadcasts:
+        """Declared broadcast values: none."""
+        return {}
+
     def num_steps(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of steps in a round by the clients' example counts, element-wise."""
         return self.steps_per_epoch(num_examples) * self.epochs
@@ -344,6 +389,13 @@ class LocalUpdate(Protocol):
     def memory(self) -> Mapping[str, MemorySpec]:
         """Its memory and random numbers, by name."""
 
+    @property
+    def broadcasts(self) -> Broadcasts:
+        """The broadcast values that it reads, by name.
+
+        A value that is not declared has one number for each trainable parameter.
+        """
+
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin a round, in place on ``x`` and ``memory``, before the first gradient.
 
@@ -364,9 +416,9 @@ class LocalUpdate(Protocol):
             grads: Gradients of the batch's mean loss, shaped like ``x``. Do not write to them: two
                 may be the same tensor.
             memory: As :attr:`memory` declares it, along ``x``.
-            broadcast: The strategy's broadcast, and the parameters that training starts from as
-                ``"model"``: along ``x``, [1, ...] each; ``"model"`` is [K, ...] if clients keep
-                a part of the model for themselves.
+            broadcast: The strategy's broadcast, as :class:`BroadcastSpec` describes, and the
+                parameters that training starts from as ``"model"``: along ``x``, [1, ...] each;
+                [K, ...] if clients keep a part of the model for themselves.
             moment: The time of the step, and what is known about it.
         """
 
@@ -648,6 +700,11 @@ class LocalUpdateWrapper:
         """The inner update's."""
         return self.inner.memory
 
+    @property
+    def broadcasts(self) -> Broadcasts:
+        """The inner update's."""
+        return self.inner.broadcasts
+
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin the inner update."""
         self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
@@ -719,8 +776,8 @@ def takes_flat(local: LocalUpdate) -> bool:
 
     This is faster, but correct only for steps that treat all numbers alike. Every class of the
     update must declare ``takes_flat = True`` itself; it is not inherited, since a subclass may add
-    a rule per layer. A flat tensor has no room for one number per original tensor, so a lane or
-    draws over ``Over.TENSORS`` rule it out.
+    a rule per layer. A flat tensor has no room for one number per original tensor, so a lane,
+    draws or a broadcast over ``Over.TENSORS`` rule it out.
     """
     # `vars` of the class itself: see the docstring on why subclasses do not inherit it.
     is_declared = all(
@@ -728,6 +785,7 @@ def takes_flat(local: LocalUpdate) -> bool:
     )
     extents = [lane.over for lane in local.lanes]
     extents += [spec.over for spec in local.memory.values() if spec.draws is not None]
+    extents += [spec.over for spec in local.broadcasts.values()]
     return is_declared and Over.TENSORS not in extents
 
 
@@ -886,42 +944,98 @@ def report_of(
     return LocalReport(lanes, client_state)
 
 
-def along_trainable(layout: Layout, params_P: Tensor, broadcast: Mapping[str, Tensor]) -> Memory:
-    """Split the broadcast into tensors along the parameters, as :meth:`LocalUpdate.step` takes it.
+def lay_out_broadcast(
+    broadcast: Mapping[str, Tensor],
+    specs: Broadcasts,
+    *,
+    layout: Layout,
+    params_P: Tensor,
+    is_flat: bool = False,
+) -> Memory:
+    """Shape the broadcast as :meth:`LocalUpdate.step` takes it, and add the model.
 
     Args:
+        broadcast: By name one vector.
+        specs: Their declarations.
         layout: Layout of the model.
         params_P: The global model, shape [P], or the start model of each client, [K, P].
-        broadcast: Vectors with one number per trainable parameter: shape [Q] each.
+        is_flat: Whether all parameters are one tensor: see :func:`takes_flat`.
 
     Raises:
         ValueError: As :func:`require_broadcast`.
     """
-    require_broadcast(broadcast, layout)
-    views = layout.views(params_P)
-    found = {MODEL: [views[spec.name] for spec in layout.trainable]}
-    if params_P.dim() == 1:
-        found[MODEL] = [value.unsqueeze(0) for value in found[MODEL]]
-    for name, vector_Q in broadcast.items():
-        parts = vector_Q.split([spec.size for spec in layout.trainable])
-        found[name] = [
-            part.view(1, *spec.shape) for part, spec in zip(parts, layout.trainable, strict=True)
-        ]
+    require_broadcast(broadcast, specs, layout)
+    found = {MODEL: _split_along(params_P, layout, is_flat=is_flat)}
+    # At least float32, as in a client's memory: bfloat16 cannot count beyond 256.
+    precise = torch.promote_types(params_P.dtype, torch.float32)
+    for name, vector in broadcast.items():
+        match extent_of(name, specs):
+            case Over.TRAINABLE:
+                found[name] = _split_along(vector.to(params_P.dtype), layout, is_flat=is_flat)
+            case Over.TENSORS:
+                numbers = vector.to(precise).unbind()
+                found[name] = [
+                    number.view([1] * (1 + len(spec.shape)))
+                    for number, spec in zip(numbers, layout.trainable, strict=True)
+                ]
+            case Over.ALL:
+                found[name] = [vector.to(params_P.dtype).unsqueeze(0)]
+            case int():
+                found[name] = [vector.to(precise).unsqueeze(0)]
     return found
 
 
-def require_broadcast(broadcast: Mapping[str, Tensor], layout: Layout) -> None:
-    """Raise ValueError if a broadcast vector is not of shape [Q], or is called :data:`MODEL`."""
-    for name, vector_Q in broadcast.items():
+def _split_along(values: Tensor, layout: Layout, *, is_flat: bool) -> list[Tensor]:
+    """Split rows [n] or [K, n] into the trainable tensors, which come first: [1 or K, ...] each."""
+    rows = values.view(-1, values.shape[-1])[:, : layout.num_trainable]
+    if is_flat:
+        return [rows]
+    parts = rows.split([spec.size for spec in layout.trainable], dim=1)
+    return [
+        part.view(len(rows), *spec.shape)
+        for part, spec in zip(parts, layout.trainable, strict=True)
+    ]
+
+
+def extent_of(name: str, specs: Broadcasts) -> Over | int:
+    """Return the extent of a broadcast value."""
+    return specs[name].over if name in specs else Over.TRAINABLE
+
+
+def names_sent_once(specs: Broadcasts) -> tuple[str, ...]:
+    """Return the names of the broadcast values that a client is sent once."""
+    return tuple(name for name, spec in specs.items() if spec.is_sent_once)
+
+
+def require_broadcast(broadcast: Mapping[str, Tensor], specs: Broadcasts, layout: Layout) -> None:
+    """Check that broadcast values fit their declarations.
+
+    Raises:
+        ValueError: A declared value is missing, one does not have the declared length, or is called
+            :data:`MODEL`.
+    """
+    if missing := sorted(specs.keys() - broadcast.keys()):
+        raise ValueError(
+            f"the local update reads the broadcast value {missing[0]!r}, which the strategy does "
+            "not send; return it from the strategy's broadcast"
+        )
+    for name, vector in broadcast.items():
         if name == MODEL:
             raise ValueError(
                 f"the broadcast name {name!r} is reserved for the model; choose another"
             )
-        if vector_Q.shape != (layout.num_trainable,):
+        size = size_of(extent_of(name, specs), layout)
+        if vector.shape == (size,):
+            continue
+        shown = f"the strategy broadcasts {name!r} of shape {tuple(vector.shape)}, but "
+        if name not in specs:
             raise ValueError(
-                f"the strategy broadcasts {name!r} of shape {tuple(vector_Q.shape)}, but the model "
-                f"has {layout.num_trainable} trainable numbers; broadcast one for each"
+                f"{shown}the model has {size} trainable numbers; broadcast one for each, or "
+                "declare another extent in broadcasts of the local update"
             )
+        raise ValueError(
+            f"{shown}it is declared over {specs[name].over!r}, so its shape must be ({size},)"
+        )
 
 
 @contextmanager

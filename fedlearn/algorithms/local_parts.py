@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlearn.algorithms.lanes import DELTA, Over
+from fedlearn.algorithms.local import extent_of
 from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.core.params import Layout, Params
 from fedlearn.errors import ConfigError
@@ -130,7 +131,11 @@ def require_local_parts_allowed(strategy: Strategy, params: Params) -> None:
     if not params.local:
         return
     along = [lane.name for lane in strategy.lanes if isinstance(lane.over, Over) and lane != DELTA]
-    along += strategy.broadcast(strategy.init(params))
+    along += [
+        name
+        for name in strategy.broadcast(strategy.init(params))
+        if isinstance(extent_of(name, strategy.broadcasts), Over)
+    ]
     if along:
         raise ConfigError(
             f"keep_local is {list(strategy.keep_local)}, but {type(strategy).__name__} exchanges "

@@ -9,7 +9,7 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import Aggregation
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
-from fedlearn.algorithms.local import LocalUpdate
+from fedlearn.algorithms.local import Broadcasts, LocalUpdate
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -120,6 +120,11 @@ class Strategy(Protocol):
         """Lanes of an update: the delta, and those that the local update reports."""
         return (DELTA, *self.local.lanes)
 
+    @property
+    def broadcasts(self) -> Broadcasts:
+        """Declarations of what :meth:`broadcast` returns: those of the local update."""
+        return self.local.broadcasts
+
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return the local update of each client; by default :attr:`local` for all of them."""
         return [self.local] * len(client_ids)
@@ -145,9 +150,11 @@ class Strategy(Protocol):
         return self
 
     def broadcast(self, state: State) -> Lanes:
-        """Return the vectors to broadcast together with the model; none by default.
+        """Return the vectors to broadcast together with the model, by name; none by default.
 
-        Each has one number per trainable parameter, in the layout's order.
+        Each has the extent that :attr:`broadcasts` declares. Without a declaration it has one
+        number per trainable parameter, in the layout's order. They are computed from the state, and
+        so from what was released: a broadcast costs no privacy.
         """
         return {}
 
@@ -234,6 +241,11 @@ class StrategyWrapper(Strategy):
     def lanes(self) -> Sequence[LaneSpec]:
         """The inner strategy's."""
         return self.inner.lanes
+
+    @property
+    def broadcasts(self) -> Broadcasts:
+        """The inner strategy's."""
+        return self.inner.broadcasts
 
     def locals_for(self, client_ids: Sequence[ClientId]) -> Sequence[LocalUpdate]:
         """Return the inner strategy's local update of each client."""

@@ -213,7 +213,11 @@ class PythonAlgorithmSection(AlgorithmSection):
     def strategy(self, local: LocalUpdate) -> Strategy:
         """Call the factory and check that it made a strategy."""
         made = bind_own_function("algorithm.name", self.factory, {"local": local, **self.args})()
-        needed = ("local", "aggregation", "transforms", "lanes", "init", "at", "broadcast", "step")
+        vectors, methods = (
+            ("transforms", "lanes", "broadcasts"),
+            ("init", "at", "broadcast", "step"),
+        )
+        needed = ("local", "aggregation", *vectors, *methods)
         remedy = "let its class inherit from fedlearn.Strategy"
         require_attributes("algorithm.name", self.factory, made, needed, remedy)
         strategy: Strategy = made

@@ -38,6 +38,7 @@ from fedlearn.core.messages import (
     TrainingNotice,
     TrainReply,
     TrainRequest,
+    split_sent_once,
 )
 from fedlearn.errors import OtherVersion, ProtocolError
 
@@ -220,9 +221,10 @@ def _encode_tensors(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryvie
 
 
 def split(request: Request) -> tuple[Request, Mapping[str, Tensor]]:
-    """Split a request into one without the model's constants, and those constants.
+    """Split a request into one without constants, and those constants.
 
-    Constants stay the same in a run; frozen parameters can be most of a model. A client is sent
+    Constants stay the same in a run; frozen parameters can be most of a model. Broadcast values
+    that are sent once are among them. A client is sent
     them once, encoded by :func:`encode_constants`, and :func:`decode` puts the two together
     again. If they are too small to be worth it, the request is returned whole.
 
@@ -254,7 +256,11 @@ def _split(work: WorkT) -> tuple[WorkT, Mapping[str, Tensor]]:
     constants = work.constants
     if not constants:
         return work, {}
-    tensors = {name: value for name, value in work.tensors.items() if name not in constants}
+    model, broadcast = split_sent_once(constants)
+    tensors = {name: value for name, value in work.tensors.items() if name not in model}
+    if isinstance(work, TrainRequest):
+        sent = {name: value for name, value in work.broadcast.items() if name not in broadcast}
+        work = replace(work, broadcast=sent, sent_once=())
     return replace(work, tensors=tensors, lacks_constants=True), constants
 
 
@@ -595,20 +601,33 @@ def _get_only_message(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _copy_request(train: TrainRequest, constants: bytes | mmap) -> TrainRequest:
     """Complete and copy a training request, the strategy's broadcast included."""
-    return _copy_model(replace(train, broadcast=_copy_tensors(train.broadcast)), constants)
+    _, once = _load_constants(train, constants)
+    broadcast = _merge(train.broadcast, once)
+    return _copy_model(replace(train, broadcast=_copy_tensors(broadcast)), constants)
 
 
 def _copy_model(work: WorkT, constants: bytes | mmap) -> WorkT:
     """Add the constants to a request that lacks them, and copy all tensors of its model."""
-    tensors = dict(work.tensors)
-    if work.lacks_constants:
-        if not constants:
-            raise ProtocolError("the request lacks the constants of its model, and none are here")
-        apart = _view_tensors(constants, 0)
-        if twice := sorted(tensors.keys() & apart.keys())[:3]:
-            raise _explain_malformed(f"the tensors {twice} are in the request and in its constants")
-        tensors |= apart
-    return replace(work, tensors=_copy_tensors(tensors), lacks_constants=False)
+    apart, _ = _load_constants(work, constants)
+    tensors = _copy_tensors(_merge(work.tensors, apart))
+    return replace(work, tensors=tensors, lacks_constants=False)
+
+
+def _load_constants(
+    work: TrainRequest | EvaluateRequest, constants: bytes | mmap
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what a request lacks: tensors of its model, and of the strategy's broadcast."""
+    if not work.lacks_constants:
+        return {}, {}
+    if not constants:
+        raise ProtocolError("the request lacks the constants of its model, and none are here")
+    return split_sent_once(_view_tensors(constants, 0))
+
+
+def _merge(tensors: Mapping[str, Tensor], apart: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if twice := sorted(tensors.keys() & apart.keys())[:3]:
+        raise _explain_malformed(f"the tensors {twice} are in the request and in its constants")
+    return {**tensors, **apart}
 
 
 def _copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,6 +25,9 @@ Scalar: TypeAlias = int | float | str | bool | None
 Settings: TypeAlias = Mapping[str, Scalar]
 
 
+#: Prefix of the names of broadcast values among a request's constants.
+_BROADCAST = "told/"
+
 #: Constants are sent separately if each has at least the first number of bytes, and all of those
 #: together at least the second.
 _LEAST_TENSOR_BYTES, _LEAST_BYTES = 1 << 10, 64 << 10
@@ -50,6 +53,25 @@ def select_constants(
     return {n: value for n, value in constants.items() if n in large or n in local}
 
 
+def name_sent_once(broadcast: "Mapping[str, Tensor]") -> "dict[str, Tensor]":
+    """Give broadcast values that are sent once their names among the constants of a request."""
+    return {_BROADCAST + name: value for name, value in broadcast.items()}
+
+
+def split_sent_once(
+    constants: "Mapping[str, Tensor]",
+) -> "tuple[dict[str, Tensor], dict[str, Tensor]]":
+    """Split constants into those of the model and the broadcast values among them, by name.
+
+    Example:
+        >>> split_sent_once({"base": 1, "told/anchor": 2})
+        ({'base': 1}, {'anchor': 2})
+    """
+    model = {name: t for name, t in constants.items() if not name.startswith(_BROADCAST)}
+    rest = {n.removeprefix(_BROADCAST): t for n, t in constants.items() if n not in model}
+    return model, rest
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainRequest:
     """Asks a client to train locally from ``tensors`` and to return its update.
@@ -61,6 +83,8 @@ class TrainRequest:
         settings: How to train: :mod:`fedlearn.algorithms.settings`.
         seed: Public seed of all client-side randomness that need not be secret.
         broadcast: The strategy's broadcast in addition to the model: one vector per name.
+        sent_once: Names in ``broadcast`` of what is sent separately, with the model's constants. A
+            client receives it whole.
         lacks_constants: Whether ``tensors`` lacks the model's constants, which stay the same in a
             run and were sent separately.
         num_statistics: How many of the last names in ``order`` are running statistics, which
@@ -85,6 +109,7 @@ class TrainRequest:
     num_statistics: int = 0
     counted: Mapping[ClientId, int] | None = None
     local: Sequence[str] = ()
+    sent_once: Sequence[str] = ()
 
     @property
     def num_trained(self) -> int:
@@ -99,12 +124,13 @@ class TrainRequest:
 
     @property
     def constants(self) -> "dict[str, Tensor]":
-        """The tensors that are sent separately: see :func:`select_constants`."""
+        """What is sent separately: see :func:`select_constants` and :func:`name_sent_once`."""
         averaged = set(self.order)
-        return select_constants(
+        own = select_constants(
             {name: t for name, t in self.tensors.items() if name not in averaged},
             local=self.local,
         )
+        return own | name_sent_once({name: self.broadcast[name] for name in self.sent_once})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,6 +152,8 @@ class EvaluateRequest:
         fine_tuning: How to train a copy of the model before it is evaluated as the personal one,
             as the ``settings`` of a :class:`TrainRequest`; empty: not at all.
         seed: As in a :class:`TrainRequest`, for the fine-tuning.
+        sent_once: What training requests send separately along with the model's constants. A client
+            keeps one set of these, so an evaluation that lacks constants names the same set.
     """
 
     kind: ClassVar[str] = EVALUATE_KIND
@@ -140,15 +168,17 @@ class EvaluateRequest:
     counted: Mapping[ClientId, int] | None = None
     fine_tuning: Settings = field(default_factory=dict)
     seed: int = 0
+    sent_once: "Mapping[str, Tensor]" = field(default_factory=dict)
 
     @property
     def constants(self) -> "dict[str, Tensor]":
         """The tensors that are sent separately, as in a :class:`TrainRequest`."""
         averaged = set(self.order) or self.tensors.keys()
-        return select_constants(
+        own = select_constants(
             {name: t for name, t in self.tensors.items() if name not in averaged},
             local=self.local,
         )
+        return own | name_sent_once(self.sent_once) if own else {}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

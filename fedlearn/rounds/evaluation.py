@@ -57,6 +57,7 @@ def build_evaluate_request(
         tensors=params.to_tensors(),
         order=tuple(params.layout.by_name),
         local=params.local,
+        sent_once=model.sent_once,
     )
     if fine_tuning is not None:
         request = replace(

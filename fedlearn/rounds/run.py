@@ -43,6 +43,7 @@ from fedlearn.rounds.round import (
     Version,
     run_round,
 )
+from fedlearn.rounds.strategy_calls import select_sent_once
 
 #: Called after each round with its record and the model; returns whether the run ends there.
 AfterRound = Callable[[RoundRecord, Params], bool]
@@ -311,6 +312,9 @@ def _run_next_round(
                 round_num=server.round_num,
                 client_states=server.client_states,
                 counted=server.counted,
+                sent_once=select_sent_once(
+                    plan.round.strategy, server.strategy_state, server.params
+                ),
             )
         )
         if both := sorted(metrics.keys() & evaluated.keys()):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate, Lanes, describe_misfit
-from fedlearn.algorithms.local import read_only, require_broadcast
+from fedlearn.algorithms.local import names_sent_once, read_only, require_broadcast
 from fedlearn.algorithms.metrics import RESERVED, explain_reserved
 from fedlearn.algorithms.strategy import State, StepResult, Strategy
 from fedlearn.core.params import Params
@@ -54,14 +54,25 @@ def call_broadcast(strategy: Strategy, state: State, params: Params) -> Lanes:
     """Call ``strategy.broadcast`` for the vectors to broadcast together with the model.
 
     Raises:
-        RoundError: A name does not have a vector with one number per trainable parameter.
+        RoundError: A vector does not have the declared length, or is missing.
     """
     broadcast = strategy.broadcast(state)
     try:
-        require_broadcast(broadcast, params.layout)
+        require_broadcast(broadcast, strategy.broadcasts, params.layout)
     except ValueError as error:
         raise RoundError(f"{type(strategy).__name__}.broadcast: {error}") from error
     return broadcast
+
+
+def select_sent_once(strategy: Strategy, state: State, params: Params) -> Lanes:
+    """Return the part of the broadcast that a client is sent once.
+
+    Raises:
+        RoundError: As :func:`call_broadcast`.
+    """
+    names = names_sent_once(strategy.broadcasts)
+    broadcast = call_broadcast(strategy, state, params) if names else {}
+    return {name: broadcast[name] for name in names}
 
 
 def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: State) -> StepResult:

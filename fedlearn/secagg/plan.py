@@ -362,5 +362,6 @@ def build_notice(work: TrainRequest | EvaluateRequest) -> TrainingNotice | Evalu
     if isinstance(work, EvaluateRequest):
         rest = encode(replace(work, tensors=tensors))
         return EvaluationNotice(rest_hash=digest(b"evaluation request", rest))
-    rest = encode(replace(work, tensors=tensors, settings={}))
+    broadcast = dict(sorted(work.broadcast.items()))
+    rest = encode(replace(work, tensors=tensors, broadcast=broadcast, settings={}))
     return TrainingNotice(settings=work.settings, rest_hash=digest(b"training request", rest))

@@ -199,12 +199,13 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         amounts: dict[str, Any] = {n: each for n, each in train.settings.items() if n in _AMOUNTS}
         work = replace(self.work, **amounts)
         num_bytes = sum(tensor.nbytes for tensor in train.tensors.values())
+        sent = [each.nbytes for n, each in train.broadcast.items() if n not in train.sent_once]
         return DeviceRound(
             client_ids=client_ids,
             round_num=train.round_num,
             attempt=train.attempt,
             num_examples_processed=work.num_processed(self.population.num_examples(client_ids)),
-            download_bytes=num_bytes + sum(each.nbytes for each in train.broadcast.values()),
+            download_bytes=num_bytes + sum(sent),
             upload_bytes=self._count_upload_bytes(train),
             seed=Seed(train.seed),
         )

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
-from fedlearn.algorithms.lanes import Lanes
+from fedlearn.algorithms.lanes import Lanes, Over
 from fedlearn.algorithms.local import (
     LocalReport,
     LocalUpdate,
@@ -29,11 +29,12 @@ from fedlearn.algorithms.local import (
     PointGradient,
     Tensors,
     along,
-    along_trainable,
     asks_gradients,
     count_writes,
+    extent_of,
     find_affine_step,
     find_client_loss,
+    lay_out_broadcast,
     load_client_state,
     make_memory,
     of_one_client,
@@ -673,7 +674,7 @@ class Training:
         model: The model to train.
         params: The global model.
         local: The local update that each client runs.
-        broadcast: What the strategy broadcasts along with the model: one vector for each name.
+        broadcast: What the strategy broadcasts along with the model, by name: one vector each.
         round_num: Round index.
         together: Sums gradients over the processes that share the training; ``None``: there is
             only this process.
@@ -704,9 +705,13 @@ class Training:
         self._client_loss, self._asks = find_client_loss(local), asks_gradients(local)
         if not self._takes_any_layout:
             model.use_contiguous_weights()
+        specs = self._local.broadcasts
+        laid_out = lay_out_broadcast(broadcast, specs, layout=params.layout, params_P=params.vector)
         self._broadcast: Memory = {
             name: [value.to(x.dtype) for value, x in zip(values, model.trainable, strict=True)]
-            for name, values in along_trainable(params.layout, params.vector, broadcast).items()
+            if extent_of(name, specs) is Over.TRAINABLE  # the model is, too
+            else values
+            for name, values in laid_out.items()
         }
         self._is_own = is_own(local)
         self._client: ClientRound  # see `client`

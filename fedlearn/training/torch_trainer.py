@@ -377,7 +377,8 @@ class TorchTrainer:
         turns: Turns,
     ) -> LocalResult:
         params = self._params(tensors)
-        broadcast = {name: value.to(params.vector) for name, value in context.broadcast.items()}
+        device = params.vector.device
+        broadcast = {name: value.to(device) for name, value in context.broadcast.items()}
         unwritten = read_only(
             (params.vector, *broadcast.values()), who=f"{type(local).__name__}.step"
         )

@@ -106,8 +106,8 @@ class TrainContext:
         settings: How the coordinator asks to train.
         seed: Public seed of all random draws that need not be secret.
         state: The state that this client returned the last time; empty at first.
-        broadcast: What the strategy broadcasts along with the model: by name, one vector over the
-            trainable parameters.
+        broadcast: What the strategy broadcasts along with the model: by name, one vector of the
+            extent that the strategy declares, or else over the trainable parameters.
         control: Cancels the task, and takes its progress and checkpoints.
         extra: The coordinator's free-form ``client.extra`` settings, by name.
 

@@ -19,9 +19,11 @@ import fedlearn as fl
 from fedlearn.algorithms.collector import Collector
 from fedlearn.algorithms.local import (
     LocalSgd,
+    LocalUpdate,
     asks_gradients,
     batch_positions,
     find_client_loss,
+    iter_updates,
 )
 from fedlearn.algorithms.local_parts import LocalParts, find_local_names
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -241,12 +243,19 @@ def engines(strategy: Strategy, *, cache_dir: Path) -> dict[str, Engine]:
     return {**ways, "auto": chosen or ways[choice.kind.value]}
 
 
+def find_own_updates(strategy: Strategy) -> list[type[LocalUpdate]]:
+    """The classes of local updates in a strategy that are not fedlearn's, but of a case."""
+    kinds = map(type, iter_updates(strategy.local))
+    return [kind for kind in kinds if not kind.__module__.startswith("fedlearn.")]
+
+
 def sessions(strategy: Strategy) -> Channel:
     """Sessions in memory."""
     cpu = torch.device("cpu")
     model = ResidentModel(make_model, CrossEntropy(), device=cpu, precision=Precision.FLOAT32)
+    trainers = trainers_on(model, local_updates=find_own_updates(strategy))
     return SimulatedSessions(
-        grpc.population(), Instant(), trainers_on(model), work=strategy.local.work
+        grpc.population(), Instant(), trainers, work=strategy.local.work
     ).channel()
 
 
@@ -320,7 +329,8 @@ def difference_in_memory(case: Case) -> float:
 def difference_over_grpc(case: Case, folder: Path) -> float:
     """The worst difference of real clients, which keep their state on disk."""
     folder.mkdir()
-    with grpc.over_grpc(folder, make_model) as (channel, _):
+    own = find_own_updates(case.strategy)
+    with grpc.over_grpc(folder, make_model, local_updates=own) as (channel, _):
         found = run_to_models(case.strategy, over(channel))
     return worst_difference(found, case.models)
 

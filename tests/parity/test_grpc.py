@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collector import Collector
-from fedlearn.algorithms.local import LocalSgd
+from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAdam, FedAvg
 from fedlearn.algorithms.sampling import UniformSampler
@@ -92,11 +92,18 @@ def population() -> ArrayPopulation:
 class OneAtATime:
     """A trainer that takes turns with the other clients of its process."""
 
-    def __init__(self, client: int, make_model: Callable[[], nn.Module]) -> None:
+    def __init__(
+        self,
+        client: int,
+        make_model: Callable[[], nn.Module],
+        local_updates: Collection[type[LocalUpdate]] = (),
+    ) -> None:
         rows = population().load(np.asarray([client]))
         index = torch.from_numpy(rows.rows)
         features, labels = require_single_input(rows.features)[index], rows.labels[index]
-        self._trainer = TorchTrainer.of(make_model, features, labels, device="cpu")
+        self._trainer = TorchTrainer.of(
+            make_model, features, labels, device="cpu", local_updates=local_updates
+        )
         self.honors = self._trainer.honors
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
@@ -154,6 +161,7 @@ def client(
     authority: Authority,
     *,
     make_model: Callable[[], nn.Module],
+    local_updates: Collection[type[LocalUpdate]],
 ) -> Iterator[None]:
     """Run one client, connected, on a thread with its own event loop."""
     path = folder / f"{number}.invitation"
@@ -177,7 +185,7 @@ def client(
     async def run() -> None:
         runtime = Runtime(
             RuntimeOptions(home=home.folder, trainer="", invitation=path),
-            OneAtATime(number, make_model),
+            OneAtATime(number, make_model, local_updates),
             on_event=on_event,
         )
         running["it"] = runtime, asyncio.get_running_loop()
@@ -196,14 +204,25 @@ def client(
 
 @contextmanager
 def over_grpc(
-    folder: Path, make_model: Callable[[], nn.Module] = make_model
+    folder: Path,
+    make_model: Callable[[], nn.Module] = make_model,
+    *,
+    local_updates: Collection[type[LocalUpdate]] = (),
 ) -> Iterator[tuple[GatewayChannel, Gateway]]:
     """Open a channel to one real client per part of the population, in the order of their ids."""
     with ExitStack() as stack:
         opened, registry, authority = stack.enter_context(gateway(folder))
         for number in range(len(SIZES)):
             stack.enter_context(
-                client(number, folder, opened, registry, authority, make_model=make_model)
+                client(
+                    number,
+                    folder,
+                    opened,
+                    registry,
+                    authority,
+                    make_model=make_model,
+                    local_updates=local_updates,
+                )
             )
         channel = opened.channel()
         channel.wait_for(len(SIZES), lambda: None)
@@ -336,8 +355,12 @@ class WithTable(nn.Module):
 
 @pytest.mark.slow
 def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None:
-    """Later rounds send only trainable tensors; clients use the coordinator's values."""
+    """Later rounds send only trainable tensors; clients use the coordinator's values.
+
+    The same holds for what a strategy sends once. An evaluation in between changes nothing.
+    """
     params = Params.of(WithTable())
+    once = {"anchor": torch.ones(params.layout.num_trainable)}
     per_round, received, deltas = list[int](), list[int](), list[dict[int, Tensor]]()
     with over_grpc(tmp_path, WithTable) as (channel, opened):
         for round_num in range(3):
@@ -348,6 +371,8 @@ def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None
                 order=tuple(params.layout.by_name),
                 settings=settings_of(LOCAL),
                 seed=3,
+                broadcast=once,
+                sent_once=("anchor",),
             )
             before, before_in = opened.counters.bytes_out, opened.counters.bytes_in
             requests = dict.fromkeys(channel.available(), request)
@@ -358,9 +383,19 @@ def test_what_stays_the_same_in_a_run_is_downloaded_once(tmp_path: Path) -> None
             deltas.append(found)
             per_round.append(opened.counters.bytes_out - before)
             received.append(opened.counters.bytes_in - before_in)
+            evaluation = EvaluateRequest(
+                round_num=round_num + 1,
+                tensors=request.tensors,
+                order=request.order,
+                sent_once=once,
+            )
+            before = opened.counters.bytes_out
+            list(ask_once(channel, dict.fromkeys(requests, evaluation), deadline_s=LONG_S))
+            per_round.append(opened.counters.bytes_out - before)
     trains = params.layout.size * 4 * len(SIZES)
     assert params.constants.keys() == {"table", "base.weight", "base.bias"}
-    assert per_round[0] > sum(each.nbytes for each in params.constants.values()) * len(SIZES)
+    apart = [*params.constants.values(), *once.values()]
+    assert per_round[0] > sum(each.nbytes for each in apart) * len(SIZES)
     assert max(per_round[1:]) < 1.1 * trains
     assert max(received) < 1.1 * trains
     session = ClientSession(ClientId(0), OneAtATime(0, WithTable))

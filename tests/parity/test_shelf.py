@@ -13,7 +13,14 @@ from fedlearn.core.cluster import Cluster
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.choice import ExecutorKind
 from fedlearn.simulation.cluster import launch
-from tests.parity import shelf, shelf_compression, shelf_drift, shelf_models, shelf_partial
+from tests.parity import (
+    shelf,
+    shelf_broadcast,
+    shelf_compression,
+    shelf_drift,
+    shelf_models,
+    shelf_partial,
+)
 from tests.processes import Launcher
 
 CASES: Mapping[str, shelf.Case] = {
@@ -21,6 +28,7 @@ CASES: Mapping[str, shelf.Case] = {
     **shelf_compression.CASES,
     **shelf_models.CASES,
     **shelf_partial.CASES,
+    **shelf_broadcast.CASES,
 }
 every_case = pytest.mark.parametrize("name", CASES)
 

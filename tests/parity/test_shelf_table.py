@@ -7,7 +7,12 @@ from tests.parity import shelf_table
 from tests.parity.test_shelf import CASES
 
 #: Cases that test a seam, not an algorithm that ships.
-RULES_OF_TESTS = {"weighted by loss", "fedprox with a personal head"}
+RULES_OF_TESTS = {
+    "weighted by loss",
+    "fedprox with a personal head",
+    "anchored",
+    "anchored by tensor",
+}
 
 
 def test_each_case_is_named_as_what_it_tests() -> None:

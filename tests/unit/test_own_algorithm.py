@@ -36,6 +36,7 @@ NAMES = (
     "signs",
     "sam",
     "distilled",
+    "anchored",
     "coins",
     "rounding",
     "trimmed",
@@ -43,7 +44,7 @@ NAMES = (
     "small",
     "halves",
 )
-SLOW = ("signs", "sam", "distilled", "coins", "rounding", "trimmed", "small", "halves")
+SLOW = ("signs", "sam", "distilled", "anchored", "coins", "rounding", "trimmed", "small", "halves")
 
 
 @pytest.fixture(autouse=True)

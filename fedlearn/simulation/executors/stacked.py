@@ -34,9 +34,9 @@ from fedlearn.algorithms.local import (
     Moment,
     PointGradient,
     Tensors,
-    along_trainable,
     find_client_loss,
     first_rows,
+    lay_out_broadcast,
     load_client_state,
     make_memory,
     refuse_early_loss,
@@ -216,7 +216,9 @@ class StackedExecutor:
                 value[:num_clients].copy_(views[name])
                 value[num_clients:].copy_(views[name][:1])  # padding, whose results are not used
         load_client_state(work.local, stack.memory, client_state=work.client_state)
-        broadcast = along_trainable(self._layout, work.start, work.broadcast)
+        broadcast = lay_out_broadcast(
+            work.broadcast, work.local.broadcasts, layout=self._layout, params_P=work.start
+        )
         run = _Run(
             work=work,
             inputs=self._gradient.inputs,

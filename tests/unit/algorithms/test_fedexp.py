@@ -8,7 +8,7 @@ from torch import nn
 
 from fedlearn.algorithms.fedexp import ExtrapolatedAveraging, FedExP
 from fedlearn.algorithms.lanes import Aggregate
-from fedlearn.algorithms.local import LocalSgd, Moment, along_trainable
+from fedlearn.algorithms.local import LocalSgd, Moment, lay_out_broadcast
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.core.params import Params
 
@@ -53,7 +53,7 @@ def test_a_client_reports_the_square_of_what_it_sends(is_flat: bool) -> None:  #
     """One number for each client, whether the parameters are one tensor or several."""
     local, model = fedexp().local, params()
     last = model.layout.num_trainable
-    broadcast = along_trainable(model.layout, model.vector, {})
+    broadcast = lay_out_broadcast({}, {}, layout=model.layout, params_P=model.vector)
     x = [torch.cat([each + 1.0, each + 2.0]) for each in broadcast["model"]]
     if is_flat:
         x = [torch.cat([each.flatten(1) for each in x], dim=1)]

@@ -20,9 +20,9 @@ from fedlearn.algorithms.local import (
     LocalUpdate,
     LocalUpdateWrapper,
     Moment,
-    along_trainable,
     drift_of,
     find_affine_step,
+    lay_out_broadcast,
     make_memory,
     report_of,
 )
@@ -162,7 +162,7 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     start = torch.tensor([0.5, -1.0], dtype=torch.float64)
     control = torch.tensor([0.3, 0.2], dtype=torch.float64)
     own = torch.tensor([[-0.7, 0.1]], dtype=torch.float64)
-    broadcast = along_trainable(layout, start, {"control": control})
+    broadcast = lay_out_broadcast({"control": control}, {}, layout=layout, params_P=start)
     x = [start.clone()[None]]
     memory = make_memory(local, x, client_state={"control": own})
     gradients = []
@@ -210,7 +210,9 @@ def test_a_client_moves_by_what_it_sends(bound: float | None) -> None:
     """Both the kept and the sent change are scaled down to the bound. Control: a wide bound."""
     local = ControlVariates(inner=SGD, control_bound=bound)
     layout, start = Params.of(Point()).layout, torch.zeros(2).double()
-    broadcast = along_trainable(layout, start, {"control": torch.tensor([0.3, 0.2]).double()})
+    broadcast = lay_out_broadcast(
+        {"control": torch.tensor([0.3, 0.2]).double()}, {}, layout=layout, params_P=start
+    )
     own = torch.tensor([[-0.7, 0.1], [0.2, 0.3]]).double()
     x = [torch.tensor([[3.0, -4.0], [0.01, 0.0]]).double()]
     memory = make_memory(local, x, client_state={"control": own})
@@ -232,7 +234,7 @@ def test_a_tensor_without_a_gradient_had_one_of_zero() -> None:
     """Steps without a gradient count as zero in the mean, so the tensor does not drift."""
     local, layout = scaffold().local, Params.of(Point()).layout
     start, control = torch.zeros(2).double(), torch.tensor([0.3, 0.2]).double()
-    broadcast = along_trainable(layout, start, {"control": control})
+    broadcast = lay_out_broadcast({"control": control}, {}, layout=layout, params_P=start)
     for num_reached, expected in ((0, 0.0), (2, 0.5), (4, 1.0)):
         x, client_states = [start.clone()[None]], {"control": torch.tensor([[-0.7, 0.1]]).double()}
         memory = make_memory(local, x, client_state=client_states)

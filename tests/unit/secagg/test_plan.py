@@ -119,12 +119,17 @@ def test_a_request_has_one_hash_however_it_was_sent(*, evaluates: bool) -> None:
         order=("head", "small"),
         settings={"epochs": 1},
         seed=2,
-        broadcast={"control": torch.ones(3)},
+        broadcast={"anchor": torch.ones(3), "control": torch.ones(3)},
+        sent_once=("anchor",),
     )
     if evaluates:
-        whole = EvaluateRequest(round_num=1, tensors=tensors, order=("head", "small"))
+        once = {"anchor": torch.ones(3)}
+        whole = EvaluateRequest(
+            round_num=1, tensors=tensors, order=("head", "small"), sent_once=once
+        )
     bare, constants = split(whole)
-    assert set(constants) == {"base", "table"}
+    # The same set for both, since a client keeps one.
+    assert set(constants) == {"base", "table", "told/anchor"}
     found = decode(encode(bare), constants=encode_constants(constants))
     assert isinstance(found, TrainRequest | EvaluateRequest)
     assert hash_request(found) == hash_request(whole)

@@ -16,21 +16,19 @@ from torch import Tensor
 
 from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
 from fedlearn.algorithms.local import (
-    MODEL,
     Affine,
     Memory,
     Moment,
     PointGradient,
     Tensors,
-    along_trainable,
     drift_of,
     find_affine_step,
     first_rows,
     has_report,
+    lay_out_broadcast,
     make_memory,
     refuse_early_loss,
     report_of,
-    require_broadcast,
     takes_flat,
 )
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weights
@@ -135,7 +133,13 @@ class FusedExecutor:
         workspace.stack.load(start, num_clients=num_clients)
         stack, is_flat = workspace.stack, takes_flat(work.local)
         params = stack.params(num_clients, is_flat=is_flat)
-        broadcast = _lay_out_broadcast(work, is_flat=is_flat)
+        broadcast = lay_out_broadcast(
+            work.broadcast,
+            work.local.broadcasts,
+            layout=work.params.layout,
+            params_P=start,
+            is_flat=is_flat,
+        )
         memory, draws = (
             make_memory(work.local, params, client_state=work.client_state),
             work.draws(),
@@ -292,17 +296,6 @@ def _moment(
 
 def _refuse_gradients(point: Tensors) -> PointGradient:  # noqa: ARG001 - as BlockInfo
     raise EngineError(FURTHER_GRADIENTS)
-
-
-def _lay_out_broadcast(work: Work, *, is_flat: bool) -> Memory:
-    """Return the broadcast as tensors along the parameters, or as one flat one [1 or K, P] each."""
-    if not is_flat:
-        return along_trainable(work.params.layout, work.start, work.broadcast)
-    require_broadcast(work.broadcast, work.params.layout)
-    return {
-        name: [each.view(-1, each.shape[-1])]
-        for name, each in {MODEL: work.start, **work.broadcast}.items()
-    }
 
 
 def _make_rules(work: Work) -> Sequence[Affine] | None:
