@@ -129,6 +129,9 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
     if missing:
         print(f"{folder.name}: skipped, {arguments.data_dir} has no {', '.join(missing)}")
         return
+    short = claim["short"] if arguments.short else []
+    for run in claim["runs"].values():  # an error in the last must not cost the time of the others
+        load(folder / "experiment.toml", overrides=(*run["overrides"], *short))
     kept = folder / "results.json"
     print(f"{folder.name}: mean ± standard deviation of {arguments.seeds} seeds", end="")
     print(" (published, difference)\n")
@@ -137,7 +140,6 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
     for name, run in claim["runs"].items():
         if arguments.only and name not in arguments.only:
             continue
-        short = claim["short"] if arguments.short else []
         seeds = [
             run_once(folder, claim, (*run["overrides"], *short, f"seed={seed}"))
             for seed in range(arguments.seeds)

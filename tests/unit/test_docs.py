@@ -1,6 +1,7 @@
 """What the documentation shows works, and what it lists is complete."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -585,3 +586,13 @@ def test_each_experiment_ships_its_figures() -> None:
     for experiment in ROOT.glob("simulations/*/experiment.toml"):
         assert (experiment.parent / "README.md").exists(), experiment
         assert (experiment.parent / "expected.json").exists(), experiment
+
+
+def test_each_claim_can_be_run() -> None:
+    """Its overrides fit its experiment, and published values are of figures that it compares."""
+    for path in ROOT.glob("simulations/*/claim.json"):
+        claim = json.loads(path.read_text())
+        for name, run in claim["runs"].items():
+            for overrides in (run["overrides"], [*run["overrides"], *claim["short"]]):
+                load(path.parent / "experiment.toml", overrides=overrides)
+            assert run.get("published", {}).keys() <= claim["figures"].keys(), (path, name)
