@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.compression import PartSpec as PartSpec
     from fedlearn.algorithms.compression import Target as Target
     from fedlearn.algorithms.ditto import Ditto as Ditto
+    from fedlearn.algorithms.fedala import FedALA as FedALA
     from fedlearn.algorithms.fedbabu import FedBABU as FedBABU
     from fedlearn.algorithms.feddyn import FedDyn as FedDyn
     from fedlearn.algorithms.fedexp import FedExP as FedExP
@@ -167,6 +168,7 @@ _HOME = {
     "algorithms.fednova": "FedNova",
     "algorithms.fedrep": "FedRep",
     "algorithms.fedbabu": "FedBABU",
+    "algorithms.fedala": "FedALA",
     "algorithms.apfl": "APFL",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",

@@ -7,20 +7,22 @@ symbol                     here
 :math:`\theta_{cls}`       the head: parameters that match ``head_layers``
 ========================== ==========================================
 
-In each round, clients train :math:`\theta_{ext}`, and :math:`\theta_{cls}` keeps its initial values
-on all of them.
+In each round, clients train and send :math:`\theta_{ext}`, and :math:`\theta_{cls}` keeps its
+initial values on all of them.
 """
 
-from fedlearn.algorithms.fedrep import HeadLayers, HeadThenBody, join_patterns
+from fedlearn.algorithms.fedrep import HeadLayers, HeadThenBody
 from fedlearn.algorithms.local import require_update
-from fedlearn.algorithms.recipes import Algorithm, ByExamples, FedAvg, Local
+from fedlearn.algorithms.local_parts import KeepLocal
+from fedlearn.algorithms.name_patterns import join_patterns
+from fedlearn.algorithms.recipes import ByExamples, FedAvg, Local
 from fedlearn.core.calls import explain_calls
 
 
 @explain_calls
 def FedBABU(
     local: Local, *, head_layers: HeadLayers, weight_by_examples: ByExamples = True
-) -> Algorithm:
+) -> KeepLocal:
     """FedBABU: FedAvg of the body alone; the head keeps its initial values.
 
     The global model is a start for each client, which trains it for a few epochs, head included,
@@ -37,6 +39,7 @@ def FedBABU(
         Classification <https://arxiv.org/abs/2106.06042>`_, algorithm 1.
     """
     require_update(local, name="local")
-    patterns = join_patterns(head_layers)
+    patterns = join_patterns(head_layers, name="head_layers")
     body = HeadThenBody(inner=local, head=patterns, head_epochs=0)
-    return FedAvg(body, weight_by_examples=weight_by_examples)
+    # The head is the same on all clients, so it need not travel.
+    return KeepLocal(FedAvg(body, weight_by_examples=weight_by_examples), tuple(head_layers))

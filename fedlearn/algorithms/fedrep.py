@@ -15,7 +15,6 @@ then trains the representation with the head fixed, in the other epochs. It send
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Annotated, TypeAlias
 
 import torch
@@ -30,6 +29,12 @@ from fedlearn.algorithms.local import (
     unsqueeze_like,
 )
 from fedlearn.algorithms.local_parts import KeepLocal
+from fedlearn.algorithms.name_patterns import (
+    join_patterns,
+    matches_pattern,
+    require_matches,
+    require_patterns,
+)
 from fedlearn.algorithms.recipes import ByExamples, FedAvg, Local
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.ranges import Count, Ranged, Whole
@@ -70,11 +75,7 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
                 f"head_epochs is {self.head_epochs}, but a client trains for {self.work.epochs} "
                 "epochs, so none is left for the shared part; give fewer head_epochs or more epochs"
             )
-        for pattern in self.head.split() or [""]:
-            if not pattern or pattern.startswith("type:"):
-                raise ValueError(
-                    f'head_layers has {pattern!r}; give patterns of names, such as "head.*"'
-                )
+        require_patterns(self.head, name="head_layers")
 
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin the inner update.
@@ -82,12 +83,7 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
         Raises:
             ConfigError: A pattern matches no parameter, or all are part of the head.
         """
-        for pattern in self.head.split():
-            if not any(fnmatchcase(name, pattern) for name in moment.names):
-                raise ConfigError(
-                    f"head_layers has the pattern {pattern!r}, which matches no trained parameter; "
-                    f"the model has {', '.join(moment.names)}"
-                )
+        require_matches(self.head, moment.names, name="head_layers")
         if all(map(self._is_head, moment.names)):
             raise ConfigError(
                 f"head_layers is {self.head.split()}, which matches every trained parameter; leave "
@@ -116,24 +112,12 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
                 value.copy_(torch.where(unsqueeze_like(trains_K, value), value, old))
 
     def _is_head(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self.head.split())
+        return matches_pattern(name, self.head)
 
     def _names_along_parameters(self) -> Sequence[str]:
         """Return the names of the inner update's memory that has values for each parameter."""
         specs = self.inner.memory.items()
         return [name for name, spec in specs if not isinstance(spec.over, int) and not spec.draws]
-
-
-def join_patterns(head_layers: Sequence[str]) -> str:
-    """Join patterns by spaces, as :class:`HeadThenBody` takes them.
-
-    Raises:
-        ConfigError: It is a single string.
-    """
-    given: object = head_layers
-    if isinstance(given, str):
-        raise ConfigError(f'head_layers is {head_layers!r}; give a list, such as ["head.*"]')
-    return " ".join(head_layers)
 
 
 @explain_calls
@@ -159,6 +143,6 @@ def FedRep(
         ``weight_by_examples`` says how clients count.
     """
     require_update(local, name="local")
-    patterns = join_patterns(head_layers)
+    patterns = join_patterns(head_layers, name="head_layers")
     in_turn = HeadThenBody(inner=local, head=patterns, head_epochs=head_epochs)
     return KeepLocal(FedAvg(in_turn, weight_by_examples=weight_by_examples), tuple(head_layers))

@@ -19,6 +19,7 @@ from fedlearn.algorithms.compression import Compressor, find_compressor
 from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.extra_settings import EXTRA, ExtraSettings, split_settings
+from fedlearn.algorithms.fedala import LearnedStart
 from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
@@ -77,6 +78,7 @@ UPDATES: Mapping[str, _Kind] = {
     "normalized_update": NormalizedUpdate,
     "head_then_body": HeadThenBody,
     "mixed_model": MixedModel,
+    "learned_start": LearnedStart,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

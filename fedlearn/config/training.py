@@ -15,6 +15,7 @@ from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.extra_settings import ExtraSettings
+from fedlearn.algorithms.fedala import FedALA
 from fedlearn.algorithms.fedbabu import FedBABU
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
@@ -409,6 +410,13 @@ ALGORITHMS = kinds(
         "fedbabu",
         "FedBABU: clients train only the body; the head keeps its initial values.",
         FedBABU,
+    ),
+    kind(
+        "fedala",
+        "FedALA: each client starts from a learned mixture of its last model and the global one.",
+        FedALA,
+        mixing_rate=1.0,
+        mixing_share=0.8,
     ),
     kind(
         "fedbn",

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from fedlearn.algorithms.local import (
     find_client_loss,
     iter_updates,
 )
-from fedlearn.algorithms.local_parts import LocalParts, find_local_names
+from fedlearn.algorithms.local_parts import LOCAL, LocalParts, find_local_names
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.clock import SystemClock
@@ -54,12 +54,19 @@ POLICY = replace(grpc.POLICY, over_selection=1.0)
 #: Numbers of examples differ, so clients take 4, 8, 2 and 6 steps.
 TOLERANCE = 1e-5
 
+Make: TypeAlias = Callable[[], nn.Module]
+
 
 class Reference(Protocol):
     """An algorithm from its paper: from the initial model to the model after each round."""
 
     def __call__(self, x: Tensor, /) -> Iterator[Tensor]:
         """Yield the model after each round of :data:`COHORTS`."""
+
+
+def make_model() -> nn.Module:
+    """75 parameters; smooth, so that rounding does not change which side of a kink is taken."""
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 @dataclass(frozen=True)
@@ -73,8 +80,9 @@ class Case:
         protected: The algorithm as secure aggregation and privacy accept it, with equal weights;
             ``None``: they refuse it.
         refused: Pattern of the message with which both refuse ``strategy``; empty: they accept it.
-        personal: Reference of the clients' personal models after the last round, by client, from
-            the initial model; ``None``: they have none.
+        personal: Reference of the clients' personal models, or of the parts that stay local, after
+            the last round, by client, from the initial model; ``None``: they have none.
+        make: Returns the model.
     """
 
     strategy: Strategy
@@ -83,11 +91,12 @@ class Case:
     protected: Strategy | None
     refused: str = ""
     personal: Callable[[Tensor], Mapping[int, Tensor]] | None = None
+    make: Make = make_model
 
     @cached_property
     def models(self) -> "Models":
         """What the references give."""
-        x = initial().vector.double()
+        x = initial(self.make).vector.double()
         personal = {} if self.personal is None else self.personal(x)
         return Models(list(self.reference(x)), personal)
 
@@ -106,20 +115,15 @@ class Models:
     personal: Mapping[int, Tensor]
 
 
-def make_model() -> nn.Module:
-    """75 parameters; smooth, so that rounding does not change which side of a kink is taken."""
-    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
-
-
-def initial() -> Params:
+def initial(make: Make = make_model) -> Params:
     """The model before the first round."""
     torch.manual_seed(0)
-    return Params.of(make_model())
+    return Params.of(make())
 
 
-def start(strategy: Strategy) -> Params:
+def start(strategy: Strategy, make: Make = make_model) -> Params:
     """The same without the parts that clients keep for themselves."""
-    return initial().keep_local(find_local_names(make_model(), strategy.keep_local))
+    return initial(make).keep_local(find_local_names(make(), strategy.keep_local))
 
 
 # ---- For references --------------------------------------------------------------------------
@@ -188,11 +192,11 @@ def weighted(weights: Tensor, rows: Sequence[Tensor]) -> Tensor:
 # ---- The six ways -----------------------------------------------------------------------------
 
 
-def job(strategy: Strategy) -> TrainingJob:
+def job(strategy: Strategy, make: Make = make_model) -> TrainingJob:
     """What an executor is chosen for."""
-    params = start(strategy)
+    params = start(strategy, make)
     return TrainingJob(
-        make_model=make_model,
+        make_model=make,
         objective=CrossEntropy(),
         metrics={},
         local=strategy.local,
@@ -212,34 +216,36 @@ def engine(
     *,
     cluster: Cluster | None = None,
     block_size: int | None = None,
+    make: Make = make_model,
 ) -> Engine:
     """The simulation engine with an executor; in one block, so that clients train together."""
     in_a_block = 1 if kind is ExecutorKind.SEQUENTIAL else NUM_PER_ROUND
     return Engine(
         population=grpc.population(),
         behavior=Instant(),
-        executor=make_executor(job(strategy), kind),
+        executor=make_executor(job(strategy, make), kind),
         policy=POLICY,
         cluster=cluster or Alone(),
         block_size=block_size or in_a_block,
-        local_parts=LocalParts.of(start(strategy)),
+        local_parts=LocalParts.of(start(strategy, make)),
     )
 
 
-def engines(strategy: Strategy, *, cache_dir: Path) -> dict[str, Engine]:
+def engines(strategy: Strategy, make: Make, *, cache_dir: Path) -> dict[str, Engine]:
     """The engine with each executor that takes the strategy, and with the one that auto chooses.
 
     A choice that is a way of its own already is the same engine.
     """
     kinds = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP]
-    if not asks_gradients(strategy.local) and find_client_loss(strategy.local) is None:
+    can_fuse = not (asks_gradients(strategy.local) or find_client_loss(strategy.local))
+    if can_fuse and not initial(make).layout.statistics:
         kinds.append(ExecutorKind.FUSED)
-    ways = {kind.value: engine(strategy, kind) for kind in kinds}
-    choice = choose(job(strategy), clock=SystemClock(), cache_dir=cache_dir)
+    ways = {kind.value: engine(strategy, kind, make=make) for kind in kinds}
+    choice = choose(job(strategy, make), clock=SystemClock(), cache_dir=cache_dir)
     # No block has more clients than a round.
     size = min(choice.block_size, NUM_PER_ROUND)
     is_known = choice.kind.value in ways and ways[choice.kind.value].block_size == size
-    chosen = None if is_known else engine(strategy, choice.kind, block_size=size)
+    chosen = None if is_known else engine(strategy, choice.kind, block_size=size, make=make)
     return {**ways, "auto": chosen or ways[choice.kind.value]}
 
 
@@ -249,10 +255,10 @@ def find_own_updates(strategy: Strategy) -> list[type[LocalUpdate]]:
     return [kind for kind in kinds if not kind.__module__.startswith("fedlearn.")]
 
 
-def sessions(strategy: Strategy) -> Channel:
+def sessions(strategy: Strategy, make: Make = make_model) -> Channel:
     """Sessions in memory."""
     cpu = torch.device("cpu")
-    model = ResidentModel(make_model, CrossEntropy(), device=cpu, precision=Precision.FLOAT32)
+    model = ResidentModel(make, CrossEntropy(), device=cpu, precision=Precision.FLOAT32)
     trainers = trainers_on(model, local_updates=find_own_updates(strategy))
     return SimulatedSessions(
         grpc.population(), Instant(), trainers, work=strategy.local.work
@@ -264,13 +270,15 @@ def over(channel: Channel) -> PlainCollector:
     return PlainCollector(channel=channel, policy=POLICY, slab_bytes=0)
 
 
-def run(strategy: Strategy, collector: Collector) -> list[Tensor]:
+def run(strategy: Strategy, collector: Collector, make: Make = make_model) -> list[Tensor]:
     """The models after each round."""
-    models, _ = run_to_end(strategy, collector)
+    models, _ = run_to_end(strategy, collector, make)
     return models
 
 
-def run_to_end(strategy: Strategy, collector: Collector) -> tuple[list[Tensor], ServerState]:
+def run_to_end(
+    strategy: Strategy, collector: Collector, make: Make = make_model
+) -> tuple[list[Tensor], ServerState]:
     """The models after each round, and the state after the last one."""
     plan = RoundPlan(
         draw=lambda *_, round_num, **__: [ClientId(each) for each in COHORTS[round_num]],
@@ -279,18 +287,19 @@ def run_to_end(strategy: Strategy, collector: Collector) -> tuple[list[Tensor], 
         strategy=strategy,
         seed=SEED,
     )
-    state, models = plan.init(start(strategy)), list[Tensor]()
+    state, models = plan.init(start(strategy, make)), list[Tensor]()
     for _ in COHORTS:
         state, _, _ = run_round(state, plan, attempt=0)
         models.append(state.params.complete().vector)
     return models, state
 
 
-def run_to_models(strategy: Strategy, collector: Collector) -> Models:
+def run_to_models(case: Case, collector: Collector) -> Models:
     """The global models, and the personal ones that the coordinator's state has."""
-    shared, state = run_to_end(strategy, collector)
+    shared, state = run_to_end(case.strategy, collector, case.make)
     kept = {int(client): each for client, each in state.client_states.items()}
-    return Models(shared, {c: each["personal"] for c, each in kept.items() if "personal" in each})
+    name = LOCAL if case.strategy.keep_local else "personal"
+    return Models(shared, {c: each[name] for c, each in kept.items() if name in each})
 
 
 def largest_difference(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -311,9 +320,9 @@ def worst_difference(found: Models, expected: Models) -> float:
 def differences_of_engines(case: Case, *, cache_dir: Path) -> dict[str, float]:
     """The worst difference from the reference by executor; clients' models must be in the state."""
     found, seen = dict[str, float](), dict[int, float]()
-    for way, collector in engines(case.strategy, cache_dir=cache_dir).items():
+    for way, collector in engines(case.strategy, case.make, cache_dir=cache_dir).items():
         if id(collector) not in seen:
-            models = run_to_models(case.strategy, collector)
+            models = run_to_models(case, collector)
             assert models.personal.keys() == case.models.personal.keys()
             seen[id(collector)] = worst_difference(models, case.models)
         found[way] = seen[id(collector)]
@@ -322,7 +331,7 @@ def differences_of_engines(case: Case, *, cache_dir: Path) -> dict[str, float]:
 
 def difference_in_memory(case: Case) -> float:
     """The worst difference of sessions in memory."""
-    found = run_to_models(case.strategy, over(sessions(case.strategy)))
+    found = run_to_models(case, over(sessions(case.strategy, case.make)))
     return worst_difference(found, case.models)
 
 
@@ -330,8 +339,8 @@ def difference_over_grpc(case: Case, folder: Path) -> float:
     """The worst difference of real clients, which keep their state on disk."""
     folder.mkdir()
     own = find_own_updates(case.strategy)
-    with grpc.over_grpc(folder, make_model, local_updates=own) as (channel, _):
-        found = run_to_models(case.strategy, over(channel))
+    with grpc.over_grpc(folder, case.make, local_updates=own) as (channel, _):
+        found = run_to_models(case, over(channel))
     return worst_difference(found, case.models)
 
 
@@ -342,7 +351,7 @@ SECURE = {"mode": "complete", "clip_norm": 9.0, "modulus_bits": 40, "simulate_as
 PRIVATE = {"mode": "central", "clip_norm": 9.0, "noise_multiplier": 1e-9, "target_delta": 1e-3}
 
 
-def simulate(strategy: Strategy, **settings: Any) -> Tensor:
+def simulate(strategy: Strategy, *, make: Make = make_model, **settings: Any) -> Tensor:
     """The model after two rounds of twelve equal clients, all of them in each round."""
     generator = torch.Generator().manual_seed(2)
     features, labels = (
@@ -350,7 +359,7 @@ def simulate(strategy: Strategy, **settings: Any) -> Tensor:
         torch.randint(0, 3, (120,), generator=generator).numpy(),
     )
     run = fl.simulate(
-        make_model,
+        make,
         fl.from_arrays(features, labels, partition=fl.Iid(12), test=(features, labels), seed=0),
         strategy,
         num_rounds=2,

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.ditto import Ditto
-from fedlearn.algorithms.fedbabu import FedBABU
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.per_fedavg import PerFedAvg
 from fedlearn.algorithms.pfedme import PFedMe
@@ -154,15 +153,6 @@ def apfl_models(x: Tensor, *, alpha: float, adapts: bool) -> Mapping[int, Tensor
     return models
 
 
-def fedbabu(x: Tensor) -> Iterator[Tensor]:
-    """Algorithm 1 of arXiv:2106.06042: the last 27 numbers, the head, have no gradient."""
-    in_body = (torch.arange(75) < 48).double()
-    for round_num, cohort in enumerate(COHORTS):
-        train_body = partial(train, x, round_num=round_num, direction=lambda g, _: g * in_body)
-        x = weighted(shares(cohort), [train_body(client)[0] for client in cohort])
-        yield x
-
-
 def qfedavg(x: Tensor) -> Iterator[Tensor]:
     """Algorithm 2 of arXiv:1905.10497, with q = 2 and L = 1 / 0.1."""
     q, smoothness = 2.0, 1.0 / RATE
@@ -230,12 +220,6 @@ CASES: Mapping[str, Case] = {
         )
         for adapts in (False, True)
     },
-    "fedbabu": Case(
-        FedBABU(SGD, head_layers=("2.*",)),
-        fedbabu,
-        control=FedAvg(SGD),
-        protected=FedBABU(SGD, head_layers=("2.*",), weight_by_examples=False),
-    ),
     "q-fedavg": Case(
         QFedAvg(SGD, fairness=2.0, step_size=RATE),
         qfedavg,

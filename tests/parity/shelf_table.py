@@ -89,9 +89,10 @@ def size_of(export: Any) -> int:  # Any: as found
 # ---- Cost -------------------------------------------------------------------------------------
 
 
-def make_model() -> nn.Module:
-    """The layers of the shelf's model, wider, so that its algorithms find the names they need."""
-    return nn.Sequential(nn.Linear(64, 200), nn.Tanh(), nn.Linear(200, 10))
+def make_model(*, has_norm: bool = False) -> nn.Module:
+    """The layers of the shelf's models, wider, so that its algorithms find the names they need."""
+    norm = [nn.BatchNorm1d(200)] if has_norm else []
+    return nn.Sequential(nn.Linear(64, 200), *norm, nn.Tanh(), nn.Linear(200, 10))
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ class Watch:
         self.seconds.append(used.ru_utime + used.ru_stime)
 
 
-def measure(strategy: fl.Strategy, data: fl.FederatedData, *, num_rounds: int) -> tuple[float, str]:
+def measure(
+    strategy: fl.Strategy, data: fl.FederatedData, make: shelf.Make, *, num_rounds: int
+) -> tuple[float, str]:
     """Simulate rounds; return the processor time of one, and the executor that trained it."""
     known: Any = strategy  # Any: a dataclass, of which some have this field
     if hasattr(strategy, "num_clients"):
@@ -114,7 +117,7 @@ def measure(strategy: fl.Strategy, data: fl.FederatedData, *, num_rounds: int) -
     watch = Watch()
     with TemporaryDirectory() as folder, Path(os.devnull).open("w") as nowhere:
         run = fl.simulate(
-            make_model,
+            make,
             data,
             known,
             num_rounds=WARMUP + num_rounds,
@@ -143,10 +146,12 @@ def draw_data() -> fl.FederatedData:
 def compare_cost(case: shelf.Case, *, turns: int, num_rounds: int) -> tuple[float, str]:
     """Return processor time per client, times FedAvg's, and the executor."""
     data = draw_data()
+    has_norm = any(isinstance(each, nn.BatchNorm1d) for each in case.make().modules())
+    make = partial(make_model, has_norm=has_norm)
     ratios, executor = list[float](), ""
     for _ in range(turns):
-        plain, _ = measure(fl.FedAvg(shelf.SGD), data, num_rounds=num_rounds)
-        seconds, executor = measure(case.strategy, data, num_rounds=num_rounds)
+        plain, _ = measure(fl.FedAvg(shelf.SGD), data, make, num_rounds=num_rounds)
+        seconds, executor = measure(case.strategy, data, make, num_rounds=num_rounds)
         ratios.append(seconds / plain)
     return statistics.median(ratios), executor
 

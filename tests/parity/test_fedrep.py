@@ -115,8 +115,8 @@ def test_settings_without_a_head_or_a_body_are_refused(
 
 
 def test_a_pattern_that_leaves_no_head_or_no_body_is_refused_before_the_first_round() -> None:
-    """FedBABU does not keep the head by name, so nothing else would notice."""
+    """Also where nothing stays local by name, so that nothing else would notice."""
     for pattern, problem in (("hed.*", "no trained parameter"), ("*", "every trained parameter")):
-        algorithm = fl.FedBABU(SGD, head_layers=(pattern,))
+        local = HeadThenBody(inner=SGD, head=pattern, head_epochs=1)
         with pytest.raises(EngineError, match=f"which matches {problem}"):
-            parts.simulate(algorithm, make=parts.make_plain_model)
+            parts.simulate(fl.FedAvg(local), make=parts.make_plain_model)

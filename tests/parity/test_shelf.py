@@ -51,8 +51,8 @@ def test_an_algorithm_equals_its_reference_in_one_process(name: str, tmp_path: P
 @every_case
 def test_what_is_new_in_an_algorithm_can_be_seen(name: str) -> None:
     """The control: without it, the models differ."""
-    control = CASES[name].control
-    found = shelf.run(control, shelf.over(shelf.sessions(control)))
+    control, make = CASES[name].control, CASES[name].make
+    found = shelf.run(control, shelf.over(shelf.sessions(control, make)), make)
     assert shelf.largest_difference(found, CASES[name].models.shared) > 1e-4
 
 
@@ -63,7 +63,7 @@ def test_what_a_sum_cannot_protect_is_refused_with_the_reason(name: str) -> None
     case = CASES[name]
     for settings in ({"secure_aggregation": shelf.SECURE}, {"privacy": shelf.PRIVATE}):
         with pytest.raises(ConfigError, match=case.refused):
-            shelf.simulate(case.strategy, **settings)
+            shelf.simulate(case.strategy, make=case.make, **settings)
 
 
 @pytest.mark.slow
@@ -71,14 +71,14 @@ def test_what_a_sum_cannot_protect_is_refused_with_the_reason(name: str) -> None
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.protected])
 def test_a_protected_run_gives_the_same_model(name: str) -> None:
     """With bounds that no update reaches, and noise that rounds to nothing."""
-    protected = CASES[name].protected
+    protected, make = CASES[name].protected, CASES[name].make
     assert protected is not None
-    expected = shelf.simulate(protected)
-    secure = shelf.simulate(protected, secure_aggregation=shelf.SECURE)
+    expected = shelf.simulate(protected, make=make)
+    secure = shelf.simulate(protected, make=make, secure_aggregation=shelf.SECURE)
     torch.testing.assert_close(secure, expected, rtol=0.0, atol=shelf.TOLERANCE)
-    private = shelf.simulate(protected, privacy=shelf.PRIVATE)
-    # The noise is on a coarser grid than the secure sum.
-    torch.testing.assert_close(private, expected, rtol=0.0, atol=10 * shelf.TOLERANCE)
+    private = shelf.simulate(protected, make=make, privacy=shelf.PRIVATE)
+    # The noise is on a coarser grid than the secure sum, and BatchNorm magnifies small differences.
+    torch.testing.assert_close(private, expected, rtol=0.0, atol=20 * shelf.TOLERANCE)
 
 
 @pytest.mark.slow
@@ -96,8 +96,10 @@ class Runs:
     def __call__(self, cluster: Cluster) -> dict[str, shelf.Models]:
         found = {}
         for name, case in CASES.items():
-            collector = shelf.engine(case.strategy, ExecutorKind.SEQUENTIAL, cluster=cluster)
-            found[name] = shelf.run_to_models(case.strategy, collector)
+            collector = shelf.engine(
+                case.strategy, ExecutorKind.SEQUENTIAL, cluster=cluster, make=case.make
+            )
+            found[name] = shelf.run_to_models(case, collector)
         return found
 
 

@@ -23,6 +23,7 @@ from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.compression import CompressedUpdates, Compressor
 from fedlearn.algorithms.ditto import Ditto
+from fedlearn.algorithms.fedala import FedALA
 from fedlearn.algorithms.fedbabu import FedBABU
 from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
@@ -689,6 +690,11 @@ def test_every_algorithm_has_all_its_numbers(
             APFL,
         ),
         ("fedbabu", {"head_layers": ("1.*",)}, FedBABU),
+        (
+            "fedala",
+            {"adaptive_layers": ("1.*",), "mixing_rate": 0.5, "mixing_share": 0.25},
+            FedALA,
+        ),
         ("fedrep", {"head_layers": ("1.*",), "head_epochs": 2}, FedRep),
         ("fedbn", {"weight_by_examples": False}, FedBN),
         ("lgfedavg", {"representation_layers": ("0.*",), "weight_by_examples": False}, LGFedAvg),
@@ -869,6 +875,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
         "lgfedavg",
         "fedrep",
         "fedbabu",
+        "fedala",
         "apfl",
     }
     own = {

@@ -1,4 +1,4 @@
-"""MOON, Ditto, APFL, pFedMe, Per-FedAvg and q-FedAvg: special cases, limits and refusals.
+"""MOON, Ditto, APFL, FedALA, pFedMe, Per-FedAvg and q-FedAvg: special cases, limits and refusals.
 
 ``tests/parity/shelf_models.py`` compares them with references from their papers.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.ditto import Ditto
+from fedlearn.algorithms.fedala import FedALA, LearnedStart
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Moment, PointGradient, Tensors
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -20,6 +21,7 @@ from fedlearn.algorithms.qfedavg import QFedAvg
 from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.simulation.choice import ExecutorKind
+from tests.moments import KnownSteps
 from tests.parity import shelf
 
 SGD = shelf.SGD
@@ -37,6 +39,14 @@ NEUTRAL: dict[str, tuple[Strategy, Strategy]] = {
     "the global model of apfl": (
         APFL(SGD, personal_learning_rate=0.5, mixing=0.5, adapts_mixing=True),
         EQUAL,
+    ),
+    "fedala that learns no weights": (
+        FedALA(SGD, adaptive_layers=("2.*",), mixing_rate=0.0, mixing_share=0.5),
+        FedAvg(SGD),
+    ),
+    "fedala whose weights stay at 1": (
+        FedALA(SGD, adaptive_layers=("2.*",), mixing_rate=1e-12, mixing_share=0.0),
+        FedAvg(SGD),
     ),
     "per-fedavg without adaptation": (PerFedAvg(SGD, adaptation_rate=0.0), EQUAL),
     "per-fedavg without adaptation, hessian-free": (
@@ -79,6 +89,37 @@ def test_the_personal_model_of_apfl_is_the_mixture() -> None:
         found = apfl.local.personal([torch.zeros(1, 2)], memory)
         assert found is not None
         assert found[0].tolist() == expected
+
+
+def test_fedala_mixes_only_the_layers_that_adapt() -> None:
+    """From the client's last model and the newest global one, number by number."""
+    fedala = FedALA(SGD, adaptive_layers=("head",), mixing_rate=1.0, mixing_share=0.5)
+    memory = {
+        "personal": [torch.tensor([[1.0, 1.0]]), torch.tensor([[4.0, 8.0]])],
+        "distance": [torch.zeros(1, 2), torch.tensor([[0.25, 1.0]])],
+    }
+    found = fedala.local.personal([torch.zeros(1, 2)] * 2, memory)
+    assert found is not None
+    assert [each.tolist() for each in found] == [[[0.0, 0.0]], [[1.0, 8.0]]]
+
+
+def test_learning_the_weights_leaves_momentum_alone() -> None:
+    """Only the second client still learns: the first one trains."""
+    sgd = replace(SGD, momentum=0.5, learning_rate=1.0)
+    local = LearnedStart(inner=sgd, adaptive="head", mixing_rate=1.0, mixing_share=0.5)
+    memory = {
+        "velocity": [torch.full((2, 1), 2.0)],
+        "personal": [torch.full((2, 1), 3.0)],
+        "distance": [torch.zeros(2, 1)],
+        "has_personal": [torch.ones(2, 1)],
+    }
+    x, gradient = [torch.full((2, 1), 1.0)], [torch.full((2, 1), -0.25)]
+    moment = Moment(0, 1, info=KnownSteps(torch.tensor([2.0, 8.0]), names=("head",)))
+    local.step(x, gradient, memory, broadcast={"model": [torch.ones(1, 1)]}, moment=moment)
+    # Learned: W = 1 - 1 * -0.25 * (1 - 3) = 0.5, and x = 3 + (1 - 3) 0.5. Trained: v = 0.75.
+    assert memory["distance"][0].tolist() == [[0.0], [0.5]]
+    assert memory["velocity"][0].tolist() == [[0.75], [2.0]]
+    assert x[0].tolist() == [[0.25], [2.0]]
 
 
 class Cubic:
@@ -143,6 +184,10 @@ def test_example_privacy_refuses_them_with_the_reason(local: LocalUpdate, words:
         NoisedGradients(inner=local, example_clip_norm=1.0, example_noise_multiplier=1.0)
 
 
+def _fedala(local: LocalSgd = SGD, layers: object = ("2.*",), mixing_share: float = 0.5) -> object:
+    return FedALA(local, adaptive_layers=layers, mixing_rate=1.0, mixing_share=mixing_share)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -154,6 +199,10 @@ def test_example_privacy_refuses_them_with_the_reason(local: LocalUpdate, words:
             "mixing is 1.5",
         ),
         (lambda: PerFedAvg(SGD, adaptation_rate=-1.0), "adaptation_rate is -1"),
+        (lambda: _fedala(mixing_share=1.5), "mixing_share is 1.5"),
+        (lambda: _fedala(layers="head"), "adaptive_layers is 'head'; give a list"),
+        (lambda: _fedala(layers=("type:Linear",)), "adaptive_layers has 'type:Linear'"),
+        (lambda: _fedala(local=replace(SGD, epochs=1)), "epochs is 1, but FedALA needs"),
         (lambda: QFedAvg(SGD, fairness=-1.0, step_size=0.1), "fairness is -1"),
         (lambda: QFedAvg(SGD, fairness=1.0, step_size=0.0), "step_size is 0"),
     ],

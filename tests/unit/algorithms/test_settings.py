@@ -8,6 +8,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.apfl import MixedModel
 from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
+from fedlearn.algorithms.fedala import LearnedStart
 from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
@@ -89,6 +90,7 @@ UPDATES: dict[str, LocalUpdate] = {
     "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
     "apfl": MixedModel(inner=SGD, personal_learning_rate=0.2, mixing=0.3, adapts_mixing=True),
     "fedrep": HeadThenBody(inner=ADAM, head="head.* 3.bias", head_epochs=1),
+    "fedala": LearnedStart(inner=ADAM, adaptive="head.*", mixing_rate=0.5, mixing_share=0.25),
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
     "easgd": ElasticForce(inner=SGD, elasticity=0.5),
     "fednova": NormalizedUpdate(inner=Proximal(inner=SGD, proximal=0.5), effective_steps_bound=2.0),
