@@ -1,20 +1,34 @@
 """Fine-tuning at evaluation, next to an independent float64 reference."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedlearn as fl
+from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.algorithms.fine_tuning import build_fine_tuning
+from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
-from fedlearn.core.messages import EvaluateRequest
+from fedlearn.core.messages import ClientId, EvaluateRequest
+from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
+from fedlearn.rounds.evaluation import ChannelEvaluator
+from fedlearn.secagg.evaluation import EvaluationPlan
+from fedlearn.session.session import ClientSession
+from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
+from fedlearn.transport.memory import MemoryChannel
+from tests.parity import shelf
+from tests.parity import test_grpc as grpc
 from tests.parity import test_local_parts as parts
+from tests.security import test_releases as releases
 
 EVALUATION = {"clients": parts.NUM_CLIENTS, "fine_tune_epochs": 3}
 HEAD = ("3.*",)
@@ -74,6 +88,118 @@ def test_fine_tuning_changes_neither_models_nor_client_states(engine: Mapping[st
         assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert "clients/personal_loss_mean" in tuned.history[-1].metrics
     assert "clients/personal_loss_mean" not in plain.history[-1].metrics
+
+
+@dataclass(frozen=True)
+class OwnTrainer:
+    """A trainer of a user's own."""
+
+    inner: TorchTrainer
+    honors: Sequence[str] = ("epochs", "batch_size", "learning_rate", "shuffle")
+
+    def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
+        return self.inner.train(tensors, context=context)
+
+    def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
+        return self.inner.evaluate(tensors, control=control)
+
+
+def test_trainers_of_ones_own_fine_tune_in_sessions_and_are_refused_in_the_engine() -> None:
+    """The engine evaluates without them, so it would fine-tune with another trainer."""
+
+    def make_trainer(features: Tensor, labels: Tensor) -> OwnTrainer:
+        return OwnTrainer(TorchTrainer.of(parts.make_plain_model, features, labels, device="cpu"))
+
+    algorithm, settings = fl.FedAvg(parts.SGD), {"evaluation": EVALUATION}
+    with pytest.raises(ConfigError, match="have their own trainers, which the engine does not"):
+        parts.simulate(algorithm, make=parts.make_plain_model, trainer=make_trainer, **settings)
+    found, expected = (
+        parts.simulate(
+            algorithm,
+            make=parts.make_plain_model,
+            engine={"transport": "memory"},
+            **own,
+            **settings,
+        )
+        for own in ({"trainer": make_trainer}, {})
+    )
+    name = "clients/personal_loss_mean"
+    assert found.history[-1].metrics[name] == pytest.approx(expected.history[-1].metrics[name])
+
+
+def make_linear() -> nn.Module:
+    return nn.Linear(3, 4)
+
+
+def test_a_secure_evaluation_gives_the_mean_of_the_plain_one(tmp_path: Path) -> None:
+    """Of models that clients have fine-tuned; values leave a client only masked."""
+    sgd = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.5)
+    model = GlobalModel(params=Params.of(make_linear()), round_num=1)
+    tuning = build_fine_tuning(sgd, num_epochs=2, seed=fl.Seed(0))
+
+    def make_trainer(client_id: ClientId) -> TorchTrainer:
+        rng = np.random.default_rng(client_id)
+        features = torch.from_numpy(rng.normal(size=(6 + client_id, 3))).float()
+        labels = torch.from_numpy(rng.integers(4, size=len(features)))
+        return TorchTrainer.of(make_linear, features, labels, device="cpu")
+
+    clients = releases.Federation(tmp_path, make_trainer=make_trainer)
+
+    def plan(num_clients: int) -> EvaluationPlan:
+        own = releases.evaluator(clients, clients.everyone).plan(num_clients)
+        return replace(own, measures=("loss", "personal_loss"))
+
+    secure = replace(
+        releases.evaluator(clients, clients.everyone),
+        plan=plan,
+        strategy=fl.FedAvg(sgd),
+        fine_tuning=tuning,
+    )
+    plain = ChannelEvaluator(
+        channel=MemoryChannel(
+            {each: ClientSession(each, make_trainer(each)).handle for each in clients.everyone},
+            lambda asked, _: np.zeros(len(asked)),
+            VirtualClock(),
+        ),
+        cohort=lambda _: clients.everyone,
+        directions={},
+        deadline_s=60.0,
+        strategy=fl.FedAvg(sgd),
+        fine_tuning=tuning,
+    )
+    found, expected = secure.evaluate(model), plain.evaluate(model)
+    for name in ("clients/loss_mean", "clients/personal_loss_mean"):
+        assert found[name] == pytest.approx(expected[name], abs=1e-6)
+    assert found["clients/personal_loss_mean"] < found["clients/loss_mean"] - 0.01
+
+
+@pytest.mark.slow
+def test_clients_fine_tune_over_grpc(tmp_path: Path) -> None:
+    """Real clients, from the part of the model that each keeps on its disk."""
+    algorithm, make = fl.FedPer(shelf.SGD, personal_layers=("2.*",)), shelf.make_model
+    found = list[Mapping[str, float]]()
+    with grpc.over_grpc(tmp_path, make) as (channel, _):
+        for each in (channel, shelf.sessions(algorithm)):
+            _, state = shelf.run_to_end(algorithm, shelf.over(each))
+            model = GlobalModel(
+                params=state.params, round_num=state.round_num, counted=state.counted
+            )
+            for num_epochs in (0, 2):
+                evaluator = ChannelEvaluator(
+                    channel=each,
+                    cohort=lambda _: [ClientId(number) for number in range(shelf.NUM_CLIENTS)],
+                    directions={},
+                    deadline_s=grpc.LONG_S,
+                    strategy=algorithm,
+                    fine_tuning=build_fine_tuning(
+                        algorithm.local, num_epochs=num_epochs, seed=shelf.SEED
+                    ),
+                )
+                found.append(evaluator.evaluate(model))
+    name = "clients/personal_loss_mean"
+    kept, tuned, expected_kept, expected_tuned = (each[name] for each in found)
+    assert (kept, tuned) == pytest.approx((expected_kept, expected_tuned), abs=1e-5)
+    assert tuned < kept - 0.01
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from fedlearn.session.history import HistoryFile
 from fedlearn.session.pins import PinFile
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.secure import SimulatedIdentities
-from fedlearn.training.trainer import LocalEvaluation, TaskControl
+from fedlearn.training.trainer import LocalEvaluation, LocalTrainer, TaskControl
 from fedlearn.transport.memory import Handler, MemoryChannel
 from tests.security.liars.harness import (
     PARAMS,
@@ -111,6 +111,7 @@ class Federation:
         plan: The plan of the sessions.
         tells: Whether clients know only their own key, and are sent those of others.
         replaced: New signer and lineage of the clients that have replaced their key.
+        make_trainer: Returns a client's trainer.
     """
 
     folder: Path | None
@@ -121,6 +122,7 @@ class Federation:
     plan: SecurePlan = PLAN
     tells: bool = False
     replaced: dict[ClientId, tuple[keys.Signer, bytes]] = field(default_factory=dict)
+    make_trainer: Callable[[ClientId], LocalTrainer] = Counting
 
     def __post_init__(self) -> None:
         self.identities = SimulatedIdentities(self.plan.parameters.num_clients, self.plan)
@@ -191,7 +193,7 @@ class Federation:
             secure = replace(secure, directory={client_id: own})
         pins = self.pins(client_id) if self.tells else None
         session = ClientSession(
-            client_id, Counting(client_id), secure, history_file=history, pin_file=pins
+            client_id, self.make_trainer(client_id), secure, history_file=history, pin_file=pins
         )
 
         def handle(data: bytes, state: bytes) -> tuple[bytes, bytes]:
