@@ -35,7 +35,7 @@ from fedlearn.algorithms.settings import UPDATES
 from fedlearn.core.clock import Clock
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import DataError, EngineError
+from fedlearn.errors import ConfigError, DataError, EngineError
 from fedlearn.simulation.executors import sequential, stacked
 from fedlearn.simulation.executors.attempts import attempts
 from fedlearn.simulation.executors.base import Executor, LocalTask, Work
@@ -193,6 +193,7 @@ def choose(job: TrainingJob, *, clock: Clock, cache_dir: Path) -> Choice:
         cache_dir: Folder for cached timings, one small file each.
 
     Raises:
+        ConfigError: The local update does not fit the model.
         EngineError: Not even the sequential executor can train the job.
     """
     if job.make_trainer is not None:
@@ -256,6 +257,7 @@ def _trial(job: TrainingJob) -> Trial | str:
     """Run the job's trial; if it fails, return why the model must train one client at a time.
 
     Raises:
+        ConfigError: The local update does not fit the model.
         EngineError: The model cannot train one client at a time either.
     """
     if job.params.layout.others:
@@ -267,7 +269,7 @@ def _trial(job: TrainingJob) -> Trial | str:
             return trial_of(
                 job.make_model, job.objective, work, precision=job.precision, shift=shift
             )
-        except EngineError:
+        except (ConfigError, EngineError):
             raise
         except Exception as error:  # noqa: BLE001 - custom code; another client's data may work
             reason = reason or describe_first_line(error)
@@ -279,12 +281,15 @@ def _require_trainable(job: TrainingJob) -> None:
     """Check that at least one of a few clients can be trained.
 
     Raises:
+        ConfigError: The local update does not fit the model.
         EngineError: No client can; the message has the first client's error.
     """
     executor, first = make_executor(job, ExecutorKind.SEQUENTIAL), None
     for client in _sample_clients(job):
         try:
             executor.train(job.work(client))
+        except ConfigError:
+            raise  # no client's data can help
         except Exception as error:  # noqa: BLE001 - custom code raises anything
             first = first or error
         else:

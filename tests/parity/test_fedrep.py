@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.local import Moment
-from fedlearn.errors import ConfigError, EngineError
+from fedlearn.errors import ConfigError
 from tests.moments import KnownSteps
 from tests.parity import test_local_parts as parts
 
@@ -118,5 +118,5 @@ def test_a_pattern_that_leaves_no_head_or_no_body_is_refused_before_the_first_ro
     """Also where nothing stays local by name, so that nothing else would notice."""
     for pattern, problem in (("hed.*", "no trained parameter"), ("*", "every trained parameter")):
         local = HeadThenBody(inner=SGD, head=pattern, head_epochs=1)
-        with pytest.raises(EngineError, match=f"which matches {problem}"):
+        with pytest.raises(ConfigError, match=f"^head_layers .*, which matches {problem}"):
             parts.simulate(fl.FedAvg(local), make=parts.make_plain_model)
