@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.compression import PartSpec as PartSpec
     from fedlearn.algorithms.compression import Target as Target
     from fedlearn.algorithms.ditto import Ditto as Ditto
+    from fedlearn.algorithms.download_compression import CompressedDownload as CompressedDownload
     from fedlearn.algorithms.fedala import FedALA as FedALA
     from fedlearn.algorithms.fedbabu import FedBABU as FedBABU
     from fedlearn.algorithms.feddyn import FedDyn as FedDyn
@@ -159,6 +160,7 @@ _HOME = {
     "algorithms.bucketing": "Bucketing",
     "algorithms.feddyn": "FedDyn",
     "algorithms.compression": "Compressor PartSpec Target",
+    "algorithms.download_compression": "CompressedDownload",
     "algorithms.fedexp": "FedExP",
     "algorithms.qfedavg": "QFedAvg",
     "algorithms.pfedme": "PFedMe",

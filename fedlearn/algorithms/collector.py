@@ -6,20 +6,22 @@ trains blocks of clients. The round loop does not know which one it has.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from fedlearn.algorithms.client_state import ClientStates
-from fedlearn.algorithms.compression import count_delta_bytes
+from fedlearn.algorithms.compression import Parts, count_delta_bytes
+from fedlearn.algorithms.download_compression import compress_model
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, TrainMetrics
 from fedlearn.algorithms.late_updates import Durations
 from fedlearn.algorithms.local import names_sent_once
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
-from fedlearn.algorithms.settings import settings_of
+from fedlearn.algorithms.settings import compressor_settings, settings_of
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.messages import ClientId, TrainRequest
+from fedlearn.core.messages import ClientId, CompressedModel, TrainRequest
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.participations import Participations, Status
+from fedlearn.core.randomness import Seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +31,15 @@ class RoundRequest:
     Attributes:
         round_num: Round index, from 0.
         attempt: Retry number of the round, starting at 0.
-        params: The global model.
+        params: The model from which clients train: the global one, or what they restore of it if
+            the strategy compresses it (:meth:`compress`).
         strategy: The federated algorithm.
         broadcast: Vectors that the strategy broadcasts together with the model.
         seed: Public seed of client-side randomness.
         client_states: Client state, for a collector that simulates the clients.
         durations: Clients' durations in the last rounds, if the deadline adapts to them.
         counted: See :class:`~fedlearn.core.messages.TrainRequest`.
+        parts: The trained part of ``params`` as it is sent; empty: whole.
     """
 
     round_num: int
@@ -47,6 +51,15 @@ class RoundRequest:
     client_states: ClientStates = field(default_factory=dict)
     durations: Durations = ()
     counted: Mapping[ClientId, int] | None = None
+    parts: Parts = field(default_factory=dict)
+
+    def compress(self) -> Self:
+        """Return the request with its model compressed, if the strategy says so."""
+        compressor, seed = self.strategy.download, Seed(self.seed)
+        if compressor is None:
+            return self
+        params, parts = compress_model(self.params, compressor, seed=seed, round_num=self.round_num)
+        return replace(self, params=params, parts=parts)
 
     def message(self) -> TrainRequest:
         """Build the message for clients that use the strategy's own local update."""
@@ -62,6 +75,18 @@ class RoundRequest:
             counted=self.counted,
             local=self.params.local,
             sent_once=names_sent_once(self.strategy.broadcasts),
+            compressed=self._describe_compressed(),
+        )
+
+    def _describe_compressed(self) -> CompressedModel | None:
+        compressor, trainable = self.strategy.download, self.params.layout.trainable
+        if compressor is None:
+            return None
+        return CompressedModel(
+            settings=compressor_settings(compressor),
+            parts=self.parts,
+            shapes=[spec.shape for spec in trainable],
+            dtypes=[spec.dtype for spec in trainable],
         )
 
     def messages(self, cohort: Sequence[ClientId]) -> dict[ClientId, TrainRequest]:
@@ -93,9 +118,13 @@ class RoundRequest:
 
         Without what a client is sent once, as in :attr:`~fedlearn.core.params.Params.num_bytes`.
         """
+        model = self.params.num_bytes
+        if self.parts:
+            trainable = self.params.layout.trainable
+            model -= sum(spec.size * spec.dtype.itemsize for spec in trainable)
         once = names_sent_once(self.strategy.broadcasts)
-        sent = (vector.nbytes for name, vector in self.broadcast.items() if name not in once)
-        return self.params.num_bytes + sum(sent)
+        sent = [vector for name, vector in self.broadcast.items() if name not in once]
+        return model + sum(each.nbytes for each in (*self.parts.values(), *sent))
 
     @property
     def upload_bytes(self) -> int:

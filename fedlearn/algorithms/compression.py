@@ -139,6 +139,8 @@ class Compressor(Ranged):
     """
 
     encoding: ClassVar[str]
+    #: Whether it can compress a whole model, which clients download, as well as an update.
+    suits_models: ClassVar[bool] = False
 
     error_feedback: ErrorFeedback = False
 
@@ -224,16 +226,7 @@ class Compressor(Ranged):
         found = {name: value for name, value in lanes.items() if name.startswith(_IN_LANE)}
         if DELTA.name in lanes:
             raise UnusableResult(f"a {self.encoding} update has a whole delta next to its parts")
-        if found.keys() != expected.keys():
-            wrong = sorted(found.keys() ^ expected.keys())[:3]
-            raise UnusableResult(f"a {self.encoding} update has missing or extra parts: {wrong}")
-        for name, spec in expected.items():
-            value = found[name]
-            if value.shape != (spec.size,) or value.dtype != spec.dtype:
-                raise UnusableResult(
-                    f"part {name!r} of a {self.encoding} update is {value.dtype} "
-                    f"{list(value.shape)}, not {spec.dtype} [{spec.size}]"
-                )
+        _require_declared(found, expected, what=f"{self.encoding} update")
         parts = {name.removeprefix(_IN_LANE): value[None] for name, value in found.items()}
         statistics = parts.pop(_STATISTICS, None)
         delta = self.decompress(parts, target)[0]
@@ -242,11 +235,39 @@ class Compressor(Ranged):
         rest = {name: value for name, value in lanes.items() if name not in found}
         return {DELTA.name: delta, **rest}
 
+    def restore_model(self, parts: Parts, target: Target) -> Tensor:
+        """Restore the trained part of a model, [Q], from its parts, which may be hostile.
+
+        Raises:
+            UnusableResult: They are not a compressed model of these shapes.
+        """
+        specs = self.describe_parts(target.shapes, target.dtype)
+        _require_declared(parts, specs, what=f"{self.encoding} model")
+        return self.decompress({name: value[None] for name, value in parts.items()}, target)[0]
+
     def _all_parts(
         self, shapes: Shapes, *, num_statistics: int, dtype: torch.dtype
     ) -> dict[str, PartSpec]:
         parts = self.describe_parts(shapes, dtype)
         return {**parts, _STATISTICS: PartSpec(num_statistics, dtype)} if num_statistics else parts
+
+
+def _require_declared(parts: Parts, specs: Mapping[str, PartSpec], *, what: str) -> None:
+    """Check that there are the declared parts, each a vector of its size and dtype.
+
+    Raises:
+        UnusableResult: One differs.
+    """
+    if parts.keys() != specs.keys():
+        wrong = sorted(parts.keys() ^ specs.keys())[:3]
+        raise UnusableResult(f"a {what} has missing or extra parts: {wrong}")
+    for name, spec in specs.items():
+        value = parts[name]
+        if value.shape != (spec.size,) or value.dtype != spec.dtype:
+            raise UnusableResult(
+                f"part {name!r} of a {what} is {value.dtype} {list(value.shape)}, not "
+                f"{spec.dtype} [{spec.size}]"
+            )
 
 
 @dataclass(frozen=True)

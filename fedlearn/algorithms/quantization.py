@@ -59,6 +59,7 @@ class Quantized(Compressor):
     """
 
     encoding: ClassVar[str] = "quantized"
+    suits_models: ClassVar[bool] = True
 
     bits: Annotated[int, doc("Bits a number, 8 or 4.")] = 8
     num_per_scale: Annotated[

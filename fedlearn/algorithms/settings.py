@@ -118,9 +118,37 @@ def settings_of(local: LocalUpdate, transforms: Sequence[Transform] = ()) -> Set
         >>> settings["update"], settings["epochs"], settings["proximal"]
         ('sgd proximal', 1, 0.5)
     """
+    return _settings_of([*iter_updates(local), *transforms], num_transforms=len(transforms))
+
+
+def compressor_settings(compressor: Compressor) -> Settings:
+    """Convert a compressor of models to settings, as :func:`settings_of` does.
+
+    Example:
+        >>> compressor_settings(Quantized(bits=4))["bits"]
+        4
+    """
+    return _settings_of([compressor], num_transforms=1)
+
+
+def compressor_from(settings: Settings, *, known: Collection[type[Transform]] = ()) -> Compressor:
+    """Build the compressor of models that ``settings`` describe.
+
+    Raises:
+        SettingsRefused: As :func:`update_from`, or it cannot compress a model.
+    """
+    found = transforms_from(settings, known=known)
+    if len(found) != 1 or not isinstance(found[0], Compressor) or not found[0].suits_models:
+        raise SettingsRefused(
+            f"{settings.get(COMPONENTS)!r} cannot compress a model; the coordinator must name one "
+            "compressor that can, such as 'quantized'"
+        )
+    return found[0]
+
+
+def _settings_of(components: Sequence[object], *, num_transforms: int) -> Settings:
     names, settings = list[str](), dict[str, Scalar]()
-    components = [*iter_updates(local), *transforms]
-    first_transform = len(components) - len(transforms)
+    first_transform = len(components) - num_transforms
     for place, component in enumerate(components):
         if isinstance(component, ExtraSettings):
             settings |= component.settings()

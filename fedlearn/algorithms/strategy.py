@@ -14,6 +14,9 @@ from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 
+if TYPE_CHECKING:  # it imports this module
+    from fedlearn.algorithms.compression import Compressor
+
 #: State of a strategy from round to round, by name; its tensors go into checkpoints.
 State: TypeAlias = Mapping[str, Tensor]
 
@@ -84,6 +87,14 @@ class Strategy(Protocol):
             return ()
 
         @property
+        def download(self) -> "Compressor | None":
+            """How the model is compressed that clients download; by default it is sent whole.
+
+            See :class:`~fedlearn.algorithms.download_compression.CompressedDownload`.
+            """
+            return None
+
+        @property
         def bounds(self) -> UpdateBounds | None:
             """Bounds on an unmasked update; ``None``: the rule bounds it itself, as by clipping."""
             return GENEROUS
@@ -110,6 +121,7 @@ class Strategy(Protocol):
     else:
         transforms = ()
         keep_local = ()
+        download = None
         bounds = GENEROUS
         needs_same_round = ""
         needs_train_metrics = ""
@@ -216,6 +228,11 @@ class StrategyWrapper(Strategy):
     def keep_local(self) -> Sequence[str]:
         """The inner strategy's."""
         return self.inner.keep_local
+
+    @property
+    def download(self) -> "Compressor | None":
+        """The inner strategy's."""
+        return self.inner.download
 
     @property
     def bounds(self) -> UpdateBounds | None:

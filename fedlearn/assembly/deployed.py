@@ -99,6 +99,7 @@ def _require_nothing_of_clients(algorithm: Strategy, *, apps: str) -> None:
         f"needs the lane {algorithm.lanes[-1].name!r} from its clients": len(algorithm.lanes) > 1,
         "transforms updates on the clients": bool(algorithm.transforms),
         "keeps parts of the model on the clients": bool(algorithm.keep_local),
+        "compresses the model, which its clients restore": algorithm.download is not None,
         "prescribes how clients train": local != own,
     }
     problem = next((text for text, is_required in requirements.items() if is_required), None)

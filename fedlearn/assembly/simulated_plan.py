@@ -133,6 +133,7 @@ def _build_sessions(
     simulated = None if plan is None else SimulatedIdentities(population.num_clients, plan)
     locals_ = strategy.locals_for([ClientId(each) for each in range(population.num_clients)])
     require_travels(locals_, strategy.transforms)
+    own = [strategy.download] if strategy.download is not None else []
     sessions = SimulatedSessions(
         population,
         behavior,
@@ -140,7 +141,7 @@ def _build_sessions(
         work=strategy.local.work,
         further_bytes=further_bytes(strategy, model.layout),
         identities=simulated,
-        transforms=own_transforms(strategy.transforms),
+        transforms=own_transforms([*strategy.transforms, *own]),
         dtype=model.layout.dtype,
     )
     channel = sessions.channel()

@@ -141,6 +141,7 @@ def build_algorithm(config: Config) -> Strategy:
     try:
         strategy = config.algorithm.strategy(config.client.local_update())
         strategy = config.compression.apply(config.aggregation.apply(strategy))
+        strategy = config.download_compression.apply(strategy)
         patterns = config.algorithm.keep_local
         return KeepLocal(strategy, tuple(patterns)) if patterns else strategy
     except ValueError as error:

@@ -1,10 +1,11 @@
-"""Configuration of how clients compress their updates."""
+"""Configuration of how updates and the model are compressed."""
 
 from collections.abc import Iterator
 
 from pydantic import Field
 
 from fedlearn.algorithms.compression import CompressedUpdates
+from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.quantization import Quantized
 from fedlearn.algorithms.random_k import RandomK
@@ -71,4 +72,43 @@ COMPRESSIONS = kinds(
         rank=2,
         error_feedback=True,
     ),
+)
+
+
+class DownloadCompressionSection(DeclaredSection):
+    """How the model is compressed that clients download."""
+
+    method: str = Field(description="How the model is compressed that clients download.")
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse values that the method refuses."""
+        yield from find_problem(self.build)
+
+    def apply(self, strategy: Strategy) -> Strategy:
+        """Return the strategy whose coordinator compresses the model so."""
+        return CompressedDownload(strategy, self.build())
+
+
+class WholeDownloadSection(DownloadCompressionSection):
+    """The model is sent whole."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse nothing: there are no values."""
+        yield from ()
+
+    def apply(self, strategy: Strategy) -> Strategy:
+        """Return the strategy unchanged."""
+        return strategy
+
+
+DOWNLOAD_COMPRESSIONS = kinds(
+    "method",
+    DownloadCompressionSection,
+    kind("none", "The model is sent whole.", WholeDownloadSection),
+    kind(
+        "quantized",
+        "The coordinator sends the model in 8 or 4 bits a number, rounded at random.",
+        Quantized,
+    ),
+    given=("error_feedback",),
 )

@@ -41,6 +41,7 @@ TABLES: Final[Mapping[str, Use]] = {
     "algorithm": Use.ARGUMENT | Use.SHOWN,
     "aggregation": Use.ARGUMENT | Use.SHOWN,
     "compression": Use.ARGUMENT | Use.SHOWN,
+    "download_compression": Use.ARGUMENT | Use.SHOWN,
     "client": Use.ARGUMENT | Use.SHOWN,
     "cohort": Use.SHOWN,
     "stragglers": Use.SHOWN,

@@ -26,7 +26,12 @@ from fedlearn.config.cohort import (
     UpdatesSection,
 )
 from fedlearn.config.components import build_component, find_problem
-from fedlearn.config.compression import COMPRESSIONS, CompressionSection
+from fedlearn.config.compression import (
+    COMPRESSIONS,
+    DOWNLOAD_COMPRESSIONS,
+    CompressionSection,
+    DownloadCompressionSection,
+)
 from fedlearn.config.coordinator import CoordinatorSection
 from fedlearn.config.data import DATA, DataSection, NoDataSection
 from fedlearn.config.earlier import read_earlier
@@ -213,6 +218,9 @@ class Config(Section):
     algorithm: Annotated[AlgorithmSection, ALGORITHMS] = ALGORITHMS.of("fedavg")
     aggregation: Annotated[AggregationSection, AGGREGATIONS] = AGGREGATIONS.of("own")
     compression: Annotated[CompressionSection, COMPRESSIONS] = COMPRESSIONS.of("none")
+    download_compression: Annotated[DownloadCompressionSection, DOWNLOAD_COMPRESSIONS] = (
+        DOWNLOAD_COMPRESSIONS.of("none")
+    )
     client: Annotated[ClientSection, CLIENTS] = CLIENTS.of("sgd")
     cohort: Annotated[CohortSection, COHORTS] = COHORTS.of("uniform")
     stragglers: StragglersSection = Field(

@@ -22,6 +22,7 @@ from torch.utils.dlpack import from_dlpack
 from fedlearn.core.messages import (
     Accusation,
     ClientId,
+    CompressedModel,
     EvaluateReply,
     EvaluateRequest,
     EvaluationNotice,
@@ -53,6 +54,8 @@ _TABLE_SIZE = struct.Struct("<Q")
 #: of the model and of the strategy's broadcast.
 _MESSAGE = "message"
 _MODEL, _BROADCAST = "model/", "told/"  # "told": the broadcast, under the name it has on the wire
+#: The same of the parts of a compressed model, and the name of its field.
+_PARTS, _COMPRESSED = "compressed/", "compressed"
 #: Tensors are aligned to this many bytes, the size of the widest element.
 _ALIGNMENT = 8
 #: The most dimensions that torch's operations can handle.
@@ -115,7 +118,7 @@ _MODELS = {
 #: Fields that are in a header only if they differ from these values. Version 4 has none of them.
 _OPTIONAL: Mapping[str, Mapping[str, object]] = {
     **{
-        _FORMS[each][0]: {"counted": None, "num_statistics": 0, _LOCAL: ()}
+        _FORMS[each][0]: {"counted": None, "num_statistics": 0, _LOCAL: (), _COMPRESSED: None}
         for each in (TrainRequest, SecureTrainRequest)
     },
     **{
@@ -151,7 +154,8 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
 
     Raises:
         ValueError: A receiver of version 4 would misread the request: it lacks its constants, has
-            a setting that version 4 does not know, or names tensors that clients keep.
+            a setting that version 4 does not know, names tensors that clients keep, or has a
+            compressed model.
 
     Example:
         >>> decode(encode(Failure(reason="battery low")))
@@ -175,6 +179,8 @@ def encode(message: Request | Reply, *, newest: int = VERSION) -> bytes:
             )
         if not added.keys().isdisjoint({_LOCAL, "trained", _FINE_TUNING}):
             raise ValueError(f"a client of version {newest} has no model of its own; upgrade it")
+        if _COMPRESSED in added:
+            raise ValueError(f"a client of version {newest} cannot restore a model; upgrade it")
         added = {}
         if isinstance(settings, Mapping):
             fields["settings"] = settings = _drop_newer_settings(settings, version=newest)
@@ -424,8 +430,7 @@ class _Slot:
             raise ProtocolError(f"malformed tensors: {name!r} has no known dtype")
         if not (_are_sizes(shape) and _are_sizes(offsets) and len(offsets) == 2):  # noqa: PLR2004 - begin, end
             raise ProtocolError(f"malformed tensors: {name!r} has no shape or no offsets")
-        # An empty tensor may claim any size in its other dimensions.
-        if len(shape) > _MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 1 << 60:
+        if _is_too_large(shape):
             raise ProtocolError(f"malformed tensors: {name!r} has a shape too large for torch")
         begin, end = offsets
         if end - begin != math.prod(shape) * dtype.itemsize:
@@ -443,6 +448,12 @@ class _Slot:
         # A foreign file may not have its widest elements first.
         aligned = part if self.begin % self.dtype.itemsize == 0 else part.clone()
         return aligned.view(self.dtype).reshape(self.shape)
+
+
+def _is_too_large(shape: list[int]) -> bool:
+    """Return whether torch cannot represent a shape."""
+    # An empty tensor may claim any size in its other dimensions.
+    return len(shape) > _MAX_DIMENSIONS or math.prod(max(size, 1) for size in shape) >= 1 << 60
 
 
 def _are_sizes(value: object) -> TypeGuard[list[int]]:
@@ -468,6 +479,9 @@ def _to_json(value: object) -> object:
             return value.hex()
         case Mapping():
             return {str(key): _to_json(each) for key, each in value.items()}
+        case CompressedModel(settings=settings, shapes=shapes, dtypes=dtypes):
+            names = [_NAMES[each] for each in dtypes]
+            return {"settings": _to_json(settings), "shapes": list(shapes), "dtypes": names}
         case _:
             return value
 
@@ -492,7 +506,10 @@ def _get_tensors(message: Request | Reply) -> Mapping[str, Tensor]:
 
 def _get_training_tensors(train: TrainRequest) -> dict[str, Tensor]:
     broadcast = {_BROADCAST + name: tensor for name, tensor in train.broadcast.items()}
-    return _prefix_model(train.tensors) | broadcast
+    if train.compressed is None:
+        return _prefix_model(train.tensors) | broadcast
+    parts = {_PARTS + name: tensor for name, tensor in train.compressed.parts.items()}
+    return _prefix_model(train.sent_tensors) | parts | broadcast
 
 
 def _prefix_model(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -567,10 +584,20 @@ def _build_train_request(values: Mapping[str, Any], tensors: Mapping[str, Tensor
     if values.get("num_statistics", 0) > len(values["order"]):
         raise _explain_malformed("num_statistics is larger than the number of names in order")
     model, broadcast = _select_prefix(_MODEL, tensors), _select_prefix(_BROADCAST, tensors)
-    _require_names(
-        tensors, {_MODEL + name for name in model} | {_BROADCAST + name for name in broadcast}
-    )
-    return TrainRequest(tensors=model, broadcast=broadcast, **values)
+    names = {_MODEL + name for name in model} | {_BROADCAST + name for name in broadcast}
+    request = TrainRequest(tensors=model, broadcast=broadcast, **values)
+    if request.compressed is None:
+        _require_names(tensors, names)
+        return request
+    parts = _select_prefix(_PARTS, tensors)
+    _require_names(tensors, names | {_PARTS + name for name in parts})
+    if len(request.compressed.shapes) != len(request.trained):
+        raise _explain_malformed("a compressed model has not one shape for each trained tensor")
+    if absent := sorted(set(request.order) - set(request.trained) - model.keys())[:3]:
+        raise _explain_malformed(f"it lacks the running statistics {absent}")
+    if twice := sorted(model.keys() & set(request.trained))[:3]:
+        raise _explain_malformed(f"the tensors {twice} are both compressed and whole")
+    return replace(request, compressed=replace(request.compressed, parts=parts))
 
 
 def _select_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -702,6 +729,25 @@ def _read_directory(value: Any, name: str) -> dict[ClientId, bytes]:
     return found
 
 
+def _read_compressed(value: Any, name: str) -> CompressedModel:
+    if not (isinstance(value, dict) and value.keys() == {"settings", "shapes", "dtypes"}):
+        raise _explain_malformed(f"{name} does not have exactly settings, shapes and dtypes")
+    shapes, dtypes = value["shapes"], _read_texts(value["dtypes"], f"dtypes of {name}")
+    if not isinstance(shapes, list) or len(shapes) != len(dtypes):
+        raise _explain_malformed(f"{name} has not one shape for each dtype")
+    for shape in shapes:
+        if not _are_sizes(shape) or _is_too_large(shape):
+            raise _explain_malformed(f"{name} has a shape that no tensor has")
+    if unknown := [each for each in dtypes if each not in _DTYPES]:
+        raise _explain_malformed(f"{name} has the unknown dtype {unknown[0]!r}")
+    return CompressedModel(
+        settings=_read_scalars(value["settings"], name),
+        parts={},
+        shapes=[tuple(shape) for shape in shapes],
+        dtypes=[_DTYPES[each] for each in dtypes],
+    )
+
+
 def _read_rounds(value: Any, name: str) -> dict[ClientId, int]:
     table = _read_table(value, name, of=int)
     try:
@@ -716,6 +762,7 @@ def _read_rounds(value: Any, name: str) -> dict[ClientId, int]:
 
 _READERS: Mapping[str, Callable[[Any, str], Any]] = {
     "counted": _read_rounds,
+    _COMPRESSED: _read_compressed,
     "encoding": _read_text,
     "num_statistics": _read_integer,
     "round_num": _read_integer,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, NewType, TypeAlias
 from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
 
 if TYPE_CHECKING:  # importing this module must not load torch, which is slow
+    import torch
     from torch import Tensor
 
 ClientId = NewType("ClientId", int)
@@ -73,6 +74,23 @@ def split_sent_once(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class CompressedModel:
+    """The trained tensors of a model in the form in which they are sent.
+
+    Attributes:
+        settings: The compressor, in the form of :mod:`fedlearn.algorithms.settings`.
+        parts: What it sends, by its own names.
+        shapes: Shapes of the trained tensors, in the order of the request.
+        dtypes: Their dtypes.
+    """
+
+    settings: Settings
+    parts: "Mapping[str, Tensor]"
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: "Sequence[torch.dtype]"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TrainRequest:
     """Asks a client to train locally from ``tensors`` and to return its update.
 
@@ -94,6 +112,9 @@ class TrainRequest:
             the changes of any later one. ``None``: the coordinator does not send this.
         local: Names of the tensors that each client keeps for itself. ``tensors`` has their initial
             values, for a client that has not trained yet.
+        compressed: The trained tensors as they are sent; ``None``: they are sent whole. A client
+            restores them (:mod:`fedlearn.algorithms.download_compression`): before that,
+            ``tensors`` lacks them.
     """
 
     kind: ClassVar[str] = TRAIN_KIND
@@ -110,6 +131,12 @@ class TrainRequest:
     counted: Mapping[ClientId, int] | None = None
     local: Sequence[str] = ()
     sent_once: Sequence[str] = ()
+    compressed: CompressedModel | None = None
+
+    @property
+    def trained(self) -> Sequence[str]:
+        """Names of the trained tensors, in the order in which they form the vector."""
+        return self.order[: len(self.order) - self.num_statistics]
 
     @property
     def num_trained(self) -> int:
@@ -119,8 +146,13 @@ class TrainRequest:
     @property
     def trained_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of the trained tensors, in the order in which they form the vector."""
-        trained = self.order[: len(self.order) - self.num_statistics]
-        return [tuple(self.tensors[name].shape) for name in trained]
+        return [tuple(self.tensors[name].shape) for name in self.trained]
+
+    @property
+    def sent_tensors(self) -> "dict[str, Tensor]":
+        """The tensors that are sent as they are: all, or those that are not compressed."""
+        absent = () if self.compressed is None else set(self.trained)
+        return {name: value for name, value in self.tensors.items() if name not in absent}
 
     @property
     def constants(self) -> "dict[str, Tensor]":

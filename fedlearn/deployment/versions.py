@@ -8,13 +8,15 @@ def explain_newest_protocol(components: Deployment) -> str:
 
     Clients of protocol 2 hash requests for secure aggregation differently, include running
     statistics in the norms of their updates, do not learn whether their last update counted, and
-    have no ``drop_last``.
+    have no ``drop_last``. They cannot restore a compressed model either.
     """
     local = components.algorithm.local
     if components.secure is not None:
         return "it uses secure aggregation"
     if components.algorithm.transforms:
         return "it transforms updates on the clients"
+    if components.algorithm.download is not None:
+        return "it compresses the model that clients download"
     if any(spec.is_kept for spec in local.memory.values()):
         return "its clients keep state between rounds"
     if components.algorithm.keep_local:

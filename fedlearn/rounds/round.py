@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from fedlearn.algorithms.client_state import ClientStates
 from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
-from fedlearn.algorithms.compression import find_compressor
+from fedlearn.algorithms.compression import Parts, find_compressor
 from fedlearn.algorithms.informed_sampling import (
     NO_STATE,
     InformedSampler,
@@ -46,16 +46,18 @@ class Version:
     """The broadcast of an earlier round, for the clients that are still in flight with it.
 
     Attributes:
-        params: The model.
+        params: The model, as clients received it.
         broadcast: Vectors that were broadcast together with it.
         state: The strategy's state in that round if the clients' work depends on it; else empty.
         counted: Value of :attr:`ServerState.counted` in that round.
+        parts: The trained part of the model as it was sent; empty: whole.
     """
 
     params: Params
     broadcast: Lanes
     state: State
     counted: Mapping[ClientId, int] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +214,7 @@ def run_round(
             request,
             round_num=based_on,
             params=sent.params,
+            parts=sent.parts,
             broadcast=sent.broadcast,
             counted=None if request.counted is None else sent.counted,
             strategy=plan.apply_settings(
@@ -234,6 +237,7 @@ def run_round(
         broadcast=request.broadcast,
         state={} if strategy is plan.strategy else state.strategy_state,
         counted=request.counted or {},
+        parts=request.parts,
     )
     sent_in = {**state.versions, state.round_num: newest}
     # Keep the broadcasts of pending tasks only, so that memory is bounded by the staleness.
@@ -258,7 +262,7 @@ def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
 def _build_request(
     state: ServerState, plan: RoundPlan, strategy: Strategy, *, attempt: int
 ) -> RoundRequest:
-    return RoundRequest(
+    request = RoundRequest(
         round_num=state.round_num,
         attempt=attempt,
         params=state.params,
@@ -269,6 +273,7 @@ def _build_request(
         durations=state.durations,
         counted=state.counted if _keeps_state(strategy, state.params) else None,
     )
+    return request.compress()
 
 
 def _keeps_state(strategy: Strategy, params: Params) -> bool:

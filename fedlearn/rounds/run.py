@@ -441,6 +441,7 @@ def _build_checkpoint(state: RunState) -> Checkpoint:
         }
         tensors |= {f"{_VERSION}{based_on}/told/{n}": t for n, t in sent.broadcast.items()}
         tensors |= {f"{_VERSION}{based_on}/state/{n}": t for n, t in sent.state.items()}
+        tensors |= {f"{_VERSION}{based_on}/parts/{n}": t for n, t in sent.parts.items()}
     if state.best_params is not None:
         tensors |= {f"best/{name}": t for name, t in _tensors_by_name(state.best_params).items()}
     values: dict[str, Scalar] = {
@@ -513,6 +514,7 @@ def _restore(checkpoint: Checkpoint, like: Params, *, expected: State) -> RunSta
                 counted=_rounds_from_tensors(
                     checkpoint.select_tensors(f"{_VERSION}{based_on}/counted/")
                 ),
+                parts=checkpoint.select_tensors(f"{_VERSION}{based_on}/parts/"),
             )
             for based_on in sorted({each.based_on for each in pending})
         },

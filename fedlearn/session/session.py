@@ -8,6 +8,7 @@ from mmap import mmap
 import structlog
 from torch import Tensor
 
+from fedlearn.algorithms.download_compression import restore_model
 from fedlearn.algorithms.extra_settings import split_settings
 from fedlearn.algorithms.local_parts import LOCAL, insert_local
 from fedlearn.algorithms.personal_models import build_personal_model, name_personal
@@ -347,6 +348,7 @@ class ClientSession:
         is_masked: bool = False,
     ) -> tuple[TrainReply, Mapping[str, Tensor]]:
         known = (*self.transforms, *getattr(self.trainer, "own_transforms", ()))
+        request = restore_model(request, known=known)
         settings, extra = split_settings(without_transforms(request.settings, known=known))
         context = TrainContext(
             client_id=self.client_id,

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedlearn.algorithms.client_state import ClientStates, replace_states
 from fedlearn.algorithms.collector import CollectedRound, Collector, RoundRequest
 from fedlearn.algorithms.compression import count_delta_bytes
+from fedlearn.algorithms.download_compression import restore_model
 from fedlearn.algorithms.local import LocalUpdate, LocalWork
 from fedlearn.algorithms.pending_tasks import Draw, PendingTasks
 from fedlearn.algorithms.settings import transforms_from
@@ -146,6 +147,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
 
     def _handle(self, client_id: ClientId, data: bytes, state: bytes) -> tuple[bytes, bytes]:
         train = _training(peek(data))
+        if train is not None:
+            train = restore_model(train, known=self.transforms)
         if (
             train is not None
             and self.behavior.failures(self._describe_device_round([client_id], train))[0]
@@ -198,14 +201,15 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         # The request says how much a client trains, as in the engine.
         amounts: dict[str, Any] = {n: each for n, each in train.settings.items() if n in _AMOUNTS}
         work = replace(self.work, **amounts)
-        num_bytes = sum(tensor.nbytes for tensor in train.tensors.values())
-        sent = [each.nbytes for n, each in train.broadcast.items() if n not in train.sent_once]
+        parts = {} if train.compressed is None else train.compressed.parts
+        broadcast = [each for name, each in train.broadcast.items() if name not in train.sent_once]
+        sent = (*train.sent_tensors.values(), *parts.values(), *broadcast)
         return DeviceRound(
             client_ids=client_ids,
             round_num=train.round_num,
             attempt=train.attempt,
             num_examples_processed=work.num_processed(self.population.num_examples(client_ids)),
-            download_bytes=num_bytes + sum(sent),
+            download_bytes=sum(each.nbytes for each in sent),
             upload_bytes=self._count_upload_bytes(train),
             seed=Seed(train.seed),
         )

@@ -49,7 +49,7 @@ def build_round(model: Model, training: Settings | Strategy, *, round_num: int) 
             strategy=training,
             broadcast=broadcast,
             seed=0,
-        )
+        ).compress()
     return SettingsRequest(
         round_num=round_num,
         attempt=0,

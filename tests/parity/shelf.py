@@ -351,7 +351,17 @@ SECURE = {"mode": "complete", "clip_norm": 9.0, "modulus_bits": 40, "simulate_as
 PRIVATE = {"mode": "central", "clip_norm": 9.0, "noise_multiplier": 1e-9, "target_delta": 1e-3}
 
 
-def simulate(strategy: Strategy, *, make: Make = make_model, **settings: Any) -> Tensor:
+#: In one process, one client after another.
+ENGINE = {"num_workers": 1, "executor": "sequential"}
+
+
+def simulate(
+    strategy: Strategy,
+    *,
+    make: Make = make_model,
+    engine: Mapping[str, object] = ENGINE,
+    **settings: Any,
+) -> Tensor:
     """The model after two rounds of twelve equal clients, all of them in each round."""
     generator = torch.Generator().manual_seed(2)
     features, labels = (
@@ -364,7 +374,7 @@ def simulate(strategy: Strategy, *, make: Make = make_model, **settings: Any) ->
         strategy,
         num_rounds=2,
         cohort={"num_wanted": 12},
-        engine={"num_workers": 1, "executor": "sequential"},
+        engine=engine,
         **settings,
     )
     return torch.cat([each.flatten() for each in run.weights(best=False).values()])

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.quantization import Quantized
 from fedlearn.algorithms.random_k import RandomK
@@ -14,6 +15,9 @@ from fedlearn.algorithms.recipes import Algorithm, FedAvg
 from fedlearn.algorithms.top_k import TopK
 from fedlearn.algorithms.transforms import Transform
 from tests.parity.shelf import COHORTS, SEED, SGD, Case, shares, train, weighted
+
+#: Sizes of the model's tensors.
+SIZES = [40, 8, 24, 3]
 
 
 def compressed(transform: Transform) -> Algorithm:
@@ -66,11 +70,27 @@ def quantized(x: Tensor) -> Iterator[Tensor]:
             seed = SEED.derive("transform", 0, round_num).at(client)
             # In float32, as the clients draw.
             uniform = torch.rand(75, generator=seed.torch()).double()
-            parts = zip((y - x).split([40, 8, 24, 3]), uniform.split([40, 8, 24, 3]), strict=True)
-            for delta, draws in parts:
-                step = delta.abs().max() / 7
-                sent.append(((delta / step + draws).floor() * step).clamp(-7 * step, 7 * step))
-        rows = [torch.cat(sent[at : at + 4]) for at in range(0, len(sent), 4)]
+            sent.append(round_at_random(y - x, uniform, levels=7))
+        x = x + weighted(shares(cohort), sent)
+        yield x
+
+
+def round_at_random(values: Tensor, uniform: Tensor, *, levels: int) -> Tensor:
+    """Each tensor of the model or update in levels up to its largest number."""
+    found = []
+    for part, draws in zip(values.split(SIZES), uniform.split(SIZES), strict=True):
+        step = part.abs().max() / levels
+        found.append(((part / step + draws).floor() * step).clamp(-levels * step, levels * step))
+    return torch.cat(found)
+
+
+def download(x: Tensor) -> Iterator[Tensor]:
+    """Section 2 of arXiv:1812.07210, with the preserved model of arXiv:2102.12528."""
+    for round_num, cohort in enumerate(COHORTS):
+        seed = SEED.derive("model", round_num).at(0)
+        uniform = torch.rand(75, generator=seed.torch()).double()
+        sent = round_at_random(x, uniform, levels=127)
+        rows = [train(sent, client, round_num)[0] - sent for client in cohort]
         x = x + weighted(shares(cohort), rows)
         yield x
 
@@ -100,6 +120,12 @@ def power_sgd(x: Tensor) -> Iterator[Tensor]:
 
 
 CASES: Mapping[str, Case] = {
+    "download": Case(
+        CompressedDownload(FedAvg(SGD), Quantized()),
+        download,
+        control=FedAvg(SGD),
+        protected=CompressedDownload(FedAvg(SGD, weight_by_examples=False), Quantized()),
+    ),
     "top_k": Case(
         compressed(TopK(fraction=0.2, error_feedback=True)),
         top_k,

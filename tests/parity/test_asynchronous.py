@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.collector import CollectedRound, Collector, GlobalModel
+from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.median import CoordinateMedian
 from fedlearn.algorithms.objectives import CrossEntropy
+from fedlearn.algorithms.quantization import Quantized
 from fedlearn.algorithms.recipes import FedAdam, FedAvg, FedAvgM
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.staleness import StalenessWeight
@@ -346,9 +348,13 @@ class Length:
         return {"accuracy": float(model.params.vector.norm())}
 
 
-def trained(checkpoint: Checkpoint | None, store: Commits) -> RunState:
+MOMENTUM = FedAvgM(LOCAL, server_learning_rate=0.7, server_momentum=0.5)
+
+
+def trained(
+    checkpoint: Checkpoint | None, store: Commits, strategy: Strategy = MOMENTUM
+) -> RunState:
     """Train, or resume, an asynchronous run of eight rounds."""
-    strategy = FedAvgM(LOCAL, server_learning_rate=0.7, server_momentum=0.5)
     body = Simulation(strategy, ExecutorKind.FUSED, STALE, dropout_rate=0.1)
     plan = RunPlan(
         round=body.plan(Alone()),
@@ -369,15 +375,23 @@ def trained(checkpoint: Checkpoint | None, store: Commits) -> RunState:
 
 
 @pytest.mark.slow
-def test_a_run_killed_after_any_commit_ends_in_the_same_model() -> None:
-    """Bit for bit, with the same records: the state includes pending tasks and their models."""
+@pytest.mark.parametrize(
+    "strategy", [MOMENTUM, CompressedDownload(MOMENTUM, Quantized())], ids=["whole", "compressed"]
+)
+def test_a_run_killed_after_any_commit_ends_in_the_same_model(strategy: Strategy) -> None:
+    """Bit for bit, with the same records: the state includes pending tasks and their models.
+
+    If these are sent compressed, it includes what was sent, to be sent again.
+    """
     whole = Commits()
-    expected = trained(None, whole)
+    expected = trained(None, whole, strategy)
+    parts = [each for each in whole.commits[-1][0].tensors if "/parts/" in each]
+    assert bool(parts) == (strategy is not MOMENTUM)
     assert len(whole.commits) == 9
     assert expected.server.versions, "earlier models are still being trained"
     for checkpoint, records in whole.commits[:-1]:
         store = Commits(list(records))
-        found = trained(checkpoint, store)
+        found = trained(checkpoint, store, strategy)
         assert torch.equal(found.server.params.vector, expected.server.params.vector)
         assert found.server.pending == expected.server.pending
         assert store.records == whole.records

@@ -23,6 +23,7 @@ from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.compression import CompressedUpdates, Compressor
 from fedlearn.algorithms.ditto import Ditto
+from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.fedala import FedALA
 from fedlearn.algorithms.fedbabu import FedBABU
 from fedlearn.algorithms.feddyn import FedDyn
@@ -69,7 +70,7 @@ from fedlearn.assembly.private import add_privacy
 from fedlearn.config import Config, from_mapping
 from fedlearn.config.aggregation import AGGREGATIONS
 from fedlearn.config.cohort import BANDWIDTHS, COHORTS, DEVICES
-from fedlearn.config.compression import COMPRESSIONS
+from fedlearn.config.compression import COMPRESSIONS, DOWNLOAD_COMPRESSIONS
 from fedlearn.config.data import DATA, PARTITIONS
 from fedlearn.config.own_functions import bind_own_function
 from fedlearn.config.section import OneOf
@@ -961,6 +962,19 @@ def test_the_compressions_tested_are_all_there_are() -> None:
     assert _kinds(COMPRESSIONS) == {"none", "top_k", "random_k", "quantized", "power_sgd"}
     with pytest.raises(ConfigError, match=r"compression\.bits: .*5; give 8 or 4"):
         _build({"compression": {"method": "quantized", "bits": 5}})
+
+
+def test_the_model_is_compressed_as_the_table_says() -> None:
+    """Around compression of updates. The control: "none" changes nothing."""
+    tables: dict[str, object] = {"client": _CLIENT, "compression": {"method": "quantized"}}
+    plain = _build(tables).algorithm
+    table = {"method": "quantized", "bits": 4, "num_per_scale": 64}
+    built = _build({**tables, "download_compression": table}).algorithm
+    assert built == CompressedDownload(plain, Quantized(bits=4, num_per_scale=64))
+    assert _build({**tables, "download_compression": {"method": "none"}}).algorithm == plain
+    assert _kinds(DOWNLOAD_COMPRESSIONS) == {"none", "quantized"}
+    with pytest.raises(ConfigError, match=r"download_compression\.bits: .*5; give 8 or 4"):
+        _build({"download_compression": {"method": "quantized", "bits": 5}})
 
 
 def test_the_rules_tested_are_all_there_are() -> None:

@@ -5,6 +5,7 @@ It holds well-formed input of each target, from which the fuzzer starts.
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,6 +14,7 @@ import torch
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import (
     ClientId,
+    CompressedModel,
     EvaluateReply,
     EvaluateRequest,
     EvaluationNotice,
@@ -65,8 +67,15 @@ def _codec() -> Mapping[str, bytes]:
         seed=7,
         broadcast={"control": torch.ones(4)},
     )
+    compressed = CompressedModel(
+        settings={"update": "quantized", "bits": 8},
+        parts={"levels": torch.ones(4, dtype=torch.int8), "scales": torch.ones(1)},
+        shapes=[(2, 2), (0,)],
+        dtypes=[torch.float32, torch.float32],
+    )
     return {
         "train_request": encode(train),
+        "compressed_request": encode(replace(train, compressed=compressed)),
         "evaluate_request": encode(EvaluateRequest(round_num=1, tensors=_TENSORS)),
         "train_reply": encode(
             TrainReply(round_num=1, lanes=_LANES, num_examples=5, metrics=_METRICS)

@@ -595,6 +595,7 @@ PRIVATE = "clip_norm=1.0, noise_multiplier=1.0, target_delta=1e-3, num_users=3"
         ('algorithm.name="{file}:clipping"', "algorithm.name: .* transforms updates"),
         ("evaluation.fine_tune_epochs=1", "evaluation.fine_tune_epochs.* evaluate without"),
         ('algorithm.keep_local=["0.*"]', "algorithm.name: .* keeps parts of the model"),
+        ('download_compression.method="quantized"', "algorithm.name: .* compresses the model"),
     ],
 )
 def test_what_other_apps_cannot_honor_is_refused(
