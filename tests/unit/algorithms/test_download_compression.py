@@ -1,6 +1,7 @@
 """A compressed model: clients restore what the coordinator computes with, in fewer bytes."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,9 @@ from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, run_round
 from fedlearn.session.session import ClientSession
 from fedlearn.training.torch_trainer import TorchTrainer
+from fedlearn.transport.base import ask_once
 from tests.parity import shelf
+from tests.parity import test_grpc as grpc
 from tests.unit.algorithms.test_compression import DEVICES, Halves, durations
 
 SGD = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
@@ -260,7 +263,7 @@ def test_a_trained_tensor_is_not_both_compressed_and_whole() -> None:
         assert old in data, old
         assert len(old) == len(new)
         if reason is None:
-            assert decode(data.replace(old, new))
+            assert isinstance(decode(data.replace(old, new)), TrainRequest)
             continue
         with pytest.raises(ProtocolError, match=reason):
             decode(data.replace(old, new))
@@ -297,7 +300,7 @@ ENGINE = {"executor": "sequential", "block_size": 1}
 MODES: dict[str, dict[str, Any]] = {
     "synchronous": {},
     "late": {"late_updates": {"mode": "keep"}, "stragglers": {"over_selection": 2.0}},
-    "asynchronous": {"asynchronous": {"mode": "on", "buffer_size": 2, "concurrency": 4}},
+    "asynchronous": {"asynchronous": {"mode": "buffered", "buffer_size": 2, "concurrency": 4}},
 }
 
 
@@ -341,6 +344,23 @@ class HalfModels(Halves):
     """Half precision, which suits models."""
 
     suits_models = True
+
+
+@pytest.mark.slow
+def test_the_network_carries_fewer_bytes(tmp_path: Path) -> None:
+    """To real clients over gRPC. Control: whole models."""
+    params, sent = Params.of(grpc.make_model()), dict[str, int]()
+    compressors = {"whole": None, "quantized": QUANTIZED}
+    with grpc.over_grpc(tmp_path, grpc.make_model) as (channel, gateway):
+        for round_num, (name, compressor) in enumerate(compressors.items()):
+            request = request_of(params, compressor, round_num=round_num)
+            requests = dict.fromkeys(channel.available(), request.message())
+            before = gateway.counters.bytes_out
+            for arrival in ask_once(channel, requests, deadline_s=grpc.LONG_S):
+                assert isinstance(arrival.reply, TrainReply)
+            sent[name] = gateway.counters.bytes_out - before
+            assert sent[name] == pytest.approx(request.download_bytes * len(requests), rel=0.05)
+    assert sent["quantized"] < 0.27 * sent["whole"]
 
 
 @pytest.mark.usefixtures("surroundings")
