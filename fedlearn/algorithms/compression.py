@@ -21,7 +21,6 @@ from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import DELTA, Lanes, Updates
-from fedlearn.algorithms.strategy import StrategyWrapper
 from fedlearn.algorithms.transforms import Transform, apply_transforms
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -291,23 +290,6 @@ class Sent:
             del lanes[DELTA.name]
             lanes |= {_IN_LANE + name: rows[0] for name, rows in self.parts.items()}
         return lanes
-
-
-@dataclass(frozen=True)
-class CompressedUpdates(StrategyWrapper):
-    """A strategy whose clients compress their updates.
-
-    Attributes:
-        inner: The wrapped strategy.
-        compressor: How they do it.
-    """
-
-    compressor: Compressor
-
-    @property
-    def transforms(self) -> Sequence[Transform]:
-        """The inner strategy's transforms, then compression."""
-        return (*self.inner.transforms, self.compressor)
 
 
 def find_compressor(transforms: Sequence[Transform]) -> Compressor | None:

@@ -8,14 +8,12 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import Aggregation
 from fedlearn.algorithms.bounds import GENEROUS, UpdateBounds
+from fedlearn.algorithms.compression import Compressor
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec
 from fedlearn.algorithms.local import Broadcasts, LocalUpdate
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-
-if TYPE_CHECKING:  # it imports this module
-    from fedlearn.algorithms.compression import Compressor
 
 #: State of a strategy from round to round, by name; its tensors go into checkpoints.
 State: TypeAlias = Mapping[str, Tensor]
@@ -87,7 +85,7 @@ class Strategy(Protocol):
             return ()
 
         @property
-        def download(self) -> "Compressor | None":
+        def download(self) -> Compressor | None:
             """How the model is compressed that clients download; by default it is sent whole.
 
             See :class:`~fedlearn.algorithms.download_compression.CompressedDownload`.
@@ -230,7 +228,7 @@ class StrategyWrapper(Strategy):
         return self.inner.keep_local
 
     @property
-    def download(self) -> "Compressor | None":
+    def download(self) -> Compressor | None:
         """The inner strategy's."""
         return self.inner.download
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from fedlearn.algorithms.compression import CompressedUpdates
+from fedlearn.algorithms.compressed_updates import CompressedUpdates
 from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.quantization import Quantized

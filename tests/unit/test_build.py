@@ -21,7 +21,8 @@ from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
-from fedlearn.algorithms.compression import CompressedUpdates, Compressor
+from fedlearn.algorithms.compressed_updates import CompressedUpdates
+from fedlearn.algorithms.compression import Compressor
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.fedala import FedALA
