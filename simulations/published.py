@@ -3,11 +3,12 @@
     python simulations/published.py FOLDER ... [--short] [--seeds N] [--only RUN] [--data-dir DIR]
 
 A folder has ``experiment.toml`` and ``claim.json``; simulations/README.md describes its keys. It
-prints a table. Without ``--short`` it also adds each run to ``results.json`` in the folder as soon
-as it is done, and draws all that are there as ``figure.png``.
+prints a table, adds each run to ``results.json`` in the folder as soon as it is done, and draws all
+that are there as ``figure.png``; with ``--short`` they are called ``short.json`` and ``short.png``.
 """
 
 import argparse
+import copy
 import json
 import os
 import tempfile
@@ -98,6 +99,8 @@ def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict
             outputs = network(test.features)
         return float(objective.metrics(outputs, test.labels)["accuracy"].double().mean())
 
+    # Loading into `model` would change `tensors`, which are views of it.
+    personal = copy.deepcopy(model)
     figures, sizes = dict[str, float](), [len(test.labels) for test in tests]
     for client_id, test in enumerate(tests):
         own = build_personal_model(
@@ -108,14 +111,13 @@ def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict
             local=algorithm.local if keeps else None,
         )
         figures[f"client_{client_id}"] = accuracy(model, test)
-        model.load_state_dict(own)
+        personal.load_state_dict(own)
         if fine_tuning:
             tuned = fine_tuning.tune(
-                Params.of(model), client_id=client_id, round_num=config.num_rounds
+                Params.of(personal), client_id=client_id, round_num=config.num_rounds
             )
-            model.load_state_dict(tuned.to_tensors())
-        figures[f"personal_{client_id}"] = accuracy(model, test)
-        model.load_state_dict(tensors)
+            personal.load_state_dict(tuned.to_tensors())
+        figures[f"personal_{client_id}"] = accuracy(personal, test)
     for kind, name in (("client", "clients"), ("personal", "personal")):
         total = sum(size * figures[f"{kind}_{i}"] for i, size in enumerate(sizes))
         figures[name] = total / sum(sizes)
@@ -123,7 +125,7 @@ def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict
 
 
 def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
-    """Run one folder and print its table; keep the results of runs in full."""
+    """Run one folder, print its table, and keep the results."""
     claim = json.loads((folder / "claim.json").read_text())
     missing = [each for each in claim["needs"] if not (arguments.data_dir / each).exists()]
     if missing:
@@ -132,7 +134,8 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
     short = claim["short"] if arguments.short else []
     for run in claim["runs"].values():  # an error in the last must not cost the time of the others
         load(folder / "experiment.toml", overrides=(*run["overrides"], *short))
-    kept = folder / "results.json"
+    kept = folder / ("short.json" if arguments.short else "results.json")
+    picture = folder / ("short.png" if arguments.short else "figure.png")
     print(f"{folder.name}: mean ± standard deviation of {arguments.seeds} seeds", end="")
     print(" (published, difference)\n")
     print("| " + " | ".join(["", *claim["figures"].values()]) + " |")
@@ -152,12 +155,11 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
         published = run.get("published", {})
         cells = [format_cell(found.get(each), published.get(each)) for each in claim["figures"]]
         print("| " + " | ".join([name, *cells]) + " |", flush=True)
-        if not arguments.short:
-            results: Results = json.loads(kept.read_text()) if kept.exists() else {}
-            results[name] = found
-            results = {each: results[each] for each in claim["runs"] if each in results}
-            kept.write_text(json.dumps(results, indent=2) + "\n")
-            draw(claim, results, folder / "figure.png")
+        results: Results = json.loads(kept.read_text()) if kept.exists() else {}
+        results[name] = found
+        results = {each: results[each] for each in claim["runs"] if each in results}
+        kept.write_text(json.dumps(results, indent=2) + "\n")
+        draw(claim, results, picture)
 
 
 def format_cell(ours: Sequence[float] | None, theirs: float | None) -> str:
