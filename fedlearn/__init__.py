@@ -81,6 +81,8 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.power_sgd import PowerSgd as PowerSgd
     from fedlearn.algorithms.qfedavg import QFedAvg as QFedAvg
     from fedlearn.algorithms.quantization import Quantized as Quantized
+    from fedlearn.algorithms.query import Query as Query
+    from fedlearn.algorithms.query import SumSpec as SumSpec
     from fedlearn.algorithms.random_k import RandomK as RandomK
     from fedlearn.algorithms.rate_schedules import ScheduledRate as ScheduledRate
     from fedlearn.algorithms.recipes import EASGD as EASGD
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.server_schedules import ScheduledServer as ScheduledServer
     from fedlearn.algorithms.size_sampling import SizeSampler as SizeSampler
     from fedlearn.algorithms.staleness import StalenessWeight as StalenessWeight
+    from fedlearn.algorithms.statistics import Moments as Moments
     from fedlearn.algorithms.strategy import StepResult as StepResult
     from fedlearn.algorithms.strategy import Strategy as Strategy
     from fedlearn.algorithms.strategy import StrategyWrapper as StrategyWrapper
@@ -199,10 +202,12 @@ _HOME = {
     "algorithms.server_schedules": "ScheduledFedAvg ScheduledServer",
     "algorithms.sampling": "CohortSampler CyclicSampler PoissonSampler UniformSampler ids_of",
     "algorithms.staleness": "StalenessWeight",
+    "algorithms.statistics": "Moments",
     "algorithms.strategy": "StepResult Strategy StrategyWrapper",
     "algorithms.server_optimizers": "SecondMoment ServerAdaptive ServerOptimizer ServerSgd",
     "algorithms.power_sgd": "PowerSgd",
     "algorithms.quantization": "Quantized",
+    "algorithms.query": "Query SumSpec",
     "algorithms.random_k": "RandomK",
     "algorithms.top_k": "TopK",
     "algorithms.transforms": "ClippedUpdates Transform",
@@ -225,7 +230,10 @@ _HOME = {
 }
 
 #: Names that users look for in this module, by the module that has them.
-_ELSEWHERE = {"fedlearn.client": "Client TorchTrainer", "fedlearn.testing": "FakeCoordinator"}
+_ELSEWHERE = {
+    "fedlearn.client": "Client QueryTrainer TorchTrainer",
+    "fedlearn.testing": "FakeCoordinator",
+}
 
 __all__ = [name for names in _HOME.values() for name in names.split()]
 

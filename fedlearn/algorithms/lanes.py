@@ -132,6 +132,11 @@ def describe_misfit(lanes: Lanes, specs: Sequence[LaneSpec], layout: Layout) -> 
 DELTA = LaneSpec(name="delta", over=Over.ALL, weighted=True, bound=None)
 
 
+def list_model_lanes(layout: Layout) -> tuple[LaneSpec, ...]:
+    """List the lanes along the model: the delta, or none for a query, which has no model."""
+    return (DELTA,) if layout.specs else ()
+
+
 @dataclass(frozen=True, eq=False)
 class Updates:
     """The contributions of B clients, validated.

@@ -1025,7 +1025,8 @@ def require_broadcast(broadcast: Mapping[str, Tensor], specs: Broadcasts, layout
                 f"the broadcast name {name!r} is reserved for the model; choose another"
             )
         size = size_of(extent_of(name, specs), layout)
-        if vector.shape == (size,):
+        # Without a model, a query broadcasts tensors of any shape.
+        if vector.shape == (size,) or not layout.specs:
             continue
         shown = f"the strategy broadcasts {name!r} of shape {tuple(vector.shape)}, but "
         if name not in specs:

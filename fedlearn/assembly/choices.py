@@ -69,8 +69,8 @@ def resolve(
         DataError: A feature is beyond the range of the model's floats.
         EngineError: The engine cannot do what the configuration asks.
     """
-    engine = simulation.config.engine
-    device = choose_device(engine.device, environ)
+    engine, has_model = simulation.config.engine, simulation.config.has_model
+    device = choose_device(engine.device if has_model else "cpu", environ)
     params = build_initial_params(simulation, device)
     if _has_noisy_updates(simulation) and params.layout.statistics:
         # Before the release is chosen below, which refuses buffers that clients would send.
@@ -98,8 +98,10 @@ def resolve(
         *_note_server_training(simulation),
         *_note_attack(simulation),
         f"device {device.type}, {workers}: {why_workers}",
-        f"{_describe_block(choice)} (engine.executor {choice.kind}): {choice.reason}",
     ]
+    if has_model:
+        block = _describe_block(choice)
+        notes.append(f"{block} (engine.executor {choice.kind}): {choice.reason}")
     if isinstance(simulation.algorithm.aggregation, FullAggregation):
         wanted = simulation.policy.num_wanted
         kept_mib = wanted * params.vector.nbytes / (1 << 20)

@@ -92,7 +92,12 @@ class Components:
 
     @property
     def directions(self) -> dict[str, Direction]:
-        """Which way is better for each metric of the run, including the clients' own, by name."""
+        """Which way is better for each metric of the run, including the clients' own, by name.
+
+        There are none without a model, since nothing is evaluated.
+        """
+        if not self.config.has_model:
+            return {}
         reported = {name: each.direction for name, each in self.config.metrics.items()}
         directions = Measures(self.objective, self.metrics).directions | reported
         if self.fine_tuning is not None or has_personal_models(self.algorithm):
@@ -143,6 +148,8 @@ class Components:
                 target, or would reveal what private clients measured.
         """
         section, evaluated = self.config.early_stopping, self.config.evaluation.num_clients
+        if not self.config.has_model:
+            return build_component(EarlyStopping, section, metric="", direction="min")
         central = {} if self.test is None else Measures(self.objective, self.metrics).directions
         of_clients = self.directions if evaluated and not self.config.centralized else {}
         watched = section.metric

@@ -37,6 +37,7 @@ def build_secure_plan(
         by_examples=mean.by_examples,
         further=[lane for lane in strategy.lanes if lane is not DELTA],
         privacy=config.privacy,
+        has_model=config.has_model,
     )
     plan.explain()  # raises where a sum could overflow
     return plan

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -12,13 +13,14 @@ from fedlearn.algorithms.informed_sampling import Sampler
 from fedlearn.algorithms.local_parts import find_local_names
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.query import QueryStrategy
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.components import ALONE, Simulation
 from fedlearn.assembly.private import add_privacy
 from fedlearn.assembly.server_training import split_data
-from fedlearn.assembly.training import build_training
+from fedlearn.assembly.training import build_training, give_bounds
 from fedlearn.assembly.wrappers import add_wrappers, validate_components
 from fedlearn.client.policy import SecureAggregationPolicy
 from fedlearn.config.tree import Config
@@ -33,6 +35,7 @@ from fedlearn.simulation.behavior import ClientBehavior, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.population import PooledPopulation, Population
+from fedlearn.training.query_trainer import QueryTrainer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +158,12 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         metrics=experiment.metrics,
         test=data.stored_test,
         population=PooledPopulation(clients) if pooled else clients,
-        algorithm=experiment.algorithm,
+        algorithm=(algorithm := give_bounds(experiment.algorithm, config)),
         sampler=experiment.sampler or (UniformSampler() if pooled else config.cohort.build()),
         policy=policy,
         behavior=Instant() if devices is None else devices,
         config=config,
-        make_trainer=experiment.make_trainer,
+        make_trainer=_query_trainers(algorithm) or experiment.make_trainer,
         own=own,
         by_round=experiment.by_round,
         callbacks=experiment.callbacks,
@@ -183,6 +186,13 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
             "clients; leave it out"
         )
     return _require_accepted_clip(validate_components(add_privacy(components, population)))
+
+
+def _query_trainers(algorithm: Strategy) -> MakeTrainer | None:
+    """Return what makes the clients' trainers if the algorithm is a query; else ``None``."""
+    if not isinstance(algorithm, QueryStrategy):
+        return None
+    return partial(QueryTrainer, queries=(type(algorithm.query),))
 
 
 def _place_attackers(config: Config, population: Population) -> tuple[Config, Population]:

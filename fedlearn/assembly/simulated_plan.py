@@ -187,6 +187,8 @@ def _build_evaluators(
     simulation: Simulation, model: ResidentModel, cluster: Cluster, channel: Channel | None
 ) -> list[Evaluator]:
     config, population = simulation.config, simulation.population
+    if not config.has_model:
+        return []
     batch_size = config.evaluation.batch_size
     central = build_central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
     num_clients = config.evaluation.num_clients

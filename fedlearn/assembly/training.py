@@ -1,6 +1,7 @@
 """Builds the network, loss, metrics and algorithm of a run."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypedDict
 
 import psutil
@@ -10,8 +11,15 @@ from torch import Tensor
 from fedlearn.algorithms.local_parts import KeepLocal
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import Objective
+from fedlearn.algorithms.query import QueryStrategy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.config.training import LossSection, MetricSection, ModelSection, PythonModelSection
+from fedlearn.config.training import (
+    LossSection,
+    MetricSection,
+    ModelSection,
+    NoModelSection,
+    PythonModelSection,
+)
 from fedlearn.config.tree import Config
 from fedlearn.core.features import name_inputs
 from fedlearn.core.model_factory import ModelFactory
@@ -32,13 +40,13 @@ class _Training(TypedDict):
 
 def build_training(config: Config, data: FederatedData | None) -> _Training:
     """Build the network, loss, metrics and algorithm, as arguments of :class:`Components`."""
-    if data is not None:
+    if data is not None and config.has_model:
         _require_fitting(config.loss, data.test)
     return {
         "make_model": build_model_factory(config, data),
         "objective": config.loss.build(),
         "metrics": build_metrics(config.metrics),
-        "algorithm": build_algorithm(config),
+        "algorithm": give_bounds(build_algorithm(config), config),
     }
 
 
@@ -50,7 +58,7 @@ def build_model_factory(config: Config, data: FederatedData | None) -> ModelFact
             called.
     """
     model, shaped = config.model, dict[str, object]()
-    if not isinstance(model, PythonModelSection):
+    if not isinstance(model, PythonModelSection | NoModelSection):
         assert data is not None  # the configuration requires a custom model without data
         _require_one_input(model, data.test)
         outputs = _num_outputs(config.loss, data.test)
@@ -122,6 +130,32 @@ def _require_binary(test: Examples) -> None:
         )
 
 
+def require_query_without_model(strategy: Strategy, config: Config) -> None:
+    """Check that there is a model, unless the algorithm is a query.
+
+    Raises:
+        ConfigError: There is a model and the algorithm is a query, or neither.
+    """
+    is_query = isinstance(strategy, QueryStrategy)
+    if is_query and config.has_model:
+        raise ConfigError(
+            f'model.kind is "{config.model.kind}", but {type(strategy.local).__name__} is a query, '
+            'which has no model; set model.kind to "none"'
+        )
+    if not is_query and not config.has_model:
+        raise ConfigError(
+            f'model.kind is "none", but the algorithm {config.algorithm.name!r} trains a model; '
+            "choose a model, or name a query in algorithm.name"
+        )
+
+
+def give_bounds(strategy: Strategy, config: Config) -> Strategy:
+    """Give the answers to a query that have no bound that of privacy, if it is on."""
+    if isinstance(strategy, QueryStrategy) and config.privacy.is_on:
+        return replace(strategy, clip_norm=config.privacy.clip_norm)
+    return strategy
+
+
 def build_metrics(sections: Mapping[str, MetricSection]) -> dict[str, Metric]:
     """Build the metrics that have a factory, by name.
 
@@ -136,10 +170,11 @@ def build_algorithm(config: Config) -> Strategy:
 
     Raises:
         ConfigError: Its settings do not fit together, or a custom strategy cannot be imported or
-            lacks something.
+            lacks something, or is a query although there is a model, or the reverse.
     """
     try:
         strategy = config.algorithm.strategy(config.client.local_update())
+        require_query_without_model(strategy, config)
         strategy = config.compression.apply(config.aggregation.apply(strategy))
         strategy = config.download_compression.apply(strategy)
         patterns = config.algorithm.keep_local

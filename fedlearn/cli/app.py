@@ -470,7 +470,7 @@ def export(
     force: Force = False,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Write a run's weights as safetensors."""
+    """Write a run's weights, or the result of a query, as safetensors."""
     from safetensors.torch import save
 
     from fedlearn.cli.environment import open_runs
@@ -481,7 +481,7 @@ def export(
     if path.exists() and not force:
         raise ConfigError(f"{path} is there already; give --force to replace it")
     with open_runs([run], runs_dir=runs_dir) as [found]:
-        weights = found.weights(best=not last)
+        weights = found.weights(best=not last) if found.record.has_model else found.state()
     write_durably(path, save(weights), raises=StoreError)
     typer.echo(str(path))
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
     from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
     from fedlearn.parallel.local_async import Hogwild as Hogwild
+    from fedlearn.training.query_trainer import QueryTrainer as QueryTrainer
     from fedlearn.training.torch_trainer import TorchTrainer as TorchTrainer
     from fedlearn.training.trainer import LocalEvaluation as LocalEvaluation
     from fedlearn.training.trainer import LocalResult as LocalResult
@@ -32,6 +33,7 @@ _HOME = {
     "client.options": "Connection Resources",
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
     "parallel.local_async": "Hogwild",
+    "training.query_trainer": "QueryTrainer",
     "training.torch_trainer": "TorchTrainer",
     "training.trainer": "LocalEvaluation LocalResult LocalTrainer TaskControl TrainContext",
 }

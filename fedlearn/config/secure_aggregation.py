@@ -31,6 +31,7 @@ _ETA_BITS = 30
         "min_survivors",
         "by_examples",
         "further",
+        "has_model",
         "noise_multiplier",
     ),
     corruption=0.1,
@@ -132,6 +133,7 @@ class SecureAggregationSection(Section):
         by_examples: bool,
         further: Sequence[LaneSpec],
         privacy: PrivacySection,
+        has_model: bool,
     ) -> SecurePlan:
         """Build the plan of a run's sessions, for rounds that ask ``num_clients``.
 
@@ -150,6 +152,7 @@ class SecureAggregationSection(Section):
             min_survivors=max(min_reports, parameters.min_survivors),
             by_examples=by_examples,
             further=tuple(further),
+            has_model=has_model,
             **noise,
         )
 

@@ -38,6 +38,7 @@ from fedlearn.algorithms.partial_models import FedBN, FedPer, LGFedAvg
 from fedlearn.algorithms.per_fedavg import PerFedAvg
 from fedlearn.algorithms.pfedme import PFedMe
 from fedlearn.algorithms.qfedavg import QFedAvg
+from fedlearn.algorithms.query import Query, QueryStrategy
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.server_schedules import ScheduledFedAvg
@@ -58,6 +59,7 @@ from fedlearn.config.own_functions import (
     wrong_return_error,
 )
 from fedlearn.config.section import Args, Factory, Problem, Scalars, Section
+from fedlearn.core.params import NoModel
 from fedlearn.core.ranges import Count
 from fedlearn.simulation import models
 from fedlearn.simulation.executors.trainers import MakeTrainer
@@ -79,6 +81,14 @@ class PythonModelSection(OwnFunctionSection, ModelSection):
         return partial(_call_model, self.factory, make)
 
 
+class NoModelSection(ModelSection):
+    """No model: a query needs none."""
+
+    def build(self, **given: object) -> Callable[[], nn.Module]:
+        """Return the class that stands for the model."""
+        return NoModel
+
+
 def _call_model(factory: str, make: Callable[[], object]) -> nn.Module:
     made = make()
     if not isinstance(made, nn.Module):
@@ -98,6 +108,9 @@ MODELS = kinds(
     kind("logistic", "Multinomial logistic regression on flattened features.", models.Logistic),
     kind("cnn", "Two convolutions with pooling and two linear layers (LeNet's shape).", models.Cnn),
     kind("python", "A model that a function of yours returns.", PythonModelSection),
+    kind(
+        "none", "No model: the algorithm is a query, which asks clients for sums.", NoModelSection
+    ),
     given=("feature_shape", "num_outputs"),
 )
 
@@ -212,15 +225,23 @@ class PythonAlgorithmSection(AlgorithmSection):
     args: Args = Field({}, description="Further keyword arguments.")
 
     def strategy(self, local: LocalUpdate) -> Strategy:
-        """Call the factory and check that it made a strategy."""
-        made = bind_own_function("algorithm.name", self.factory, {"local": local, **self.args})()
+        """Call the factory and check that it made a strategy, or a query.
+
+        The class of a query is called without ``local``, since its clients do not train.
+        """
+        key, factory = "algorithm.name", import_function("algorithm.name", self.factory)
+        is_query = isinstance(factory, type) and issubclass(factory, Query)
+        given = {} if is_query else {"local": local}
+        made = bind_own_function(key, self.factory, {**given, **self.args})()
+        if isinstance(made, Query):
+            return QueryStrategy(made)
         vectors, methods = (
             ("transforms", "lanes", "broadcasts"),
             ("init", "at", "broadcast", "step"),
         )
         needed = ("local", "aggregation", *vectors, *methods)
         remedy = "let its class inherit from fedlearn.Strategy"
-        require_attributes("algorithm.name", self.factory, made, needed, remedy)
+        require_attributes(key, self.factory, made, needed, remedy)
         strategy: Strategy = made
         return strategy
 

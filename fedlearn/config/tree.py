@@ -77,6 +77,22 @@ _COUNTING_EXAMPLES = frozenset(
     if (sampler := each.find_described_sampler()) is not None and sampler.counts_examples
 )
 _USUAL_EVALUATED = 50
+#: Why a query refuses a key, if not because there is no model.
+_WITHOUT_MODEL = {
+    "privacy.mode": "this mode adds noise to models; a query takes central or distributed",
+    "privacy.clip_quantile": "the bounds of a query are fixed",
+    "privacy.bands": "rounds of a query do not add up to a model, in which noise would cancel",
+    "secure_aggregation.clip_norm": "the sums of a query have bounds of their own",
+    "secure_aggregation.statistics_norm": "the sums of a query have bounds of their own",
+    "late_updates.mode": "an answer belongs to the question of its round",
+    "asynchronous.mode": "an answer belongs to the question of its round",
+    "attack.kind": "attacks change models",
+    "client.trainer": "a query says what a client computes",
+    "client.extra": "a query has fields instead",
+    "client.by_round": "a query broadcasts what changes from round to round",
+    "engine.device": "a query is computed on the CPU",
+    "flower.client_apps": "ClientApps written without fedlearn know no queries",
+}
 
 
 class EvaluationSection(Section):
@@ -283,6 +299,11 @@ class Config(Section):
         FlowerSection(), description="A run on a Flower federation, by `flwr run`."
     )
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model is trained; a query has none."""
+        return self.model.kind != "none"
+
     def round_callbacks(self) -> tuple[RoundCallback, ...]:
         """Build the callbacks that run after each round, in the order of the file.
 
@@ -345,6 +366,8 @@ class Config(Section):
         """Yield the conflicts between sections."""
         yield from self._check_cohort_size()
         yield from self._check_missing_data()
+        if not self.has_model:
+            yield from self._check_query()
         if self.secure_aggregation.is_on:
             yield from self._check_secure_aggregation()
         if self.privacy.is_on:
@@ -370,6 +393,45 @@ class Config(Section):
             if value is not None and self.evaluation.every_rounds == 0:
                 text = f"is {value}, but only the end is evaluated; raise evaluation.every_rounds"
                 yield Problem((key, "evaluation.every_rounds"), text)
+
+    def _check_query(self) -> Iterator[Problem]:
+        """Refuse what changes or measures a model, where there is none."""
+        privacy, stopping = self.privacy, self.early_stopping
+        secure, usual = (
+            each.model_dump() for each in (self.secure_aggregation, SecureAggregationSection())
+        )
+        set_keys = {
+            "loss.kind": self.loss != LOSSES.of("cross_entropy"),
+            "metrics": bool(self.metrics),
+            "algorithm.keep_local": bool(self.algorithm.keep_local),
+            "aggregation.rule": self.aggregation.rule != "own",
+            "compression.method": self.compression.method != "none",
+            "client.trainer": self.client.trainer is not None,
+            "client.extra": bool(self.client.extra),
+            "client.by_round": self.client.by_round is not None,
+            "late_updates.mode": self.late_updates.is_on,
+            "asynchronous.mode": self.asynchronous.is_on,
+            "privacy.mode": privacy.mode in ("local", "example"),
+            "privacy.clip_quantile": privacy.is_on and privacy.clip_quantile is not None,
+            "privacy.bands": privacy.is_on and privacy.bands is not None,
+            **{
+                f"secure_aggregation.{name}": secure[name] != usual[name]
+                for name in ("clip_norm", "statistics_norm")
+            },
+            "attack.kind": self.attack.is_on,
+            "evaluation.clients": self.evaluation.clients not in ("auto", 0),
+            "evaluation.fine_tune_epochs": bool(self.evaluation.fine_tune_epochs),
+            "early_stopping.metric": stopping.metric != "auto",
+            "early_stopping.patience_rounds": stopping.patience_rounds is not None,
+            "early_stopping.target": stopping.target is not None,
+            "engine.device": self.engine.device == "cuda",
+            "coordinator.training": self.coordinator.training.is_on,
+            "flower.client_apps": self.flower.is_foreign,
+        }
+        for key, is_set in set_keys.items():
+            if is_set:
+                text = f"is set, but {_WITHOUT_MODEL.get(key, 'there is no model')}"
+                yield Problem((key, "model.kind"), f'{text} (model.kind is "none"); leave it out')
 
     def _check_fine_tuning(self) -> Iterator[Problem]:
         """Refuse fine-tuning at evaluation where no client evaluates."""
@@ -501,7 +563,7 @@ class Config(Section):
     def _check_missing_data(self) -> Iterator[Problem]:
         if not isinstance(self.data, NoDataSection):
             return
-        if self.model.kind != "python":
+        if self.has_model and self.model.kind != "python":
             text = (
                 f"is {quote(self.model.kind)}, which takes its shape from the data, but "
                 'data.source is "none"; set it to "python" and name model.factory'
@@ -510,7 +572,7 @@ class Config(Section):
         if self.centralized:
             text = 'is true, but data.source is "none"; remove it, or name the data'
             yield Problem(("centralized", "data.source"), text)
-        if self.evaluation.clients == 0:
+        if self.has_model and self.evaluation.clients == 0:
             text = (
                 'is 0, but data.source is "none": nothing would measure the model; raise it, or '
                 "name the data"
@@ -689,7 +751,7 @@ class Config(Section):
             fitting = min(USUAL_WANTED, most / tree["stragglers"]["over_selection"])
             tree["cohort"]["num_wanted"] = max(1, math.floor(fitting))
         if self.evaluation.clients == "auto":
-            evaluated = min(_USUAL_EVALUATED, most)
+            evaluated = min(_USUAL_EVALUATED, most) if self.has_model else 0
             if num_clients is not None and self.data.source != "digits":
                 # So that an evaluation costs no more than the training of a round.
                 evaluated = min(evaluated, tree["cohort"]["num_wanted"])

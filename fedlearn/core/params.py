@@ -35,6 +35,15 @@ from fedlearn.core.messages import select_constants
 _HELD = "_fedlearn_held_buffers"
 
 
+class NoModel(nn.Module):
+    """Stands for the model of a run that trains none: it has no tensors, and computes nothing.
+
+    Example:
+        >>> Params.of(NoModel()).vector
+        tensor([], dtype=torch.float64)
+    """
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One named tensor of the vector.
@@ -84,6 +93,9 @@ class Layout:
             ValueError: No parameter is trained, a trained one is not a real float of 16 to 64
                 bits, a tensor shares memory with one that training changes, or a module is lazy.
         """
+        if isinstance(module, NoModel):
+            # In float64, in which sums of counts and squares are exact for longer.
+            return cls((), (), torch.float64, None)
         _require_shapes(module)
         # keep_vars: the very tensors of the module, so that tied ones are recognized by their
         # identity.
@@ -372,7 +384,7 @@ def freeze_buffers(module: nn.Module, names: Collection[str]) -> nn.Module:
 def compute_delta(
     local: Mapping[str, Tensor], start: Mapping[str, Tensor], *, order: Sequence[str]
 ) -> Tensor:
-    """Return local minus start as one vector: float64 if any tensor of the start is, else float32.
+    """Return local minus start as one vector, in the dtype of :func:`choose_delta_dtype`.
 
     Args:
         local: A client's model after training, by name, on any device and of any floating-point
@@ -423,8 +435,9 @@ def rebase_statistics(delta_P: Tensor, *, sent_S: Tensor | None, current_S: Tens
 
 
 def choose_delta_dtype(start: Mapping[str, Tensor], order: Sequence[str]) -> torch.dtype:
-    """Return the dtype of a :func:`compute_delta`: float64 if a tensor of the start is."""
-    is_double = any(start[name].dtype == torch.float64 for name in order)
+    """Return the dtype of a :func:`compute_delta`: float64 if a tensor is, or if there is none."""
+    # As `Layout.of`: without a model, numbers are float64.
+    is_double = not order or any(start[name].dtype == torch.float64 for name in order)
     return torch.float64 if is_double else torch.float32
 
 

@@ -142,6 +142,8 @@ def _evaluators(
     collector: ChannelCollector,
 ) -> Iterator[Evaluator]:
     evaluation = components.config.evaluation
+    if not components.config.has_model:
+        return
     if components.test is not None:
         model = ResidentModel(
             components.make_model,

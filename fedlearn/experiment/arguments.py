@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.asynchronous import Buffered
 from fedlearn.algorithms.informed_sampling import Sampler
+from fedlearn.algorithms.query import Query, QueryStrategy
+from fedlearn.algorithms.strategy import Strategy
 from fedlearn.core.calls import call_example
+from fedlearn.core.params import NoModel
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.federated_data import FederatedData
@@ -60,6 +63,41 @@ def _describe(value: object) -> str:
     if isinstance(value, np.ndarray | Tensor):
         return f"an array of shape {list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
+
+
+def split_query(
+    make_model: Callable[[], nn.Module] | None,
+    algorithm: Strategy | Buffered | Query,
+    *,
+    others: Mapping[str, object],
+) -> tuple[Callable[[], nn.Module], Strategy | Buffered]:
+    """Return the model and the strategy, which stand in for those of a query.
+
+    Args:
+        make_model: Builds the model; ``None`` for a query.
+        algorithm: The algorithm.
+        others: Further arguments that only a training takes, by name; ``None``: not given.
+
+    Raises:
+        ConfigError: There is no model and the algorithm is not a query, or an argument is given
+            that a query does not take.
+    """
+    if not isinstance(algorithm, Query):
+        if make_model is None:
+            raise ConfigError(
+                "make_model is None; give a function that builds the network, such as "
+                "`lambda: nn.Linear(64, 10)`: only a query (fl.Query) has no model"
+            )
+        return make_model, algorithm
+    given = {"make_model": make_model, **others}
+    name = next((name for name, value in given.items() if value is not None), None)
+    if name is not None:
+        remedy = "give None" if name == "make_model" else "leave it out"
+        raise ConfigError(
+            f"simulate(): {name} is given, but {type(algorithm).__name__} is a query, which trains "
+            f"no model; {remedy}"
+        )
+    return NoModel, QueryStrategy(algorithm)
 
 
 def require_algorithm(algorithm: object) -> None:

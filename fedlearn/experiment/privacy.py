@@ -1,5 +1,6 @@
 """Sets up a run's privacy accounting: the ledger it charges, and what was spent before."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -160,6 +161,10 @@ def start_accounting(
     if plan is None:
         return PrivacyAccounting([], None, 0)
     noise = f"noise {plan.noise_multiplier:.4g} times the clip norm ({plan.clip_text})"
+    if not components.config.has_model:
+        # In units of its bound each of k sums has norm 1, so all together have norm √k.
+        multiplier = plan.noise_multiplier * math.sqrt(len(components.algorithm.lanes))
+        noise = f"noise {multiplier:.4g} times the bound of each sum"
     if section.reproducible:
         note = f"{noise}, from a public seed: nothing is private, and no ε is claimed"
         return PrivacyAccounting([note], None, 0)

@@ -77,6 +77,7 @@ class _Lines:
         self._num_rounds = 0
         self._is_deployed = False  # if true, there is no virtual time
         self._metric = "accuracy"
+        self._has_model = True  # a query has none
         self._clip_norm: object = None  # of secure aggregation
         #: The result of the run, once it has ended.
         self.ended: Summary | None = None
@@ -84,6 +85,7 @@ class _Lines:
     def _begin(self, record: RunRecord, path: Path) -> None:
         self.run, self.path, self._num_rounds = record.name, path, record.num_rounds
         self._is_deployed, self._metric = record.is_deployed, headline_metric(record)
+        self._has_model = record.has_model
         section = record.config.get("secure_aggregation")
         self._clip_norm = None
         if isinstance(section, Mapping) and section.get("mode") != "off":
@@ -101,9 +103,10 @@ class _Lines:
         num_reported = Counts.of(record).reported
         if 2 * num_clipped <= num_reported:
             return ""
+        remedy = f"secure_aggregation.clip_norm, which is {self._clip_norm}"
         return (
             f"{num_clipped} of {num_reported} updates were scaled down to the bounds of the secure "
-            f"sum; raise secure_aggregation.clip_norm, which is {self._clip_norm}"
+            f"sum; raise {remedy if self._has_model else 'the bounds of the query'}"
         )
 
     def _write(self, line: str, *, then: str = "") -> None:
@@ -187,10 +190,7 @@ class PlainProgress(_Lines):
         num_capped = _num_capped(record)
         self._write(
             f"round {record.round_num + 1}/{self._num_rounds}"
-            f" {replace_unprintable(self._metric)}="
-            f"{format_number(headline(record.metrics, self._metric))}"
-            f" loss={format_number(headline(record.metrics, 'loss'))}"
-            f" train_loss={format_number(_train_loss(record))}"
+            f"{self._format_values(record)}"
             f" reported={counts.reported} late={counts.late} failed={counts.failed}"
             f"{f' stale={counts.stale}' if record.staleness else ''}"
             f"{virtual} seconds={record.seconds:.3f}"
@@ -201,6 +201,21 @@ class PlainProgress(_Lines):
         )
         if advice := self._clip_advice(record):
             self._write(f"note: {advice}")
+
+    def _format_values(self, record: RoundRecord) -> str:
+        """Return how good the model is, or what a query, which has none, has found."""
+        if not self._has_model:
+            own = record.metrics.keys() - {NUM_CLIPPED, NUM_CAPPED, "epsilon"}
+            return "".join(
+                f" {replace_unprintable(name)}={format_number(record.metrics[name])}"
+                for name in sorted(own)
+            )
+        return (
+            f" {replace_unprintable(self._metric)}="
+            f"{format_number(headline(record.metrics, self._metric))}"
+            f" loss={format_number(headline(record.metrics, 'loss'))}"
+            f" train_loss={format_number(_train_loss(record))}"
+        )
 
     def end(self, summary: Summary) -> None:
         """Write the result of the run."""
@@ -419,12 +434,16 @@ def _describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
         yield "parked", "run the same command again to continue"
     if run.error:
         yield "error", replace_unprintable(run.error)
-    yield from describe_metrics(summary) if summary.best else [("best", "nothing was evaluated")]
+    if not run.has_model:
+        yield "result", "a query has no model; its result is what Run.state() or an export gives"
+    else:
+        nothing = [("best", "nothing was evaluated")]
+        yield from describe_metrics(summary) if summary.best else nothing
     if summary.privacy is not None:
         yield "privacy", summary.privacy.format()
     yield from _describe_problems(summary)
     yield "path", replace_unprintable(str(path))
-    yield from next_steps(summary, path, "show", "plot")
+    yield from next_steps(summary, path, "show", "plot" if run.has_model else "export")
 
 
 def next_steps(summary: Summary, path: Path, *verbs: str) -> Iterator[tuple[str, str]]:

@@ -93,7 +93,7 @@ class Run:
         all parameters come before all buffers.
 
         Raises:
-            StoreError: There is no checkpoint, or it is damaged.
+            StoreError: There is no checkpoint, it is damaged, or the run trained no model.
         """
         found = self.stored.weights(best=best)
         if self.make_model is None:
@@ -107,6 +107,14 @@ class Run:
         with preserve_generator(torch.default_generator):
             places = {name: place for place, name in enumerate(self.make_model().state_dict())}
         return dict(sorted(found.items(), key=lambda item: places.get(item[0], len(places))))
+
+    def state(self) -> "dict[str, Tensor]":
+        """Return the state of the strategy after the last round; of a query, its result.
+
+        Raises:
+            StoreError: There is no checkpoint, or it is damaged.
+        """
+        return self.stored.state_tensors()
 
     def client_state(self, client_id: int) -> "dict[str, Tensor]":
         """Return the state that a simulated client keeps between its rounds; {} if none.

@@ -25,6 +25,7 @@ from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.objectives import CrossEntropy, Objective
 from fedlearn.algorithms.per_client import PerClient
+from fedlearn.algorithms.query import Query
 from fedlearn.algorithms.round_settings import RoundSettings
 from fedlearn.algorithms.sampling import DescribedSampler
 from fedlearn.algorithms.strategy import Strategy
@@ -44,12 +45,14 @@ from fedlearn.core.cluster import Cluster
 from fedlearn.core.json_values import iterate_leaves
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.model_factory import require_factory
+from fedlearn.core.params import NoModel
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
 from fedlearn.experiment.arguments import (
     require_algorithm,
     require_callable,
     require_data,
     require_settings,
+    split_query,
 )
 from fedlearn.experiment.privacy import choose_ledger, skip_lost_turns, start_accounting
 from fedlearn.experiment.progress import RunProgress, choose_printer, raise_num_rounds
@@ -159,9 +162,9 @@ def resume(name: str, site: Site, *, from_previous: bool) -> Run:
 @explain_calls
 @wait_for_turn()
 def simulate(
-    make_model: Callable[[], nn.Module],
+    make_model: Callable[[], nn.Module] | None,
     data: FederatedData,
-    algorithm: Strategy | Buffered,
+    algorithm: Strategy | Buffered | Query,
     *,
     objective: Objective | nn.Module | None = None,
     metrics: Mapping[str, Metric] | None = None,
@@ -184,11 +187,13 @@ def simulate(
         make_model: Builds the network, always of the same layers. It is called several times in
             every process: to choose an executor, to train, to evaluate, once a round for
             ``callbacks``, and by ``Run.load_model``. A network that you keep, whole or in part, is
-            copied each time, so training leaves yours unchanged.
+            copied each time, so training leaves yours unchanged. ``None`` for a query, which has
+            no model.
         data: Clients and test set.
         algorithm: For example ``FedAvg(LocalSgd(epochs=2, batch_size=10, learning_rate=0.1))``, or
             an asynchronous one such as ``FedBuff(..., buffer_size=10, concurrency=20,
-            max_staleness=20)``.
+            max_staleness=20)``; or a :class:`~fedlearn.algorithms.query.Query`, which trains
+            nothing.
         objective: Loss and metrics, or a loss module of torch such as ``nn.HuberLoss()``;
             ``None`` is softmax cross-entropy.
         metrics: Measures of whole sets by name, as ``{"r2": fl.Metric(fl.R2(), direction="max")}``.
@@ -221,7 +226,8 @@ def simulate(
             ``num_rounds=20, seed=1, cohort={"num_wanted": 10}, engine={"num_workers": 2}``.
 
     Returns:
-        The finished run: ``.history``, ``.plot()``, ``.report()``, ``.load_model()``.
+        The finished run: ``.history``, ``.plot()``, ``.report()``, ``.load_model()``, and
+        ``.state()``, which has the result of a query.
 
     Simulations in several threads of a process take turns, so code that a simulation calls must
     not wait for one in another thread.
@@ -252,6 +258,18 @@ def simulate(
         round 2/2 accuracy=...
         torch.Size([2, 10])
     """
+    make_model, algorithm = split_query(
+        make_model,
+        algorithm,
+        others={
+            "objective": objective,
+            "metrics": metrics,
+            "trainer": trainer,
+            "local_of": local_of,
+            "extra": extra or None,
+            "by_round": by_round,
+        },
+    )
     require_factory(make_model)
     require_data(data)
     require_algorithm(algorithm)
@@ -271,7 +289,7 @@ def simulate(
         )
     if attack is not None:
         settings["attack"] = _attack_table(attack, num_attackers)
-    config = build_config(settings, source="simulate()")
+    config = build_config(settings, source="simulate()", has_model=make_model is not NoModel)
     if sampler is not None:
         _require_compatible_sampler(sampler, config, settings)
     addresses = resolve_addresses(config, environ=os.environ)
@@ -388,10 +406,11 @@ def _require_compatible_sampler(
         )
 
 
-def build_config(settings: Mapping[str, object], *, source: str) -> Config:
+def build_config(settings: Mapping[str, object], *, source: str, has_model: bool = True) -> Config:
     """Build the configuration of a run whose model, data and algorithm are Python objects.
 
-    ``settings`` are its other keys and tables; error messages call their place ``source``.
+    ``settings`` are its other keys and tables; error messages call their place ``source``. A run
+    without a model says so in its configuration, which then refuses what would need one.
 
     Raises:
         ConfigError: A key is unknown, a value is wrong, or a table describes what is an object.
@@ -401,7 +420,8 @@ def build_config(settings: Mapping[str, object], *, source: str) -> Config:
             f"{source}: {min(replaced)}: the model, the data and the algorithm are arguments "
             "here, not tables of the configuration"
         )
-    return from_mapping({**settings, "data": ARGUMENT_DATA}, source=source)
+    model = {} if has_model else {"model": {"kind": "none"}}
+    return from_mapping({**settings, **model, "data": ARGUMENT_DATA}, source=source)
 
 
 @wait_for_turn()
@@ -507,6 +527,8 @@ def new_record(components: Components, *, extra: Mapping[str, object]) -> RunRec
     tree: dict[str, object] = json.loads(config.canonical_json())
     if extra:
         kept = tree.keys() - _REPLACED_BY_ARGUMENTS
+        if not config.has_model:  # a resumed run must know it, too
+            kept |= {"model"}
         tree = {key: tree[key] for key in sorted(kept)} | dict(extra)
     return RunRecord(
         name=config.name or "",

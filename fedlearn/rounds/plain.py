@@ -190,7 +190,8 @@ class _RoundAttempt:
 
     def __post_init__(self) -> None:
         self.request = self.requests[self.round_state.round_num]
-        num_bytes = self.request.params.vector.nbytes
+        # The answer to a query has no delta.
+        num_bytes = self.request.params.vector.nbytes or self.request.upload_bytes
         num_together = max(1, self.collector.slab_bytes // num_bytes)
         self.fold = Fold(self.request, num_together=num_together)
 

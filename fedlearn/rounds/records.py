@@ -59,6 +59,12 @@ class RunRecord:
     versions: Mapping[str, str]
     is_deployed: bool = False
 
+    @property
+    def has_model(self) -> bool:
+        """Whether the run trains a model; a query has none."""
+        model = self.config.get("model")
+        return not (isinstance(model, Mapping) and model.get("kind") == "none")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:

@@ -226,22 +226,28 @@ class SecureCollector:
         )
 
     def _warn_if_clipped(self, released: Aggregate, request: RoundRequest) -> None:
-        """Warn if the mean is nearly as long as the clip norm: then most updates were clipped.
+        """Warn if a mean is nearly as long as its bound: then most updates were clipped.
 
         The coordinator can know no more. To count the clipped updates would take another lane, and
         would reveal something about single clients that the sum of updates does not.
         """
-        parameters = self.plan.vector_lanes(request.params.layout)[DELTA.name][0]
-        mean = released.lanes[DELTA.name][: parameters.size]
-        norm = float(torch.linalg.vector_norm(mean))
-        if self.plan.noise_multiplier is None and norm > _NEAR_CLIP * self.plan.clip_norm:
-            _log.warning(
-                "mean_near_clip_norm",
-                round_num=request.round_num,
-                norm=norm,
-                clip_norm=self.plan.clip_norm,
-                advice="most updates were scaled down; raise secure_aggregation.clip_norm",
-            )
+        if self.plan.noise_multiplier is not None:
+            return
+        lanes = self.plan.vector_lanes(request.params.layout)
+        has_model = self.plan.has_model
+        for name in [DELTA.name] if has_model else lanes:  # of the delta the parameters alone
+            lane = lanes[name][0]
+            norm = float(torch.linalg.vector_norm(released.lanes[name][: lane.size]))
+            clip_norm = self.plan.clip_norm if has_model else lane.bound
+            remedy = "secure_aggregation.clip_norm" if has_model else f"the bound of {name!r}"
+            if norm > _NEAR_CLIP * clip_norm:
+                _log.warning(
+                    "mean_near_clip_norm",
+                    round_num=request.round_num,
+                    norm=norm,
+                    clip_norm=clip_norm,
+                    advice=f"most updates were scaled down; raise {remedy}",
+                )
 
     def session(self, cohort: Sequence[ClientId], round_num: int, attempt: int) -> "SessionRun":
         """Create the exchanges of a session with a cohort; none has begun."""

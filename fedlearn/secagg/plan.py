@@ -109,6 +109,7 @@ class SecurePlan:
         ),
     ]
     further: Annotated[Sequence[LaneSpec], doc("The strategy's lanes other than the delta.")] = ()
+    has_model: Annotated[bool, doc("Whether clients send a delta; for a query they do not.")] = True
     noise_multiplier: Annotated[
         Positive | None,
         doc(
@@ -193,19 +194,12 @@ class SecurePlan:
             return 0.0
         # Scaled to norm 1 each, k lanes together have norm √k. Noise of independent clients adds up
         # in variance, and only that of `num_noisy` clients counts.
-        return self.noise_multiplier * math.sqrt((1 + len(self.further)) / self.num_noisy)
+        num_lanes = int(self.has_model) + len(self.further)
+        return self.noise_multiplier * math.sqrt(num_lanes / self.num_noisy)
 
     def vector_lanes(self, layout: Layout) -> dict[str, tuple[Lane, ...]]:
         """Return, for each lane of the strategy, the session's lanes that carry it end to end."""
-        num_statistics = layout.size - layout.num_trainable
-        if self.noise_multiplier is not None:
-            # One lane for both: each lane more would multiply the noise (see `noise_share`).
-            delta = [self._build_lane(PARAMETERS, layout.size, self.clip_norm)]
-        else:
-            delta = [self._build_lane(PARAMETERS, layout.num_trainable, self.clip_norm)]
-            if num_statistics:
-                delta.append(self._build_lane(STATISTICS, num_statistics, self.statistics_norm))
-        lanes = {DELTA.name: tuple(delta)}
+        lanes = {DELTA.name: self._build_delta_lanes(layout)} if self.has_model else {}
         for lane in self.further:
             assert lane.bound is not None  # checked when this was made
             vector = self._build_lane(
@@ -250,14 +244,16 @@ class SecurePlan:
         Raises:
             ConfigError: A sum could overflow.
         """
-        lane, n = self._build_lane(PARAMETERS, 1, self.clip_norm), self.parameters.num_clients
+        lane, n = self._build_first_lane(), self.parameters.num_clients
+        clip = "clip_norm" if self.has_model else "bound"
+        what = "delta" if self.has_model else lane.name
         rms = math.sqrt(n) * lane.step / 2.0
         is_less = self.num_assured < self.min_survivors
         assured = f"; {self.num_assured} if the coordinator lies" if is_less else ""
         scale = "x examples / max_examples" if self.by_examples else "x 1"
         of_each = f"of each client: {self.noise_share:.4g} times its norm"
         levels = f"levels up to {lane.max_level}, n levels < 2^{lane.modulus_bits - 1}"
-        step = f"step = clip_norm / levels = {lane.step:.3g}"
+        step = f"step = {clip} / levels = {lane.step:.3g}"
         largest = f"at most n steps = {lane.largest_error(n):.3g}"
         mean = f"rms sqrt(n) step / 2 = {rms:.3g}"
         facts = replace(
@@ -274,7 +270,7 @@ class SecurePlan:
         return [
             *facts,
             ("fixed point", f"b = {lane.modulus_bits}, {levels}; {step}"),
-            ("error", f"of one element of the sum of delta {scale}: {largest}, {mean}"),
+            ("error", f"of one element of the sum of {what} {scale}: {largest}, {mean}"),
         ]
 
     @property
@@ -293,6 +289,23 @@ class SecurePlan:
                 f"; by default clients refuse sums of fewer than {USUAL_MIN_COHORT} (min_cohort)"
             )
         return words
+
+    def _build_delta_lanes(self, layout: Layout) -> tuple[Lane, ...]:
+        if self.noise_multiplier is not None:
+            # One lane for both: each lane more would multiply the noise (see `noise_share`).
+            return (self._build_lane(PARAMETERS, layout.size, self.clip_norm),)
+        parameters = self._build_lane(PARAMETERS, layout.num_trainable, self.clip_norm)
+        if not (num_statistics := layout.size - layout.num_trainable):
+            return (parameters,)
+        return (parameters, self._build_lane(STATISTICS, num_statistics, self.statistics_norm))
+
+    def _build_first_lane(self) -> Lane:
+        """Build the lane of one number of the delta, or of a query's first sum, to explain it."""
+        if self.has_model:
+            return self._build_lane(PARAMETERS, 1, self.clip_norm)
+        first = self.further[0]
+        assert first.bound is not None  # checked when this was made
+        return self._build_lane(first.name, 1, first.bound, weighted=first.weighted)
 
     def _build_lane(self, name: str, size: int, bound: float, *, weighted: bool = True) -> Lane:
         num_clients = self.parameters.num_clients

@@ -74,11 +74,13 @@ def train_and_reply(
     if not isinstance(result, LocalResult):
         raise UnusableResult(f"the trainer returned {type(result).__name__}, not a LocalResult")
     _require_unchanged(request.tensors, sent)
-    lanes = {DELTA.name: _compute_delta(result.tensors, request)}
+    delta = _compute_delta(result.tensors, request)
+    # A request without a model is a query, whose answer has no delta.
+    lanes = {DELTA.name: delta} if request.order else {}
     for name, values in result.lanes.items():
         if name == DELTA.name:
             raise UnusableResult(f"the trainer returned a lane {name!r}, a reserved name")
-        vector = _to_tensor(values, what=f"lane {name!r}").to(lanes[DELTA.name])
+        vector = _to_tensor(values, what=f"lane {name!r}").to(delta)
         lanes[name] = vector.reshape(-1)
     leaving = _apply_transforms(lanes, transforms, context, request, kept)
     lanes = {name: rows[0] for name, rows in leaving.updates.lanes.items()}

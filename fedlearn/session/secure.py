@@ -286,7 +286,9 @@ def bound_metrics(terms: Terms, reply: EvaluateReply) -> Contribution:
 def _split_vectors(terms: Terms, update: TrainReply) -> dict[str, Tensor]:
     """Map each vector lane of the terms to its values, with the delta split into its two parts."""
     sizes = {lane.name: lane.size for lane in terms.lanes if lane.role is LaneRole.VECTOR}
-    delta = update.lanes[DELTA.name]
+    delta = update.lanes.get(DELTA.name)
+    if delta is None:  # the answer to a query
+        delta = torch.empty(0)
     parts = [name for name in (PARAMETERS, STATISTICS) if name in sizes]
     if sum(sizes[name] for name in parts) != len(delta):
         raise ValueError(

@@ -33,7 +33,15 @@ from fedlearn.algorithms.compression import (
     send_updates,
     split_kept,
 )
-from fedlearn.algorithms.lanes import DELTA, METRICS, LaneSpec, Updates, describe_misfit, size_of
+from fedlearn.algorithms.lanes import (
+    DELTA,
+    METRICS,
+    LaneSpec,
+    Updates,
+    describe_misfit,
+    list_model_lanes,
+    size_of,
+)
 from fedlearn.algorithms.late_updates import LateUpdates
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, LocalWork, read_only
 from fedlearn.algorithms.local_parts import LOCAL, LocalParts
@@ -457,16 +465,17 @@ def _build_sent_updates(
     """
     request = requests[0]
     strategy, layout = request.strategy, request.params.layout
+    of_model = list_model_lanes(layout)
     updates = Updates(
         client_ids=cast("list[ClientId]", client_ids.tolist()),
         weights_B=trained.deltas_KP.new_ones(len(client_ids)),
-        lanes={DELTA.name: trained.deltas_KP, **trained.lanes},
+        lanes={**{lane.name: trained.deltas_KP for lane in of_model}, **trained.lanes},
         based_on=[each.round_num for each in requests],
         num_trained=layout.num_trainable,
         shapes=[spec.shape for spec in layout.trainable],
     )
     transforms = strategy.transforms
-    reported = (DELTA, *strategy.local.lanes) if transforms else strategy.lanes
+    reported = (*of_model, *strategy.local.lanes) if transforms else strategy.lanes
     _require_declared(updates, reported, layout, who=strategy.local)
     if not transforms:
         return updates, {}

@@ -90,13 +90,18 @@ def policy_for(plan: SecurePlan) -> TermsPolicy:
         sigma_bits=given.sigma_bits,
         min_cohort=plan.num_assured,
         max_cohort=MAX_CLIENTS,
-        max_clip=max(plan.clip_norm, plan.statistics_norm),
+        max_clip=max(plan.clip_norm, plan.statistics_norm, *_list_bounds(plan)),
         max_weight=plan.max_examples,
         # A simulated upload costs nothing, so no size is refused.
         max_upload_bytes=1 << 62,
         max_releases_per_round=1,
         max_draw_factor=1.0,  # has no effect without a roster
     )
+
+
+def _list_bounds(plan: SecurePlan) -> list[float]:
+    """List the bounds of the answers to a query, which have no clip norm in common."""
+    return [] if plan.has_model else [lane.bound for lane in plan.further if lane.bound is not None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -368,6 +368,14 @@ class StoredRun:
         remedy = back if len(files) > 1 else "there is no earlier one: start the run again"
         return read_checkpoint(files[-1], remedy=remedy)
 
+    def state_tensors(self) -> "dict[str, Tensor]":
+        """Return the strategy's state in the last checkpoint.
+
+        Raises:
+            StoreError: As in :meth:`weights`.
+        """
+        return self._require_checkpoint().select_tensors("server/")
+
     def client_tensors(self) -> "dict[str, Tensor]":
         """Return the tensors of the last checkpoint that hold client state.
 
@@ -388,8 +396,13 @@ class StoredRun:
         Tied tensors appear under each of their names, as in ``Module.state_dict()``.
 
         Raises:
-            StoreError: As in :meth:`load`, or the run has no checkpoint yet.
+            StoreError: As in :meth:`load`, or the run has no checkpoint yet, or no model.
         """
+        if not self.record.has_model:
+            raise StoreError(
+                f"run {self.name!r} is a query, which has no model; its result is what Run.state() "
+                "returns and `fedlearn export` writes"
+            )
         checkpoint = self._require_checkpoint()
         found = (checkpoint.select_tensors("best/") if best else {}) or checkpoint.select_tensors(
             "params/"

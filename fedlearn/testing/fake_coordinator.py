@@ -235,6 +235,7 @@ class FakeCoordinator(LocalGateway):
                 min_reports=1,
                 by_examples=mean.by_examples,
                 further=[lane for lane in request.strategy.lanes if lane is not DELTA],
+                has_model=DELTA in request.strategy.lanes,
                 privacy=PrivacySection(),
             )
         collector = SecureCollector(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.extra_settings import split_settings
-from fedlearn.algorithms.lanes import DELTA, describe_misfit
+from fedlearn.algorithms.lanes import DELTA, describe_misfit, list_model_lanes
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.features import cast_for_trainer, take_rows
 from fedlearn.core.messages import ClientId, TrainRequest
@@ -73,14 +73,14 @@ class TrainerExecutor:
                 num_examples_K=work.num_examples(),
                 client_state={},
             )
-        specs = (DELTA, *work.local.lanes)
+        specs = (*list_model_lanes(work.params.layout), *work.local.lanes)
         if (problem := describe_misfit(reply.lanes, specs, work.params.layout)) is not None:
             raise UnusableResult(
                 f"{type(trainer).__name__} returned an update that does not fit: {problem}"
             )
         lanes = {name: vector.to(like) for name, vector in reply.lanes.items()}
         return TrainedBlock(
-            deltas_KP=lanes.pop(DELTA.name)[None],
+            deltas_KP=lanes.pop(DELTA.name, like)[None],  # a query has none: `like` is empty
             lanes={name: vector[None] for name, vector in lanes.items()},
             losses_K=np.asarray([float(reply.metrics.get("loss", math.nan))]),
             num_examples_K=np.asarray([reply.num_examples]),
