@@ -8,13 +8,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fedlearn as fl
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.cli.app import main
+from fedlearn.config import load
 from fedlearn.config.own_functions import import_function
+from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId, Failure, Settings, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
@@ -106,6 +109,23 @@ def test_metrics_of_a_strategy_are_in_the_record(capsys: pytest.CaptureFixture[s
     norms = [each["update_norm"] for each in rounds(capsys, "lion.toml", *ALONE)]
     assert len(norms) == 5
     assert all(norm > 0.0 for norm in norms)
+
+
+@pytest.mark.parametrize("transport", ["engine", "memory"])
+def test_the_query_of_the_guide_finds_a_quantile(
+    transport: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By bisection: it is within 24/2^8 of the same clients' quantile."""
+    data = ("data.partition.num_clients=10", "stragglers.over_selection=1.0")
+    given = (*data, f"engine.transport={transport}", "devices={kind='ideal'}")
+    options = [part for each in given for part in ("--set", each)]
+    found = rounds(capsys, "quantile.toml", *ALONE, *options)
+    config = load(Path("quantile.toml"), overrides=given)
+    population = config.data.load(seed=config.seed, data_dir=Path()).population
+    features, _ = population.load(np.arange(population.num_clients)).gather()
+    expected = float(torch.quantile(require_single_input(features).flatten()[:100_000], 0.9))
+    assert found[-1]["quantile"] == pytest.approx(expected, abs=0.1)
+    assert len(found) == 8
 
 
 def test_arguments_that_a_strategy_does_not_take_are_told(
