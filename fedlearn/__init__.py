@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.fedexp import FedExP as FedExP
     from fedlearn.algorithms.fednova import FedNova as FedNova
     from fedlearn.algorithms.fedrep import FedRep as FedRep
+    from fedlearn.algorithms.fltrust import FLTrust as FLTrust
     from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
     from fedlearn.algorithms.geometric_median import GeometricMedian as GeometricMedian
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
@@ -175,6 +176,7 @@ _HOME = {
     "algorithms.fedbabu": "FedBABU",
     "algorithms.fedala": "FedALA",
     "algorithms.apfl": "APFL",
+    "algorithms.fltrust": "FLTrust",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
     "algorithms.krum": "Bulyan Krum",

@@ -65,6 +65,16 @@ def centered_clipping(rows: Rows, *, last: Rows, clip_radius: float, num_iterati
     return point
 
 
+def fltrust(rows: Rows, *, server: Rows) -> Rows:
+    norm = np.linalg.norm(server)
+    scores = [max(0.0, row @ server / np.linalg.norm(row) / norm) for row in rows]
+    scaled = [
+        score * norm / np.linalg.norm(row) * row for score, row in zip(scores, rows, strict=True)
+    ]
+    total: Rows = np.sum(scaled, axis=0) / sum(scores)
+    return total
+
+
 @dataclass(frozen=True)
 class Reference(FullAggregation):
     """A rule for runs that computes the delta by a function of this module."""

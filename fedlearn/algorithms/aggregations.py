@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Rows, Updates
 from fedlearn.core.cores import run_on_all_cores
+from fedlearn.core.features import Inputs
 from fedlearn.core.params import Layout
 from fedlearn.errors import ConfigError, RoundError
+
+#: Clean examples of the coordinator as features and labels, or how many to draw from the run's
+#: training examples.
+RootData: TypeAlias = tuple[Inputs[ArrayLike], ArrayLike] | int
 
 #: Parameters aggregated at a time, few enough that the product stays in the CPU's cache.
 _COLUMNS = 1 << 16
@@ -91,6 +97,15 @@ class RobustAggregation(FullAggregation):
         """Return the rule for the round after the one that gave ``last``; at first it is zero."""
         return self
 
+    @property
+    def root_data(self) -> RootData | None:
+        """Examples that the coordinator trains on in each round for the rule; ``None``: none."""
+        return None
+
+    def with_server_delta(self, delta: Tensor) -> "RobustAggregation":
+        """Return the rule that knows the coordinator's own update of the round: shape [P]."""
+        return self
+
 
 Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
 
@@ -104,6 +119,11 @@ def min_updates(aggregation: object) -> int:
 def needs_last(aggregation: object) -> TypeGuard[RobustAggregation]:
     """Return whether a rule depends on the aggregate of the round before."""
     return isinstance(aggregation, RobustAggregation) and aggregation.needs_last
+
+
+def find_root_data(aggregation: object) -> RootData | None:
+    """Return the examples that the coordinator trains on for a rule; ``None``: it needs none."""
+    return aggregation.root_data if isinstance(aggregation, RobustAggregation) else None
 
 
 def combine(aggregation: FullAggregation, updates: Updates) -> Aggregate:

@@ -13,6 +13,8 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import (
     FullAggregation,
     RobustAggregation,
+    RootData,
+    find_root_data,
     min_updates,
     needs_last,
 )
@@ -62,6 +64,16 @@ class Bucketing(Ranged, RobustAggregation):
     def after(self, last: Lanes) -> "Bucketing":
         """Return buckets around the inner rule of the round."""
         return replace(self, inner=self.inner.after(last)) if needs_last(self.inner) else self
+
+    @property
+    def root_data(self) -> RootData | None:
+        """The inner rule's."""
+        return find_root_data(self.inner)
+
+    def with_server_delta(self, delta: Tensor) -> "Bucketing":
+        """Return buckets around the inner rule that knows the coordinator's update."""
+        assert isinstance(self.inner, RobustAggregation)  # no other rule has root data
+        return replace(self, inner=self.inner.with_server_delta(delta))
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return the inner rule's weights."""

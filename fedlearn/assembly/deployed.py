@@ -15,6 +15,7 @@ from fedlearn.algorithms.settings import require_travels
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.components import Deployment
 from fedlearn.assembly.private import add_privacy
+from fedlearn.assembly.root_training import add_root_training
 from fedlearn.assembly.secure import load_roster_draw
 from fedlearn.assembly.server_training import find_own_population
 from fedlearn.assembly.training import build_training
@@ -66,7 +67,9 @@ def build_deployment(config: Config, *, data_dir: Path) -> Deployment:
             callbacks=config.round_callbacks(),
         )
     )
-    components = add_wrappers(components, config.client.extra)
+    components = add_root_training(
+        add_wrappers(components, config.client.extra), None if data is None else data.population
+    )
     _require_names(config, components.objective)
     _require_free_in_telemetry(components.directions)
     # After the other wrappers, so that privacy is outermost: it bounds what all of them compute.

@@ -19,6 +19,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.assembly.components import ALONE, Simulation
 from fedlearn.assembly.private import add_privacy
+from fedlearn.assembly.root_training import add_root_training
 from fedlearn.assembly.server_training import split_data
 from fedlearn.assembly.training import build_training, give_bounds
 from fedlearn.assembly.wrappers import add_wrappers, validate_components
@@ -168,7 +169,12 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         by_round=experiment.by_round,
         callbacks=experiment.callbacks,
     )
-    components = _add_attack(add_wrappers(components, experiment.extra))
+    components = add_root_training(
+        add_wrappers(components, experiment.extra),
+        data.population,  # the clean one
+        make_trainer=experiment.make_trainer,
+    )
+    components = _add_attack(components)
     by_round = experiment.by_round
     # The first round's names stand for those of all rounds.
     names = {*experiment.extra, *({} if by_round is None else split_settings(by_round(0))[1])}

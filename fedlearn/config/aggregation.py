@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from inspect import signature
 
+from numpy.typing import ArrayLike
 from pydantic import Field
 
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.bucketing import Bucketing
+from fedlearn.algorithms.fltrust import FLTrust
 from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
 from fedlearn.algorithms.krum import Bulyan, Krum
 from fedlearn.algorithms.local_parts import KeepLocal
@@ -15,9 +17,11 @@ from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
 from fedlearn.algorithms.norm_bound import NormBound
 from fedlearn.algorithms.recipes import Algorithm
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.config.components import DeclaredSection, kind, kinds
-from fedlearn.config.section import Problem
+from fedlearn.config.components import DeclaredSection, build_component, kind, kinds
+from fedlearn.config.own_functions import bind_own_function, wrong_return_error
+from fedlearn.config.section import Args, Factory, Problem
 from fedlearn.config.toml import quote
+from fedlearn.core.features import Inputs
 from fedlearn.core.ranges import Count
 
 #: Rules that average all updates, so that buckets would change nothing.
@@ -63,6 +67,43 @@ class AggregationSection(DeclaredSection):
         )
 
 
+class FLTrustSection(AggregationSection):
+    """Trusts updates that are similar to the coordinator's own."""
+
+    root: Factory | None = Field(
+        None,
+        description="A function that returns the coordinator's root examples, as features and "
+        'labels: "module:function" or "path/to/file.py:function"; without it they are drawn from '
+        "the training examples of the table data.",
+    )
+    root_args: Args = Field({}, description="Keyword arguments of the function.")
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse a number of examples, or none, that contradicts the function."""
+        yield from super().problems()
+        if self.root is None and self.root_args:
+            text = "are given, but there is no aggregation.root that takes them"
+            yield Problem(("root_args", "root"), text)
+        number = self.model_dump()["num_root_examples"]
+        if self.root is not None and number is not None:
+            text = f"is {number}, but all examples of aggregation.root are used; leave it out"
+            yield Problem(("num_root_examples", "root"), text)
+
+    def build(self, **given: object) -> FLTrust:
+        """Call the function, if there is one, and build the rule."""
+        return build_component(FLTrust, self, root=self._load_root(), **given)
+
+    def _load_root(self) -> tuple[Inputs[ArrayLike], ArrayLike] | None:
+        if self.root is None:
+            return None
+        made = bind_own_function("aggregation.root", self.root, self.root_args)()
+        if not isinstance(made, tuple) or len(made) != 2:  # noqa: PLR2004 - the two of a pair
+            needed = "a pair of features and labels"
+            raise wrong_return_error("aggregation.root", self.root, made, needed)
+        features, labels = made
+        return features, labels
+
+
 AGGREGATIONS = kinds(
     "rule",
     AggregationSection,
@@ -86,6 +127,12 @@ AGGREGATIONS = kinds(
         "The mean of the updates, clipped around the aggregate of the round before.",
         CenteredClipping,
     ),
+    kind(
+        "fltrust",
+        "The mean of the updates by how similar they are to the coordinator's own (FLTrust).",
+        FLTrustSection,
+        FLTrust,
+    ),
     kind("norm_bound", "The mean of the updates, each scaled down to a largest norm.", NormBound),
-    given=("by_examples", "last"),
+    given=("by_examples", "last", "server_delta"),
 )

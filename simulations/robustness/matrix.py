@@ -42,6 +42,7 @@ RULES: Mapping[str, Sequence[str]] = {
     "centered clipping": (
         'aggregation={rule="centered_clipping", clip_radius=1.0, num_iterations=3}',
     ),
+    "FLTrust": ('aggregation={rule="fltrust", num_root_examples=100}',),
     "buckets of 2, median": ('aggregation={rule="median", bucket_size=2}',),
 }
 _TARGET = fl.Backdoor(target_label=0, trigger_size=2, trigger_value=1.0)

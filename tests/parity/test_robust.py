@@ -99,6 +99,8 @@ def test_a_run_equals_that_of_the_reference(name: str) -> None:
 OTHERS = {
     "centered clipping": fl.CenteredClipping(clip_radius=0.01, num_iterations=2),
     "bucketing": fl.Bucketing(inner=fl.CoordinateMedian(), bucket_size=2),
+    "fltrust": fl.FLTrust(num_root_examples=12),
+    "trusted buckets": fl.Bucketing(inner=fl.FLTrust(num_root_examples=12), bucket_size=2),
     "centered buckets": fl.Bucketing(inner=fl.CenteredClipping(clip_radius=0.01), bucket_size=2),
     "norm bound": fl.NormBound(by_examples=True, clip_norm=0.1),
 }
@@ -135,9 +137,10 @@ def test_centered_clipping_remembers_the_last_aggregate() -> None:
     assert difference(run(forgetful, engine=ENGINE), whole) > 1e-4
 
 
-def test_a_run_that_was_cut_continues_with_the_last_aggregate() -> None:
-    """It is in the checkpoint."""
-    rule = OTHERS["centered clipping"]
+@pytest.mark.parametrize("name", ["centered clipping", "fltrust"])
+def test_a_run_that_was_cut_continues_where_it_was(name: str) -> None:
+    """The last aggregate, and the coordinator's own update, are in the checkpoint."""
+    rule = OTHERS[name]
 
     class Cut:
         def after_round(self, record: fl.RoundRecord, model: nn.Module) -> bool:
@@ -146,6 +149,24 @@ def test_a_run_that_was_cut_continues_with_the_last_aggregate() -> None:
     with pytest.raises(KeyError):
         run(rule, engine=ENGINE, name="cut", callbacks=[Cut()])
     assert difference(run(rule, engine=ENGINE, resume="cut"), run(rule, engine=ENGINE)) == 0.0
+
+
+def test_root_examples_may_be_given() -> None:
+    """As arrays of any dtype; with those of another task, the model is another."""
+    rows = FEATURES[:20].astype("float64"), LABELS[:20]
+    given, other = fl.FLTrust(root=rows), fl.FLTrust(root=(rows[0], 1 - rows[1]))
+    found = run(given, engine=ENGINE)
+    assert difference(run(given, engine=WAYS["memory"]), found) < 1e-6
+    assert difference(run(other, engine=ENGINE), found) > 1e-3
+
+
+def test_root_examples_are_clean_although_clients_are_not() -> None:
+    """All clients flip their labels: no update is similar to the coordinator's, so none counts."""
+    settings: dict[str, Any] = {"attack": fl.LabelFlip(), "num_attackers": 9}
+    rule = fl.FLTrust(num_root_examples=50)
+    once, twice = (run(rule, engine=ENGINE, num_rounds=n, **settings) for n in (1, 2))
+    assert [each.metrics["num_left_out"] for each in twice.history] == [8, 8]
+    assert difference(once, twice) == 0.0
 
 
 def test_the_record_says_how_many_updates_were_left_out() -> None:

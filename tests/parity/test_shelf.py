@@ -20,6 +20,7 @@ from tests.parity import (
     shelf_drift,
     shelf_models,
     shelf_partial,
+    shelf_trust,
 )
 from tests.processes import Launcher
 
@@ -29,6 +30,7 @@ CASES: Mapping[str, shelf.Case] = {
     **shelf_models.CASES,
     **shelf_partial.CASES,
     **shelf_broadcast.CASES,
+    **shelf_trust.CASES,
 }
 every_case = pytest.mark.parametrize("name", CASES)
 

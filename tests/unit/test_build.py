@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedlearn.algorithms import recipes
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
-from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.aggregations import FullAggregation, WeightedMean, find_root_data
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.cohorts import FixedCohorts
@@ -31,6 +31,7 @@ from fedlearn.algorithms.feddyn import FedDyn
 from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.fedrep import FedRep
+from fedlearn.algorithms.fltrust import FLTrust, RootTraining
 from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.krum import Bulyan, Krum
@@ -983,7 +984,50 @@ def test_the_rules_tested_are_all_there_are() -> None:
     clipping = {"centered_clipping", "norm_bound"}
     selecting = {"krum", "bulyan"}
     middle = {"median", "trimmed_mean", "geometric_median"}
-    assert _kinds(AGGREGATIONS) == {"own", *clipping, *selecting, *middle}
+    assert _kinds(AGGREGATIONS) == {"own", "fltrust", *clipping, *selecting, *middle}
+
+
+def test_fltrust_trains_on_root_examples_of_the_data_or_of_a_function() -> None:
+    """Inside of the wrappers of the run. Buckets may be around it."""
+    plain = recipes.FedAvg(_LOCAL)
+    cases: list[tuple[dict[str, object], FullAggregation]] = [
+        ({"num_root_examples": 30}, FLTrust(num_root_examples=30)),
+        ({"bucket_size": 2}, Bucketing(inner=FLTrust(), bucket_size=2)),
+        ({"root": f"{__name__}:root_examples", "root_args": {"count": 4}}, FLTrust()),
+    ]
+    for settings, rule in cases:
+        built = _build({"aggregation": {"rule": "fltrust", **settings}, "client": _CLIENT})
+        assert isinstance(built.algorithm, RootTraining)
+        assert built.algorithm.inner == replace(plain, aggregation=rule)
+    assert isinstance(find_root_data(built.algorithm.aggregation), tuple)
+
+
+def root_examples(count: int) -> tuple[object, object]:
+    """Zeros."""
+    return np.zeros((count, 64)), np.zeros(count, int)
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"aggregation": {"num_root_examples": 9999}}, "9999, but the data have .*; lower it"),
+        ({"aggregation": {"root_args": {"count": 1}}}, "there is no aggregation.root that takes"),
+        (
+            {"aggregation": {"root": f"{__name__}:root_examples", "num_root_examples": 3}},
+            "is 3, but all examples of aggregation.root are used",
+        ),
+        ({"aggregation": {"root": "builtins:int"}}, "aggregation.root.*a pair of features and lab"),
+        ({"client": {"optimizer": "own"}}, 'client.optimizer is "own", which only the clients kn'),
+        ({"algorithm": {"keep_local": ["0.*"]}}, r"keep_local is \['0.*'\], parts that the coord"),
+    ],
+)
+def test_root_training_that_cannot_be_is_refused(
+    tables: Mapping[str, dict[str, object]], message: str
+) -> None:
+    """With what to change."""
+    rule = {"rule": "fltrust", **tables.get("aggregation", {})}
+    with pytest.raises(ConfigError, match=message):
+        _build({**tables, "aggregation": rule})
 
 
 def test_a_rule_goes_with_layers_that_stay_local() -> None:

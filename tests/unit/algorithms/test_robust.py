@@ -49,6 +49,8 @@ def updates(rows: Tensor, *, apart: bool = False, num_trained: int | None = None
     )
 
 
+#: An update that those without an attack are similar to.
+SERVER = 0.5 * some_rows()[:9].mean(dim=0)
 Rule = tuple[RobustAggregation, Callable[[reference.Rows], reference.Rows]]
 RULES: dict[str, Rule] = {
     "trimmed": (
@@ -78,6 +80,10 @@ RULES: dict[str, Rule] = {
         lambda rows: reference.centered_clipping(
             rows, last=LAST.double().numpy(), clip_radius=300.0, num_iterations=3
         ),
+    ),
+    "fltrust": (
+        fl.FLTrust().with_server_delta(SERVER),
+        lambda rows: reference.fltrust(rows, server=SERVER.double().numpy()),
     ),
 }
 
@@ -133,6 +139,39 @@ def test_a_rule_that_leaves_nobody_out_is_the_mean(name: str) -> None:
     torch.testing.assert_close(found["control"], 2.0 * rows[:, :3].mean(dim=0), rtol=0, atol=2e-5)
 
 
+def test_fltrust_of_updates_at_one_angle_and_norm_is_the_mean() -> None:
+    """As if all clients were honest. Control: one with another norm, or none, is scaled."""
+    axes = torch.eye(12)
+    rows = axes[0] + axes[1:]
+    rule = fl.FLTrust().with_server_delta(2**0.5 * axes[0])
+    mean = rows.mean(dim=0)
+    torch.testing.assert_close(combine(rule, updates(rows)).lanes["delta"], mean)
+    rows[3] *= 100.0
+    torch.testing.assert_close(combine(rule, updates(rows)).lanes["delta"], mean)
+    rows[3] = 0.0
+    found = combine(rule, updates(rows))
+    assert found.metrics == {"num_left_out": 1.0}
+    torch.testing.assert_close(found.lanes["delta"], rows.sum(dim=0) / 10)
+
+
+def test_fltrust_does_not_move_if_it_trusts_nobody() -> None:
+    """Nor if the server's own update is zero; running statistics have no part in the angle."""
+    rows = torch.ones(3, 4)
+    for server in (-torch.ones(4), torch.zeros(4)):
+        found = combine(fl.FLTrust().with_server_delta(server), updates(rows))
+        assert not found.lanes["delta"].any()
+        assert found.metrics == {"num_left_out": 3.0}
+    server = torch.tensor([1.0, 1.0, -9.0, -9.0])
+    found = combine(fl.FLTrust().with_server_delta(server), updates(2 * rows, num_trained=2))
+    assert found.lanes["delta"].tolist() == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_fltrust_without_an_update_of_the_server_says_how_to_use_it() -> None:
+    """Such as by a strategy of one's own that calls it directly."""
+    with pytest.raises(RoundError, match=r"no update of the server; use it in fl\.simulate"):
+        combine(fl.FLTrust(), updates(torch.ones(3, 4)))
+
+
 def test_the_norm_bound_clips_and_weighs() -> None:
     """It takes blocks, and clips before it adds; without effect it is the weighted mean."""
     rows, layout = some_rows(6, 8), Layout.of(nn.Linear(3, 2))
@@ -156,6 +195,7 @@ ATTACKED: dict[str, RobustAggregation] = {
     "geometric median": fl.GeometricMedian(num_iterations=30, by_examples=False),
     "centered clipping": fl.CenteredClipping(clip_radius=2.0, num_iterations=30),
     "bucketing": fl.Bucketing(inner=fl.CoordinateMedian(), bucket_size=2),
+    "fltrust": fl.FLTrust().with_server_delta(0.5 * some_rows(size=40)[:9].mean(dim=0)),
 }
 
 
@@ -248,6 +288,11 @@ def test_secure_aggregation_refuses_each_rule_with_the_reason(rule: object) -> N
         (lambda: fl.TrimmedMean(trimmed_share=0.5), "trimmed_share is 0.5; give .* < 0.5"),
         (lambda: fl.Krum(num_malicious=-1), "num_malicious is -1"),
         (lambda: fl.Bulyan(num_malicious=-1), "num_malicious is -1"),
+        (lambda: fl.FLTrust(num_root_examples=0), "num_root_examples is 0"),
+        (
+            lambda: fl.FLTrust(root=(torch.ones(2, 3), torch.ones(2)), num_root_examples=2),
+            "num_root_examples is 2, but root examples are given",
+        ),
         (lambda: fl.CenteredClipping(clip_radius=0.0), "clip_radius is 0.0"),
         (lambda: fl.NormBound(by_examples=True, clip_norm=0.0), "clip_norm is 0.0"),
         (lambda: fl.GeometricMedian(by_examples=True, smoothing=0.0), "smoothing is 0.0"),
