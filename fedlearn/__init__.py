@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.geometric_median import CenteredClipping as CenteredClipping
     from fedlearn.algorithms.geometric_median import GeometricMedian as GeometricMedian
     from fedlearn.algorithms.gradient_clipping import ClippedGradients as ClippedGradients
+    from fedlearn.algorithms.ifca import IFCA as IFCA
     from fedlearn.algorithms.informed_sampling import InformedSampler as InformedSampler
     from fedlearn.algorithms.informed_sampling import ObservedRound as ObservedRound
     from fedlearn.algorithms.informed_sampling import read_client_values as read_client_values
@@ -179,6 +180,7 @@ _HOME = {
     "algorithms.fltrust": "FLTrust",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
+    "algorithms.ifca": "IFCA",
     "algorithms.krum": "Bulyan Krum",
     "algorithms.informed_sampling": (
         "InformedSampler ObservedRound read_client_values write_client_values"

@@ -25,6 +25,7 @@ from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
 from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.ifca import ChosenCluster
 from fedlearn.algorithms.local import (
     LocalSgd,
     LocalUpdate,
@@ -79,6 +80,7 @@ UPDATES: Mapping[str, _Kind] = {
     "head_then_body": HeadThenBody,
     "mixed_model": MixedModel,
     "learned_start": LearnedStart,
+    "chosen_cluster": ChosenCluster,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

@@ -22,6 +22,7 @@ from fedlearn.algorithms.fedexp import FedExP
 from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.fedrep import FedRep
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.ifca import IFCA
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.mime_lite import MimeLite
@@ -389,6 +390,12 @@ ALGORITHMS = kinds(
         personal_learning_rate=0.1,
         mixing=0.5,
         adapts_mixing=False,
+    ),
+    kind(
+        "ifca",
+        "IFCA: several models, of which each client trains the one with the lowest loss.",
+        IFCA,
+        num_clusters=2,
     ),
     kind(
         "perfedavg",

@@ -16,6 +16,7 @@ from fedlearn.simulation.cluster import launch
 from tests.parity import (
     shelf,
     shelf_broadcast,
+    shelf_clusters,
     shelf_compression,
     shelf_drift,
     shelf_models,
@@ -31,6 +32,7 @@ CASES: Mapping[str, shelf.Case] = {
     **shelf_partial.CASES,
     **shelf_broadcast.CASES,
     **shelf_trust.CASES,
+    **shelf_clusters.CASES,
 }
 every_case = pytest.mark.parametrize("name", CASES)
 

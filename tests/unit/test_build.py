@@ -34,6 +34,7 @@ from fedlearn.algorithms.fedrep import FedRep
 from fedlearn.algorithms.fltrust import FLTrust, RootTraining
 from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.ifca import IFCA
 from fedlearn.algorithms.krum import Bulyan, Krum
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
@@ -692,6 +693,11 @@ def test_every_algorithm_has_all_its_numbers(
             {"personal_learning_rate": 0.25, "mixing": 0.75, "adapts_mixing": True},
             APFL,
         ),
+        (
+            "ifca",
+            {"num_clusters": 3, "initial_spread": 0.5, "initial_seed": 4, "update_bound": 2.0},
+            IFCA,
+        ),
         ("fedbabu", {"head_layers": ("1.*",)}, FedBABU),
         (
             "fedala",
@@ -880,6 +886,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
         "fedbabu",
         "fedala",
         "apfl",
+        "ifca",
     }
     own = {
         *personal,

@@ -14,6 +14,7 @@ from fedlearn.algorithms.fedexp import ReportedNorm
 from fedlearn.algorithms.fednova import NormalizedUpdate
 from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
+from fedlearn.algorithms.ifca import ChosenCluster
 from fedlearn.algorithms.local import (
     LocalSgd,
     LocalUpdate,
@@ -89,6 +90,7 @@ UPDATES: dict[str, LocalUpdate] = {
     ),
     "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
     "apfl": MixedModel(inner=SGD, personal_learning_rate=0.2, mixing=0.3, adapts_mixing=True),
+    "ifca": ChosenCluster(inner=SGD, num_clusters=3, update_bound=None),
     "fedrep": HeadThenBody(inner=ADAM, head="head.* 3.bias", head_epochs=1),
     "fedala": LearnedStart(inner=ADAM, adaptive="head.*", mixing_rate=0.5, mixing_share=0.25),
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
