@@ -210,6 +210,8 @@ class Simulation(Components):
     Attributes:
         test: The central test set.
         population: The clients.
+        client_tests: The clients with the examples that they are evaluated on; ``None``: on those
+            that they train on.
         behavior: How long the simulated devices take, and which of them fail.
         make_trainer: Makes the clients' trainers if the run has custom ones; else ``None``.
         notes: Explanations of the automatic choices, for the user.
@@ -218,6 +220,7 @@ class Simulation(Components):
     test: Examples
     population: Population
     behavior: ClientBehavior
+    client_tests: Population | None = None
     make_trainer: MakeTrainer | None = None
     notes: tuple[str, ...] = ()
 

@@ -108,14 +108,17 @@ def find_own_population(
 def split_data(config: Config, data: FederatedData) -> tuple[FederatedData, Population]:
     """Split the data into the clients to simulate and those whose examples the coordinator has."""
     section = config.coordinator.training
-    aside, others = set_aside(data.population, share=section.share, seed=_set_aside_seed(config))
+    seed, tests = _set_aside_seed(config), data.client_tests
+    aside, others = set_aside(data.population, share=section.share, seed=seed)
+    if tests is not None:
+        _, tests = set_aside(tests, share=section.share, seed=seed)
     if not others.num_clients:
         raise ConfigError(
             f"coordinator.training.share is {section.share}, which leaves none of "
             f"{data.population.num_clients} clients to simulate; lower it (0.02, say), or name "
             "the coordinator's own data in coordinator.training.files"
         )
-    return replace(data, population=others), aside
+    return replace(data, test=data.stored_test, population=others, client_tests=tests), aside
 
 
 def _set_aside_seed(config: Config) -> Seed:

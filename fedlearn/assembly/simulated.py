@@ -35,6 +35,7 @@ from fedlearn.simulation.attacked import Attacked, draw_attackers, poison_popula
 from fedlearn.simulation.behavior import ClientBehavior, Instant
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.held_out import hold_out
 from fedlearn.simulation.population import PooledPopulation, Population
 from fedlearn.training.query_trainer import QueryTrainer
 
@@ -91,7 +92,7 @@ def build_simulation(
     """
     data = config.data.load(seed=config.seed, data_dir=data_dir)
     if of_clients is not None:
-        data = replace(data, population=of_clients(data.population))
+        data = replace(data, test=data.stored_test, population=of_clients(data.population))
     for name, section in config.metrics.items():
         if section.factory is None:
             raise ConfigError(
@@ -134,6 +135,14 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     population = data.population.num_clients
     # After the coordinator's clients are set aside: "auto" depends on how many are left.
     config = config.resolve(num_clients=population)
+    data = _hold_out_tests(config, data)
+    has_sessions = needs_sessions or config.engine.transport == "memory"
+    if has_sessions and experiment.make_trainer is not None and data.client_tests is not None:
+        raise ConfigError(
+            "clients evaluate by their own trainers in sessions, but the data have tests of each "
+            "client; let the trainers hold out examples, or use engine.transport = "
+            '"engine" without secure sums'
+        )
     config, clients = _place_attackers(config, data.population)
     pooled = config.centralized
     _require_no_local_parts(experiment.algorithm, pooled=pooled)
@@ -159,6 +168,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         metrics=experiment.metrics,
         test=data.stored_test,
         population=PooledPopulation(clients) if pooled else clients,
+        client_tests=data.client_tests,
         algorithm=(algorithm := give_bounds(experiment.algorithm, config)),
         sampler=experiment.sampler or (UniformSampler() if pooled else config.cohort.build()),
         policy=policy,
@@ -199,6 +209,26 @@ def _query_trainers(algorithm: Strategy) -> MakeTrainer | None:
     if not isinstance(algorithm, QueryStrategy):
         return None
     return partial(QueryTrainer, queries=(type(algorithm.query),))
+
+
+def _hold_out_tests(config: Config, data: FederatedData) -> FederatedData:
+    """Let each client hold out a share of its examples, if the configuration says so.
+
+    Raises:
+        ConfigError: The clients have tests already.
+        DataError: A client cannot hold any out.
+    """
+    fraction = config.evaluation.client_test_fraction
+    if fraction is None:
+        return data
+    if data.client_tests is not None:
+        raise ConfigError(
+            f"evaluation.client_test_fraction is {fraction}, but the data have tests of each "
+            "client; remove one of the two"
+        )
+    seed = Seed(config.seed).derive("client tests")
+    train, tests = hold_out(data.population, fraction=fraction, seed=seed)
+    return replace(data, test=data.stored_test, population=train, client_tests=tests)
 
 
 def _place_attackers(config: Config, population: Population) -> tuple[Config, Population]:

@@ -143,6 +143,7 @@ def _build_sessions(
         identities=simulated,
         transforms=own_transforms([*strategy.transforms, *own]),
         dtype=model.layout.dtype,
+        client_tests=simulation.client_tests,
     )
     channel = sessions.channel()
     identities = None
@@ -198,7 +199,7 @@ def _build_evaluators(
     if channel is None:
         of_clients: Evaluator = ClientEvaluator(
             model=model,
-            population=ReadOnce(population),
+            population=ReadOnce(simulation.client_tests or population),
             client_ids=sample,
             batch_size=batch_size,
             cluster=cluster,

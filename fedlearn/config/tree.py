@@ -44,7 +44,7 @@ from fedlearn.config.own_functions import (
 )
 from fedlearn.config.privacy import PrivacySection
 from fedlearn.config.problems import Sources, validate
-from fedlearn.config.section import Problem, RunName, Section
+from fedlearn.config.section import Fraction, Problem, RunName, Section
 from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.staleness import StalenessSection
 from fedlearn.config.store import StoreSection
@@ -107,6 +107,12 @@ class EvaluationSection(Section):
         f'0: none; "auto": {_USUAL_EVALUATED}, in a simulation of your own data no more than '
         "cohort.num_wanted. Simulated, they are the same clients every time. Deployed with secure "
         "aggregation their metrics are summed securely, which reveals only the mean.",
+    )
+    client_test_fraction: Annotated[Fraction | None, Use.SIMULATED] = Field(
+        None,
+        description="Share of each simulated client's examples that it does not train on and is "
+        "evaluated on, (0, 1); without it, clients are evaluated on all their examples, unless the "
+        "data have tests of their own.",
     )
     fine_tune_epochs: Whole = Field(
         0,

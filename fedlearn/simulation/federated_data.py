@@ -79,12 +79,14 @@ class FederatedData:
         population: The clients and their examples.
         test: The central test set. Features in float64 are converted to float32, which most
             models take.
+        client_tests: The clients with the examples on which each of them is evaluated; ``None``:
+            on those that it trains on. See :meth:`with_client_tests`.
         stored_test: The test set with features in their original dtype, for a model in float64.
 
     Raises:
         DataError: A client or the test set has no examples, or the first client's examples
             differ from the test set's in their inputs, a shape, or in whether they are floats,
-            integers or masks.
+            integers or masks. The same holds for the clients' own tests.
 
     Example:
         >>> import numpy as np
@@ -97,6 +99,7 @@ class FederatedData:
 
     population: Population
     test: Examples = field(repr=False)
+    client_tests: Population | None = field(default=None, repr=False)
     stored_test: Examples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +107,9 @@ class FederatedData:
             raise DataError("the test set has no examples; give at least one")
         _require_examples(self.population)
         _require_alike(self.population, test=self.test)
+        if self.client_tests is not None:
+            _require_tests_of_each(self.population, self.client_tests)
+            _require_alike(self.client_tests, test=self.test)
         object.__setattr__(self, "stored_test", self.test)  # the class is frozen
         object.__setattr__(self, "test", _in_float32(self.test))
 
@@ -123,6 +129,48 @@ class FederatedData:
             DataError: There are several inputs, so there is no single shape.
         """
         return tuple(require_single_input(self.test.features).shape[1:])
+
+    def with_client_tests(
+        self, tests: Sequence[tuple[Inputs[ArrayLike], ArrayLike]]
+    ) -> "FederatedData":
+        """Return the data with test examples of each client, on which it is evaluated.
+
+        To hold out a share of each client's examples instead, set
+        ``evaluation.client_test_fraction``.
+
+        Args:
+            tests: Features and labels for each client, in the order of the clients.
+
+        Raises:
+            DataError: Their number is not that of the clients, a client has none, or they differ
+                in kind from the central test set.
+
+        Example:
+            >>> import numpy as np
+            >>> import fedlearn as fl
+            >>> x, y = np.eye(10), np.arange(10) % 2
+            >>> data = fl.from_arrays(
+            ...     x[:8], y[:8], test=(x, y), partition=fl.Iid(num_clients=2), seed=0
+            ... )
+            >>> own = data.with_client_tests([(x[8:9], y[8:9]), (x[9:], y[9:])])
+            >>> own.client_tests.num_examples(np.arange(2))
+            array([1, 1])
+        """
+        parts = [_examples(*_test_pair(each)) for each in tests]
+        if len(parts) != self.population.num_clients:
+            raise DataError(
+                f"there are tests of {len(parts)} clients, but {self.population.num_clients} "
+                "clients; give one pair of features and labels for each client"
+            )
+        joined = _join_examples(parts)
+        sizes = offsets_of(np.asarray([len(part.labels) for part in parts], np.int64))
+        population = ArrayPopulation(
+            features=joined.features,
+            labels=joined.labels,
+            num_classes=larger(joined.num_classes, self.test.num_classes),
+            partition=Partition(np.arange(sizes[-1]), sizes, self.names),
+        )
+        return replace(self, test=self.stored_test, client_tests=population)
 
 
 @dataclass(frozen=True)
@@ -648,6 +696,37 @@ def _require_division(partition: object) -> None:
             f"partition is {partition!r}; give a rule that divides the examples, such as "
             f"fl.Iid(num_clients={number}), fl.Dirichlet(...) or fl.Natural()"
         )
+
+
+def _join_examples(parts: Sequence[Examples]) -> Examples:
+    """Join the examples of several clients, one after another.
+
+    Raises:
+        DataError: Their inputs or shapes differ.
+    """
+    inputs = [name_inputs(part.features) for part in parts]
+    first = inputs[0]
+    for number, other in enumerate(inputs):
+        shapes = [{name: each.shape[1:] for name, each in one.items()} for one in (first, other)]
+        if shapes[0] != shapes[1]:
+            raise DataError(
+                f"the test examples of client {number} have inputs of shapes {shapes[1]} per "
+                f"example, those of client 0 of {shapes[0]}; make them the same"
+            )
+    features = [torch.cat([each[name] for each in inputs]) for name in first]
+    return Examples.of(
+        features=rebuild_inputs(features, like=parts[0].features),
+        labels=torch.cat([part.labels for part in parts]),
+    )
+
+
+def _require_tests_of_each(population: Population, tests: Population) -> None:
+    if tests.num_clients != population.num_clients:
+        raise DataError(
+            f"there are tests of {tests.num_clients} clients, but {population.num_clients} "
+            "clients; give each client its own"
+        )
+    _require_examples(tests)
 
 
 def _require_examples(population: Population) -> None:

@@ -71,11 +71,15 @@ class ResidentTrainers:
 
     def __call__(self, features: Features, labels: Tensor) -> LocalTrainer:
         """Make the trainer of a client with these examples."""
-        return self.reading(TensorData(features, labels, device=self.model.device))
+        return self.reading(self.hold(features, labels))
 
-    def reading(self, data: LocalData) -> LocalTrainer:
+    def hold(self, features: Features, labels: Tensor) -> LocalData:
+        """Return examples in memory, on the model's device."""
+        return TensorData(features, labels, device=self.model.device)
+
+    def reading(self, data: LocalData, *, test: LocalData | None = None) -> LocalTrainer:
         """Make the trainer of a client that reads its examples in batches."""
-        return TorchTrainer(self.model, data, local_updates=self.local_updates)
+        return TorchTrainer(self.model, data, test=test, local_updates=self.local_updates)
 
 
 def trainers_on(
@@ -110,6 +114,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         identities: Keys of the clients for secure aggregation; ``None``: it is not used.
         transforms: Classes of custom transforms, which all clients know.
         dtype: The model's dtype.
+        client_tests: The clients with the examples that they are evaluated on, if their trainers
+            are fedlearn's; ``None``: on those that they train on.
         bounded: Which clients' contributions to secure sums exceeded their bounds, since this was
             last cleared. A real coordinator cannot know this.
     """
@@ -123,6 +129,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     identities: SimulatedIdentities | None = None
     transforms: Collection[type[Transform]] = ()
     dtype: torch.dtype = torch.float32
+    client_tests: Population | None = None
     bounded: dict[ClientId, AboveBounds] = field(default_factory=dict)
 
     def channel(self) -> MemoryChannel:
@@ -174,12 +181,14 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     def _trainer(self, client_id: ClientId, train: TrainRequest | None) -> LocalTrainer:
         """Make the trainer of a client; ``train`` is the training request, or ``None``."""
         client_ids = np.asarray([client_id])
-        has_dataset = unread_rows(self.population, client_ids) is not None
-        if has_dataset and isinstance(self.make_trainer, ResidentTrainers):
-            own = Subpopulation(self.population, client_ids)
-            device = self.make_trainer.model.device
-            # Read in batches, as a deployed client does: each batch's key seeds its random draws.
-            return self.make_trainer.reading(PooledExamples(own, device))
+        trainers, tests = self.make_trainer, self.client_tests
+        if isinstance(trainers, ResidentTrainers):
+            # A training request needs no tests.
+            test = None if train or tests is None else self._read(tests, client_ids, trainers)
+            if unread_rows(self.population, client_ids) is not None or test is not None:
+                return trainers.reading(
+                    self._read(self.population, client_ids, trainers), test=test
+                )
         if train is None:
             rows = self.population.load(client_ids)
         else:
@@ -187,9 +196,19 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
                 self.population, client_id, round_num=train.round_num, seed=Seed(train.seed)
             )
         features, labels = rows.gather()
-        if isinstance(self.make_trainer, ResidentTrainers):
-            return self.make_trainer(features, labels)
-        return require_trainer(self.make_trainer(cast_for_trainer(features, self.dtype), labels))
+        if isinstance(trainers, ResidentTrainers):
+            return trainers(features, labels)
+        return require_trainer(trainers(cast_for_trainer(features, self.dtype), labels))
+
+    @staticmethod
+    def _read(
+        population: Population, client_ids: NDArray[np.int64], trainers: ResidentTrainers
+    ) -> LocalData:
+        """Return a client's examples, read in batches if a dataset reads them."""
+        if unread_rows(population, client_ids) is None:
+            return trainers.hold(*population.load(client_ids).gather())
+        # As a deployed client does: each batch's key seeds its random draws.
+        return PooledExamples(Subpopulation(population, client_ids), trainers.model.device)
 
     def _note_bounded(self, client_id: ClientId, contribution: Contribution) -> None:
         self.bounded[client_id] = AboveBounds(bool(contribution.clipped), bool(contribution.capped))
