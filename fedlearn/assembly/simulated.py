@@ -136,13 +136,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
     # After the coordinator's clients are set aside: "auto" depends on how many are left.
     config = config.resolve(num_clients=population)
     data = _hold_out_tests(config, data)
-    has_sessions = needs_sessions or config.engine.transport == "memory"
-    if has_sessions and experiment.make_trainer is not None and data.client_tests is not None:
-        raise ConfigError(
-            "clients evaluate by their own trainers in sessions, but the data have tests of each "
-            "client; let the trainers hold out examples, or use engine.transport = "
-            '"engine" without secure sums'
-        )
+    _require_trainers_without_tests(config, experiment, data)
     config, clients = _place_attackers(config, data.population)
     pooled = config.centralized
     _require_no_local_parts(experiment.algorithm, pooled=pooled)
@@ -229,6 +223,21 @@ def _hold_out_tests(config: Config, data: FederatedData) -> FederatedData:
     seed = Seed(config.seed).derive("client tests")
     train, tests = hold_out(data.population, fraction=fraction, seed=seed)
     return replace(data, test=data.stored_test, population=train, client_tests=tests)
+
+
+def _require_trainers_without_tests(
+    config: Config, experiment: Experiment, data: FederatedData
+) -> None:
+    """Refuse tests of each client where trainers of the user's own evaluate, which have none."""
+    secure = config.secure_aggregation
+    has_sessions = config.engine.transport == "memory" or (
+        secure.is_on and secure.simulate_as == "protocol"
+    )
+    if has_sessions and experiment.make_trainer is not None and data.client_tests is not None:
+        raise ConfigError(
+            "clients evaluate by their own trainers in sessions, but the data have tests of each "
+            'client; let the trainers hold out examples, or set engine.transport to "engine"'
+        )
 
 
 def _place_attackers(config: Config, population: Population) -> tuple[Config, Population]:

@@ -106,7 +106,7 @@ def test_each_part_has_an_example(fraction: float) -> None:
 
 def test_labels_by_coin_cannot_be_foretold() -> None:
     """The control: evaluated on the examples that it trained on, the model knows them all."""
-    settings = {"num_rounds": 30, "cohort": {"num_wanted": 4}}
+    settings: dict[str, Any] = {"num_rounds": 30, "cohort": {"num_wanted": 4}}
     known = simulate(in_memory(), evaluation={"every_rounds": 0}, **settings)
     held = simulate(
         in_memory(), evaluation={"every_rounds": 0, "client_test_fraction": 0.4}, **settings
@@ -118,7 +118,7 @@ def test_labels_by_coin_cannot_be_foretold() -> None:
 @pytest.mark.parametrize("make_data", [in_memory, from_datasets])
 def test_sessions_measure_the_same_as_the_engine(make_data: Any) -> None:
     """Also personal models, which are fine-tuned on the other examples."""
-    settings = {"evaluation": {"client_test_fraction": 0.3, "fine_tune_epochs": 2}}
+    settings: dict[str, Any] = {"evaluation": {"client_test_fraction": 0.3, "fine_tune_epochs": 2}}
     algorithm = fl.KeepLocal(fl.FedAvg(SGD), ["2.*"])
     engine = simulate(make_data(), algorithm=algorithm, **settings)
     sessions = simulate(
@@ -136,7 +136,7 @@ def test_given_tests_equal_those_held_out() -> None:
     pairs = [test.load(np.asarray([client_id])).gather() for client_id in range(4)]
     rest = [train.load(np.asarray([client_id])).gather() for client_id in range(4)]
     given = fl.from_arrays(
-        torch.cat([features for features, _ in rest]),
+        np.concatenate([read(train, client_id) for client_id in range(4)]),
         torch.cat([labels for _, labels in rest]),
         groups=np.repeat(np.arange(4), [len(labels) for _, labels in rest]),
         partition=fl.Natural(),
