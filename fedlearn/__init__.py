@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.query import Query as Query
     from fedlearn.algorithms.query import SumSpec as SumSpec
     from fedlearn.algorithms.random_k import RandomK as RandomK
+    from fedlearn.algorithms.random_k import SharedRandomK as SharedRandomK
     from fedlearn.algorithms.rate_schedules import ScheduledRate as ScheduledRate
     from fedlearn.algorithms.recipes import EASGD as EASGD
     from fedlearn.algorithms.recipes import Algorithm as Algorithm
@@ -212,7 +213,7 @@ _HOME = {
     "algorithms.power_sgd": "PowerSgd",
     "algorithms.quantization": "Quantized",
     "algorithms.query": "Query SumSpec",
-    "algorithms.random_k": "RandomK",
+    "algorithms.random_k": "RandomK SharedRandomK",
     "algorithms.top_k": "TopK",
     "algorithms.transforms": "ClippedUpdates Transform",
     "core.randomness": "Seed",

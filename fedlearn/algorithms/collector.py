@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from fedlearn.algorithms.client_state import ClientStates
-from fedlearn.algorithms.compression import Parts, count_delta_bytes
+from fedlearn.algorithms.compression import Parts, count_delta_bytes, restore_sum
 from fedlearn.algorithms.download_compression import compress_model
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, TrainMetrics
 from fedlearn.algorithms.late_updates import Durations
@@ -111,6 +111,19 @@ class RoundRequest:
                 known.append((local, same))
             found[client_id] = same
         return found
+
+    def restore_sum(self, aggregate: Aggregate) -> Aggregate:
+        """Restore the delta of an aggregate of compressed updates, as a secure sum gives it."""
+        layout = self.params.layout
+        delta = restore_sum(
+            aggregate.lanes[DELTA.name],
+            self.strategy.transforms,
+            round_num=self.round_num,
+            shapes=[spec.shape for spec in layout.trainable],
+            num_statistics=layout.size - layout.num_trainable,
+            seed=Seed(self.seed),
+        )
+        return replace(aggregate, lanes={**aggregate.lanes, DELTA.name: delta})
 
     @property
     def download_bytes(self) -> int:

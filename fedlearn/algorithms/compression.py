@@ -20,7 +20,7 @@ import torch
 from annotated_types import doc
 from torch import Tensor
 
-from fedlearn.algorithms.lanes import DELTA, Lanes, Updates
+from fedlearn.algorithms.lanes import DELTA, Lanes, Rows, Updates
 from fedlearn.algorithms.transforms import Transform, apply_transforms
 from fedlearn.core.messages import ClientId
 from fedlearn.core.randomness import Seed
@@ -140,6 +140,9 @@ class Compressor(Ranged):
     encoding: ClassVar[str]
     #: Whether it can compress a whole model, which clients download, as well as an update.
     suits_models: ClassVar[bool] = False
+    #: The only part of an update, if the sum of the clients' parts restores to the sum of their
+    #: updates. Then a secure sum can have the size of this part. Empty: parts cannot be added.
+    summed_part: ClassVar[str] = ""
 
     error_feedback: ErrorFeedback = False
 
@@ -234,6 +237,10 @@ class Compressor(Ranged):
         rest = {name: value for name, value in lanes.items() if name not in found}
         return {DELTA.name: delta, **rest}
 
+    def count_summed(self, shapes: Shapes, dtype: torch.dtype) -> int:
+        """Return the size of :attr:`summed_part`."""
+        return self.describe_parts(shapes, dtype)[self.summed_part].size
+
     def restore_model(self, parts: Parts, target: Target) -> Tensor:
         """Restore the trained part of a model, [Q], from its parts, which may be hostile.
 
@@ -290,6 +297,45 @@ class Sent:
             del lanes[DELTA.name]
             lanes |= {_IN_LANE + name: rows[0] for name, rows in self.parts.items()}
         return lanes
+
+
+def lanes_to_sum(sent: Sent, compressor: Compressor) -> dict[str, Rows]:
+    """Return the lanes of updates for a secure sum, where the part takes the delta's place.
+
+    Running statistics follow it.
+    """
+    trained_BK = sent.parts[compressor.summed_part]
+    _, statistics = sent.updates.delta_parts()
+    return {**sent.updates.lanes, DELTA.name: torch.cat([trained_BK, statistics], dim=1)}
+
+
+def restore_sum(
+    summed: Tensor,
+    transforms: Sequence[Transform],
+    *,
+    round_num: int,
+    shapes: Shapes,
+    num_statistics: int,
+    seed: Seed,
+) -> Tensor:
+    """Restore the delta, [P], from a sum of :func:`lanes_to_sum`, or from a multiple of it.
+
+    Args:
+        summed: The sum.
+        transforms: The transforms of the updates.
+        round_num: Round index.
+        shapes: Shapes of the trained tensors.
+        num_statistics: Number of elements of the running statistics.
+        seed: The run's public seed.
+    """
+    compressor = find_compressor(transforms)
+    assert compressor is not None  # it made the parts
+    assert compressor.summed_part
+    own = seed_of_round(seed, transforms, round_num=round_num)
+    target = Target(client_ids=[ClientId(0)], shapes=shapes, dtype=summed.dtype, seed=own)
+    part, statistics = summed.split([len(summed) - num_statistics, num_statistics])
+    restored = compressor.decompress({compressor.summed_part: part[None]}, target)[0]
+    return torch.cat([restored, statistics])
 
 
 def find_compressor(transforms: Sequence[Transform]) -> Compressor | None:

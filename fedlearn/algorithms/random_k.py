@@ -1,5 +1,8 @@
 r"""Random-k: a client sends k numbers of its update, chosen at random without looking at them.
 
+Clients of a round have positions of their own, or share them. Sums of updates with shared positions
+are k numbers long, so secure aggregation can add them.
+
 ========================== ==========================================
 symbol                     here
 ========================== ==========================================
@@ -80,3 +83,35 @@ class RandomK(Compressor):
             for each in target.client_ids
         ]
         return torch.stack(rows).to(like.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedRandomK(RandomK):
+    r"""Random-k with the same positions for all clients of a round.
+
+    So it works under secure aggregation, where each masked update and their sum have k numbers.
+    Without secure aggregation :class:`RandomK` is better: its errors are independent, so they
+    average out over the clients of a round. Shared ones average out over rounds only.
+
+    Attributes:
+        fraction: Part of the numbers to keep, > 0 and <= 1.
+        error_feedback: See :class:`~fedlearn.algorithms.compression.Compressor`.
+
+    Example:
+        >>> import torch
+        >>> import fedlearn as fl
+        >>> updates = fl.Updates([7, 9], torch.ones(2), {"delta": torch.ones(2, 8)}, [0, 0])
+        >>> sent = fl.SharedRandomK(fraction=0.25)(updates).lanes["delta"]
+        >>> torch.equal(sent[0], sent[1]), sent[0].sum()
+        (True, tensor(8.))
+    """
+
+    encoding: ClassVar[str] = "shared_random_k"
+    summed_part: ClassVar[str] = "values"
+
+    def _positions(self, target: Target, *, like: Tensor) -> Tensor:
+        """Return the round's positions, in rising order, for each client: [B, K]."""
+        size = sum(target.sizes)
+        k = self.describe_parts(target.shapes, target.dtype)["values"].size
+        drawn = torch.randperm(size, generator=target.seed.torch())[:k].sort().values
+        return drawn.expand(len(target.client_ids), -1).to(like.device)

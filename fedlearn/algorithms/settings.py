@@ -43,7 +43,7 @@ from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.proximal import Proximal
 from fedlearn.algorithms.qfedavg import FairUpdate
 from fedlearn.algorithms.quantization import Quantized
-from fedlearn.algorithms.random_k import RandomK
+from fedlearn.algorithms.random_k import RandomK, SharedRandomK
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.top_k import TopK
@@ -90,6 +90,7 @@ TRANSFORMS: Mapping[str, type[Transform]] = {
     "noised_update": NoisedUpdates,
     "top_k": TopK,
     "random_k": RandomK,
+    "shared_random_k": SharedRandomK,
     "quantized": Quantized,
     "power_sgd": PowerSgd,
 }

@@ -81,6 +81,7 @@ def build_run_plan(
             by_round=components.by_round,
             # The state of a sampler that has none would be empty.
             sampler=sampler if isinstance(sampler, InformedSampler) else None,
+            is_summed_compressed=_is_summed_compressed(components),
             is_retried=components.asynchrony is None,
         ),
         evaluator=Evaluators(evaluators),
@@ -91,6 +92,11 @@ def build_run_plan(
         clock=clock,
         extra_metrics=dict if charging is None else charging.report_spending,
     )
+
+
+def _is_summed_compressed(components: Components) -> bool:
+    plan = components.secure
+    return plan is not None and plan.compressor is not None
 
 
 def choose_release(

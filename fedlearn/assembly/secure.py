@@ -3,10 +3,14 @@
 from pathlib import Path
 
 from fedlearn.algorithms.aggregations import WeightedMean, require_weighted_mean
-from fedlearn.algorithms.compression import find_compressor
+from fedlearn.algorithms.compression import Compressor, find_compressor
 from fedlearn.algorithms.lanes import DELTA
+from fedlearn.algorithms.power_sgd import PowerSgd
+from fedlearn.algorithms.quantization import Quantized
+from fedlearn.algorithms.random_k import RandomK
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
+from fedlearn.algorithms.top_k import TopK
 from fedlearn.config.tree import Config
 from fedlearn.errors import ConfigError
 from fedlearn.identity.rosters import IdentityRoster
@@ -36,6 +40,7 @@ def build_secure_plan(
         min_reports=policy.min_reports,
         by_examples=mean.by_examples,
         further=[lane for lane in strategy.lanes if lane is not DELTA],
+        compressor=find_compressor(strategy.transforms),
         privacy=config.privacy,
         has_model=config.has_model,
     )
@@ -55,13 +60,30 @@ def require_summable(strategy: Strategy) -> WeightedMean:
             f"local_of out (or {type(strategy).__name__}.locals_for), or switch secure aggregation "
             "off"
         )
-    if (compressor := find_compressor(strategy.transforms)) is not None:
+    compressor = find_compressor(strategy.transforms)
+    if compressor is not None and not compressor.summed_part:
+        name = type(compressor).__name__
         raise ConfigError(
-            f"{type(compressor).__name__} compresses updates, and a masked update has all of its "
-            "numbers whatever they are, so nothing would be saved; leave compression out, or "
-            "lower secure_aggregation.modulus_bits to send fewer bits a number"
+            f"what {name} sends cannot be added under masks: {_why_not_summed(compressor)}; use "
+            'compression.method = "shared_random_k", or lower secure_aggregation.modulus_bits to '
+            "send fewer bits for each number"
         )
     return require_weighted_mean(strategy.aggregation)
+
+
+def _why_not_summed(compressor: Compressor) -> str:
+    """Say why a secure sum cannot add the parts of a compressor."""
+    match compressor:
+        case TopK():
+            return "each client has its own positions, which follow from its data"
+        case RandomK():
+            return "each client has its own positions"
+        case Quantized():
+            return "each client has its own scales, and a secure sum rounds by itself"
+        case PowerSgd():
+            return "its second matrix is computed from the sum of the first, in another exchange"
+        case _:
+            return "it declares no summed_part"
 
 
 def load_roster_draw(config: Config) -> RosterDraw | None:

@@ -8,7 +8,7 @@ from fedlearn.algorithms.compressed_updates import CompressedUpdates
 from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.quantization import Quantized
-from fedlearn.algorithms.random_k import RandomK
+from fedlearn.algorithms.random_k import RandomK, SharedRandomK
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.top_k import TopK
 from fedlearn.config.components import DeclaredSection, find_problem, kind, kinds
@@ -56,6 +56,13 @@ COMPRESSIONS = kinds(
         "random_k",
         "Each client sends random numbers of its update.",
         RandomK,
+        fraction=0.1,
+        error_feedback=False,
+    ),
+    kind(
+        "shared_random_k",
+        "Each client sends random numbers of its update, at the same places as the others.",
+        SharedRandomK,
         fraction=0.1,
         error_feedback=False,
     ),

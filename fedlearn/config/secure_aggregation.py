@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import Field
 
+from fedlearn.algorithms.compression import Compressor
 from fedlearn.algorithms.lanes import LaneSpec
 from fedlearn.config.components import build_component, with_keys_of
 from fedlearn.config.privacy import PrivacySection
@@ -32,6 +33,7 @@ _ETA_BITS = 30
         "by_examples",
         "further",
         "has_model",
+        "compressor",
         "noise_multiplier",
     ),
     corruption=0.1,
@@ -132,6 +134,7 @@ class SecureAggregationSection(Section):
         min_reports: int,
         by_examples: bool,
         further: Sequence[LaneSpec],
+        compressor: Compressor | None,
         privacy: PrivacySection,
         has_model: bool,
     ) -> SecurePlan:
@@ -153,6 +156,7 @@ class SecureAggregationSection(Section):
             by_examples=by_examples,
             further=tuple(further),
             has_model=has_model,
+            compressor=compressor,
             **noise,
         )
 

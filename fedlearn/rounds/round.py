@@ -132,6 +132,8 @@ class RoundPlan:
         release: Transforms the aggregate before the step; ``None``: it is unchanged.
         by_round: Returns the clients' settings of a round; ``None``: they do not change.
         sampler: Keeps the state by which ``draw`` draws; ``None``: there is none.
+        is_summed_compressed: Whether the aggregate is of the parts of a compressor, as in a secure
+            sum: it is restored before the step.
         is_retried: Whether a round below its minimum is retried or skipped as the policy says. A
             buffered round is not: its collector has already asked other clients when some failed.
     """
@@ -144,6 +146,7 @@ class RoundPlan:
     release: Release | None = None
     by_round: RoundSettings | None = None
     sampler: InformedSampler | None = None
+    is_summed_compressed: bool = False
     is_retried: bool = True
 
     def apply_settings(self, strategy: Strategy, round_num: int) -> Strategy:
@@ -321,6 +324,8 @@ def _take_step(
             round_num=state.round_num,
             attempt=attempt,
         )
+    if plan.is_summed_compressed:
+        aggregate = request.restore_sum(aggregate)
     if strategy.needs_train_metrics:
         aggregate = replace(aggregate, train=collected.train())
     stepped = call_step(strategy, state.params, aggregate, strategy_state)

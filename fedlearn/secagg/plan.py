@@ -7,7 +7,8 @@ the clear (examples, loss) travel next to them:
 ============ =============================== =============== ==============================
 lane         one client's value              bound           weighted by examples
 ============ =============================== =============== ==============================
-parameters   delta of the parameters         clip_norm       as the algorithm says
+parameters   delta of the parameters, or the clip_norm       as the algorithm says
+             compressor's part of it
 statistics   delta of the statistics         statistics_norm as the algorithm says
 (others)     what the algorithm asks for     its own         as the algorithm says
 loss         mean training loss, or 0        max_loss        as the algorithm says
@@ -32,6 +33,7 @@ from annotated_types import Ge, Le, MultipleOf, doc
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import require_weighted_mean
+from fedlearn.algorithms.compression import Compressor
 from fedlearn.algorithms.lanes import DELTA, LaneSpec
 from fedlearn.core.codec import encode
 from fedlearn.core.messages import (
@@ -110,6 +112,9 @@ class SecurePlan:
     ]
     further: Annotated[Sequence[LaneSpec], doc("The strategy's lanes other than the delta.")] = ()
     has_model: Annotated[bool, doc("Whether clients send a delta; for a query they do not.")] = True
+    compressor: Annotated[
+        Compressor | None, doc("Makes the part of the parameters that is summed; not set: all.")
+    ] = None
     noise_multiplier: Annotated[
         Positive | None,
         doc(
@@ -291,11 +296,16 @@ class SecurePlan:
         return words
 
     def _build_delta_lanes(self, layout: Layout) -> tuple[Lane, ...]:
+        num_parameters, num_statistics = layout.num_trainable, layout.size - layout.num_trainable
+        if self.compressor is not None:
+            shapes = [spec.shape for spec in layout.trainable]
+            num_parameters = self.compressor.count_summed(shapes, layout.dtype)
         if self.noise_multiplier is not None:
             # One lane for both: each lane more would multiply the noise (see `noise_share`).
-            return (self._build_lane(PARAMETERS, layout.size, self.clip_norm),)
-        parameters = self._build_lane(PARAMETERS, layout.num_trainable, self.clip_norm)
-        if not (num_statistics := layout.size - layout.num_trainable):
+            size = num_parameters + num_statistics
+            return (self._build_lane(PARAMETERS, size, self.clip_norm),)
+        parameters = self._build_lane(PARAMETERS, num_parameters, self.clip_norm)
+        if not num_statistics:
             return (parameters,)
         return (parameters, self._build_lane(STATISTICS, num_statistics, self.statistics_norm))
 

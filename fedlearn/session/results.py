@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.compression import (
+    Compressor,
     Sent,
     find_compressor,
     join_kept,
+    lanes_to_sum,
     send_updates,
     split_kept,
 )
@@ -55,7 +57,7 @@ def train_and_reply(
         context: The context passed to the trainer.
         known: Custom transforms that the coordinator may ask for.
         is_masked: Whether the update goes into a secure sum, which takes every number of it, so
-            that it is not sent compressed.
+            that only a part that can be added takes its place.
 
     Raises:
         SettingsRefused: The trainer would ignore one of the requested settings, or a transform is
@@ -92,14 +94,14 @@ def train_and_reply(
     if has_own_noise(request.settings):
         # The noise covers the update alone; exact counts and metrics would leak past it.
         num_examples, metrics = 1, {}
-    compressor = None if is_masked else find_compressor(transforms)
     reply = TrainReply(
         round_num=request.round_num,
-        lanes=lanes if compressor is None else leaving.lanes_on_wire(),
+        lanes=lanes,
         num_examples=num_examples,
         metrics=metrics,
-        encoding="" if compressor is None else compressor.encoding,
     )
+    if (compressor := find_compressor(transforms)) is not None:
+        reply = _compress(reply, leaving, compressor, is_masked=is_masked)
     state = {
         name: _to_tensor(value, what=f"state {name!r}") for name, value in result.state.items()
     }
@@ -113,6 +115,17 @@ def train_and_reply(
             _check_tensors(result.tensors, request, request.local), request.local
         )
     return reply, join_kept(state, {name: rows[0] for name, rows in leaving.kept.items()})
+
+
+def _compress(
+    reply: TrainReply, leaving: Sent, compressor: Compressor, *, is_masked: bool
+) -> TrainReply:
+    if not is_masked:
+        return replace(reply, lanes=leaving.lanes_on_wire(), encoding=compressor.encoding)
+    if not compressor.summed_part:
+        return reply
+    lanes = lanes_to_sum(leaving, compressor)
+    return replace(reply, lanes={name: rows[0] for name, rows in lanes.items()})
 
 
 def fine_tune(

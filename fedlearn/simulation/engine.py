@@ -27,9 +27,11 @@ from fedlearn.algorithms.client_state import (
 )
 from fedlearn.algorithms.collector import CollectedRound, RoundRequest
 from fedlearn.algorithms.compression import (
+    Compressor,
     Parts,
     find_compressor,
     join_kept,
+    lanes_to_sum,
     send_updates,
     split_kept,
 )
@@ -363,7 +365,8 @@ class Engine:
         state = stack_states(requests[0].client_states, client_ids.tolist(), without=LOCAL)
         own_state, before = split_kept(state)
         trained = self._train_block(client_ids, requests, local, own_state)
-        sent, kept = _build_sent_updates(client_ids, trained, requests, before)
+        summed = None if self.summing is None else self.summing.plan.compressor
+        sent, kept = _build_sent_updates(client_ids, trained, requests, before, summed=summed)
         return replace(trained, client_state=join_kept(trained.client_state, kept)), sent
 
     def _train_block(
@@ -454,10 +457,13 @@ def _build_sent_updates(
     trained: TrainedBlock,
     requests: Sequence[RoundRequest],
     kept: Parts,
+    *,
+    summed: Compressor | None,
 ) -> tuple[Updates, Parts]:
     """Build a block's updates as the coordinator sees them, after transforms, with weights of 1.
 
-    Returns them, and what a compressor keeps for the clients' next rounds.
+    Returns them, and what a compressor keeps for the clients' next rounds. In a secure sum, the
+    part of a compressor ``summed`` takes the place of the delta.
 
     Raises:
         UnusableResult: The updates do not match the strategy's declared lanes.
@@ -484,6 +490,8 @@ def _build_sent_updates(
     )
     # A transform may add a lane, so all of them exist only after the last transform.
     _require_declared(sent.updates, strategy.lanes, layout, who=transforms[-1])
+    if summed is not None:
+        return replace(sent.updates, lanes=lanes_to_sum(sent, summed)), sent.kept
     return sent.updates, sent.kept
 
 

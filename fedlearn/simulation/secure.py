@@ -209,6 +209,10 @@ class ModularSum:
     ) -> ModularSums:
         """Return empty sums of levels."""
         total = LaneSums.empty(lanes, layout, dtype=torch.float64, device=device)
+        if self.plan.compressor is not None:
+            sizes = {name: sum(each.size for each in parts) for name, parts in self._lanes.items()}
+            sums = {name: total.weight.new_zeros(size) for name, size in sizes.items()}
+            total = replace(total, sums=sums)
         return ModularSums(total, torch.zeros((), dtype=torch.float64, device=device))
 
     def accumulate(self, state: ModularSums, updates: Updates) -> ModularSums:

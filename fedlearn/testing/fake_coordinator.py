@@ -11,6 +11,7 @@ from typing import Self
 from torch import Tensor
 
 from fedlearn.algorithms.collector import collect_from
+from fedlearn.algorithms.compression import find_compressor
 from fedlearn.algorithms.lanes import DELTA
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
@@ -236,6 +237,7 @@ class FakeCoordinator(LocalGateway):
                 by_examples=mean.by_examples,
                 further=[lane for lane in request.strategy.lanes if lane is not DELTA],
                 has_model=DELTA in request.strategy.lanes,
+                compressor=find_compressor(request.strategy.transforms),
                 privacy=PrivacySection(),
             )
         collector = SecureCollector(
@@ -260,6 +262,8 @@ class FakeCoordinator(LocalGateway):
         )
         collected = collect_from(collector, cohort, request)
         aggregate, rows = collected.aggregate, list(collected.participations)
+        if aggregate is not None and plan.compressor is not None:
+            aggregate = request.restore_sum(aggregate)
         return SecureSum(
             means={} if aggregate is None else aggregate.lanes,
             reported=[names[e.client_id] for e in rows if e.status is Status.REPORTED],

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.quantization import Quantized
-from fedlearn.algorithms.random_k import RandomK
+from fedlearn.algorithms.random_k import RandomK, SharedRandomK
 from fedlearn.algorithms.recipes import Algorithm, FedAvg
 from fedlearn.algorithms.top_k import TopK
 from fedlearn.algorithms.transforms import Transform
@@ -57,6 +57,23 @@ def random_k(x: Tensor) -> Iterator[Tensor]:
             kept, places = torch.zeros_like(x), drawn_positions(client, round_num)
             kept[places] = (y - x)[places] * 75 / 15
             sent.append(kept)
+        x = x + weighted(shares(cohort), sent)
+        yield x
+
+
+def shared_random_k(x: Tensor) -> Iterator[Tensor]:
+    """The same with one mask for all clients of a round, and the memory of arXiv:1809.07599."""
+    memory = dict[int, Tensor]()
+    for round_num, cohort in enumerate(COHORTS):
+        seed = SEED.derive("transform", 0, round_num)
+        mask = torch.zeros_like(x)
+        mask[torch.randperm(75, generator=seed.torch())[:15]] = 1.0
+        sent = []
+        for client in cohort:
+            y, _ = train(x, client, round_num)
+            corrected = y - x + memory.get(client, torch.zeros_like(x))
+            memory[client] = corrected * (1.0 - mask)
+            sent.append(corrected * mask)
         x = x + weighted(shares(cohort), sent)
         yield x
 
@@ -137,6 +154,15 @@ CASES: Mapping[str, Case] = {
         random_k,
         control=compressed(RandomK(fraction=0.2, error_feedback=True)),
         protected=None,
+    ),
+    "shared_random_k": Case(
+        compressed(SharedRandomK(fraction=0.2, error_feedback=True)),
+        shared_random_k,
+        control=compressed(RandomK(fraction=0.2, error_feedback=True)),
+        protected=replace(
+            FedAvg(SGD, weight_by_examples=False),
+            transforms=(SharedRandomK(fraction=0.2, error_feedback=True),),
+        ),
     ),
     "quantized": Case(
         compressed(Quantized(bits=4)),

@@ -1109,7 +1109,13 @@ def test_with_distributed_privacy_there_is_one_clip_norm() -> None:
     private += ["privacy.target_delta=1e-5", "privacy.clip_norm=0.5"]
     config = load(None, overrides=private)
     several = config.secure_aggregation.plan(
-        20, min_reports=5, by_examples=False, further=(), privacy=config.privacy, has_model=True
+        20,
+        min_reports=5,
+        by_examples=False,
+        further=(),
+        compressor=None,
+        privacy=config.privacy,
+        has_model=True,
     )
     assert (several.clip_norm, several.noise_multiplier) == (0.5, 1.0)
     text = complaint(None, *private, "secure_aggregation.clip_norm=0.25")
