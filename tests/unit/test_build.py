@@ -55,7 +55,7 @@ from fedlearn.algorithms.pfedme import PFedMe
 from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.qfedavg import QFedAvg
 from fedlearn.algorithms.quantization import Quantized
-from fedlearn.algorithms.random_k import RandomK
+from fedlearn.algorithms.random_k import RandomK, SharedRandomK
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.recipes import EASGD, Scaffold
 from fedlearn.algorithms.sampling import (
@@ -946,6 +946,7 @@ def test_every_rule_has_all_its_numbers(settings: dict[str, object], expected: A
             TopK(fraction=0.5, error_feedback=False),
         ),
         ({"method": "random_k", "fraction": 0.5}, RandomK(fraction=0.5)),
+        ({"method": "shared_random_k", "fraction": 0.5}, SharedRandomK(fraction=0.5)),
         (
             {"method": "quantized", "bits": 4, "num_per_scale": 64, "error_feedback": True},
             Quantized(bits=4, num_per_scale=64, error_feedback=True),
@@ -968,7 +969,14 @@ def test_every_compression_has_all_its_numbers(
 
 def test_the_compressions_tested_are_all_there_are() -> None:
     """The control of the table above."""
-    assert _kinds(COMPRESSIONS) == {"none", "top_k", "random_k", "quantized", "power_sgd"}
+    assert _kinds(COMPRESSIONS) == {
+        "none",
+        "top_k",
+        "random_k",
+        "shared_random_k",
+        "quantized",
+        "power_sgd",
+    }
     with pytest.raises(ConfigError, match=r"compression\.bits: .*5; give 8 or 4"):
         _build({"compression": {"method": "quantized", "bits": 5}})
 

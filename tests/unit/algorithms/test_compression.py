@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedlearn as fl
 from fedlearn.algorithms.collector import RoundRequest
@@ -17,6 +17,7 @@ from fedlearn.algorithms.compression import (
     Target,
     count_delta_bytes,
     find_compressor,
+    lanes_to_sum,
     restore_lanes,
     send_updates,
 )
@@ -24,11 +25,18 @@ from fedlearn.algorithms.lanes import stack_rows
 from fedlearn.algorithms.settings import settings_of, transforms_from
 from fedlearn.algorithms.transforms import ClippedUpdates, NoisedUpdates
 from fedlearn.client.judging import local_noise_ratio
+from fedlearn.config.privacy import PrivacySection
+from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.core.codec import OLDEST, decode, encode
 from fedlearn.core.messages import ClientId, TrainReply
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
+from fedlearn.privacy.bounded_sum import BoundedLane
+from fedlearn.secagg.fixed_point import read_levels
+from fedlearn.secagg.plan import SecurePlan
+from fedlearn.secagg.terms import Terms, encode_contribution
+from fedlearn.session.secure import bound_update
 from fedlearn.session.session import ClientSession
 from fedlearn.simulation.behavior import Behavior, LognormalBandwidth
 from fedlearn.training.torch_trainer import TorchTrainer
@@ -46,6 +54,7 @@ COMPRESSORS: Sequence[Compressor] = [
     fl.TopK(fraction=1e-9, error_feedback=True),
     fl.RandomK(fraction=0.1),
     fl.RandomK(fraction=0.3, error_feedback=True),
+    fl.SharedRandomK(fraction=0.3, error_feedback=True),
     fl.Quantized(),
     fl.Quantized(bits=4),
     fl.Quantized(bits=4, num_per_scale=4, error_feedback=True),
@@ -188,6 +197,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
 
 UNBIASED: Sequence[Compressor] = [
     fl.RandomK(fraction=0.2),
+    fl.SharedRandomK(fraction=0.2),
     fl.Quantized(bits=4),
     fl.Quantized(bits=4, num_per_scale=4),
     fl.Quantized(bits=8),
@@ -430,11 +440,155 @@ def test_compression_comes_last() -> None:
 
 
 @pytest.mark.usefixtures("surroundings")
-@every_compressor
-def test_a_masked_update_is_not_compressed(compressor: Compressor) -> None:
-    """Refused, because nothing would be saved."""
-    with pytest.raises(ConfigError, match="compresses updates, and a masked update has all"):
+@pytest.mark.parametrize(
+    ("compressor", "reason"),
+    [
+        (fl.TopK(fraction=0.1), "its own positions, which follow from its data"),
+        (fl.RandomK(fraction=0.1), "each client has its own positions; use"),
+        (fl.Quantized(), "its own scales, and a secure sum rounds by itself"),
+        (fl.PowerSgd(rank=1), "from the sum of the first, in another exchange"),
+        (Halves(), "declares no summed_part"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_what_cannot_be_added_under_masks_is_refused(compressor: Compressor, reason: str) -> None:
+    """With the reason. The control is the next test."""
+    with pytest.raises(ConfigError, match=f"cannot be added under masks: .*{reason}"):
         shelf.simulate(with_transforms(compressor), secure_aggregation=shelf.SECURE)
+
+
+SHARED = fl.SharedRandomK(fraction=0.2, error_feedback=True)
+
+
+def sessions_plan(compressor: Compressor | None, *, modulus_bits: int = 32) -> SecurePlan:
+    section = SecureAggregationSection(mode="complete", clip_norm=1.0, modulus_bits=modulus_bits)
+    return section.plan(
+        12,
+        min_reports=8,
+        by_examples=False,
+        further=(),
+        compressor=compressor,
+        privacy=PrivacySection(),
+    )
+
+
+def test_a_masked_update_has_as_few_numbers_as_are_sent() -> None:
+    """15 of 75, and fewer bits for each where the sum needs no more. Control: all of them."""
+    layout = Params.of(shelf.make_model()).layout
+    sizes = {
+        (compressor, bits): sessions_plan(compressor, modulus_bits=bits).lanes(layout)[0].num_bytes
+        for compressor in (None, SHARED)
+        for bits in (16, 32)
+    }
+    assert sizes == {(None, 16): 150, (None, 32): 300, (SHARED, 16): 30, (SHARED, 32): 60}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("surroundings")
+def test_the_real_protocol_adds_shared_positions() -> None:
+    """The same model as without masks, but for the rounding of the sum."""
+    secure = {**shelf.SECURE, "simulate_as": "protocol"}
+    memory = {"transport": "memory", "num_workers": 1}
+    found = shelf.simulate(with_transforms(SHARED), engine=memory, secure_aggregation=secure)
+    expected = shelf.simulate(with_transforms(SHARED))
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-5)
+    coarse = {**shelf.SECURE, "modulus_bits": 16}
+    rounded = shelf.simulate(with_transforms(SHARED), secure_aggregation=coarse)
+    error = float((rounded - expected).abs().max())
+    assert 1e-5 < error < 2 * 9.0 / 2**11, (
+        "two rounds, in levels of 16 bits less four for 12 clients"
+    )
+
+
+@pytest.mark.usefixtures("surroundings")
+def test_clients_add_noise_to_what_they_send_alone() -> None:
+    """In each of two rounds 15 of 75 numbers change. Control: all do without compression."""
+    privacy = {
+        "mode": "distributed",
+        "population": "compressed",
+        "clip_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-3,
+    }
+    secure = {"mode": "complete", "simulate_as": "modular_sum"}
+    start = start_of_run()
+    for transforms, most in (((SHARED,), 30), ((), 75)):
+        model = shelf.simulate(
+            with_transforms(*transforms), privacy=privacy, secure_aggregation=secure
+        )
+        num_changed = int((model != start).sum())
+        assert most / 2 < num_changed <= most
+
+
+def start_of_run() -> Tensor:
+    """The initial model of :func:`tests.parity.shelf.simulate`, by a run that does not train."""
+    still = replace(SGD, learning_rate=1e-30)
+    return shelf.simulate(replace(with_transforms(), local=still))
+
+
+# ---- The order of clipping and compression -----------------------------------------------------
+
+
+def long_update(compressor: Compressor) -> tuple[TrainReply, Tensor]:
+    """A client's masked contribution after a clip to 1, and what a coordinator would restore."""
+    clip = ClippedUpdates(update_clip_norm=1.0)
+    block = row(updates(), 0)
+    sent = send_updates(block, (clip, compressor), {}, seed=SEED, round_num=0)
+    lanes = {name: rows[0] for name, rows in lanes_to_sum(sent, compressor).items()}
+    return TrainReply(round_num=0, lanes=lanes, num_examples=1, metrics={}), stack_rows(
+        sent.updates.lanes["delta"]
+    )[:, :NUM_TRAINED]
+
+
+def test_a_secure_sum_clips_after_compression() -> None:
+    """Compression that is right on average makes an update longer, so a clip before it is no bound.
+
+    The control: a contribution that is not clipped again is refused before it is masked.
+    """
+    shared = fl.SharedRandomK(fraction=0.1)
+    reply, restored = long_update(shared)
+    assert float(restored.norm()) > 1.5, "the clip before compression does not hold after it"
+    terms = secure_terms(len(reply.lanes["delta"]) - NUM_STATISTICS)
+    contribution = bound_update(terms, replace(reply, lanes={"delta": reply.lanes["delta"]}))
+    key = bytes(32)
+    words = encode_contribution(terms, contribution, rounding_key=key)
+    lane = terms.lanes[0]
+    levels = read_levels(lane, words[0]).astype(np.float64)
+    assert 0.9 * lane.max_level < np.linalg.norm(levels) <= lane.norm
+    values = {**contribution.values, "parameters": reply.lanes["delta"][: lane.size].numpy() * 9}
+    with pytest.raises(ValueError, match="clip it first"):
+        encode_contribution(terms, replace(contribution, values=values), rounding_key=key)
+
+
+def secure_terms(num_parameters: int) -> Terms:
+    """Terms for a delta of that many parameters, and statistics."""
+    plan = sessions_plan(None)
+    layout = Params.of(Few(num_parameters)).layout
+    return plan.terms(layout, run_id=bytes(16), round_num=0, attempt=0, request_hash=bytes(32))
+
+
+class Few(nn.Module):
+    """Some parameters, and three running statistics."""
+
+    def __init__(self, num_parameters: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(num_parameters))
+        self.register_buffer("statistics", torch.zeros(NUM_STATISTICS))
+
+
+@pytest.mark.parametrize(
+    "compressor", [fl.SharedRandomK(fraction=0.1), fl.RandomK(fraction=0.1)], ids=repr
+)
+def test_central_privacy_bounds_what_was_restored(compressor: Compressor) -> None:
+    """Whatever compression did. The control: without its clip, one client adds more than that."""
+    clip = ClippedUpdates(update_clip_norm=1.0)
+    sent = send_updates(row(updates(), 0), (clip, compressor), {}, seed=SEED, round_num=0)
+    restored = stack_rows(sent.updates.lanes["delta"])[:, :NUM_TRAINED]
+    lane = BoundedLane(1.0, NUM_TRAINED)
+    total = torch.zeros(NUM_TRAINED, dtype=torch.float64)
+    lane.add(total, restored)
+    assert 0.9 * lane.levels < float(total.norm()) <= lane.levels
+    assert float((restored.double() / lane.step).norm()) > 1.5 * lane.levels
 
 
 @pytest.mark.usefixtures("surroundings")
