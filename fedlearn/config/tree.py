@@ -412,6 +412,7 @@ class Config(Section):
             "algorithm.keep_local": bool(self.algorithm.keep_local),
             "aggregation.rule": self.aggregation.rule != "own",
             "compression.method": self.compression.method != "none",
+            "download_compression.method": self.download_compression.method != "none",
             "client.trainer": self.client.trainer is not None,
             "client.extra": bool(self.client.extra),
             "client.by_round": self.client.by_round is not None,

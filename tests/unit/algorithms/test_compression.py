@@ -461,15 +461,17 @@ SHARED = fl.SharedRandomK(fraction=0.2, error_feedback=True)
 
 
 def sessions_plan(compressor: Compressor | None, *, modulus_bits: int = 32) -> SecurePlan:
-    section = SecureAggregationSection(mode="complete", clip_norm=1.0, modulus_bits=modulus_bits)
-    return section.plan(
+    section = SecureAggregationSection(mode="complete", clip_norm=1.0)
+    plan = section.plan(
         12,
         min_reports=8,
         by_examples=False,
         further=(),
         compressor=compressor,
         privacy=PrivacySection(),
+        has_model=True,
     )
+    return replace(plan, modulus_bits=modulus_bits)
 
 
 def test_a_masked_update_has_as_few_numbers_as_are_sent() -> None:
@@ -523,7 +525,7 @@ def test_clients_add_noise_to_what_they_send_alone() -> None:
 def start_of_run() -> Tensor:
     """The initial model of :func:`tests.parity.shelf.simulate`, by a run that does not train."""
     still = replace(SGD, learning_rate=1e-30)
-    return shelf.simulate(replace(with_transforms(), local=still))
+    return shelf.simulate(fl.FedAvg(still, weight_by_examples=False))
 
 
 # ---- The order of clipping and compression -----------------------------------------------------
