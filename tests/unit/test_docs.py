@@ -21,6 +21,12 @@ import typer
 import fedlearn
 from fedlearn.cli.app import app
 from fedlearn.config import ClientConfig, Config, Section, load, load_client
+from fedlearn.config.aggregation import AGGREGATIONS
+from fedlearn.config.attack import ATTACKS
+from fedlearn.config.cohort import COHORTS
+from fedlearn.config.compression import COMPRESSIONS
+from fedlearn.config.section import OneOf
+from fedlearn.config.training import ALGORITHMS
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.kinds import DISTILLATION
@@ -596,3 +602,18 @@ def test_each_claim_can_be_run() -> None:
             for overrides in (run["overrides"], [*run["overrides"], *claim["short"]]):
                 load(path.parent / "experiment.toml", overrides=overrides)
             assert run.get("published", {}).keys() <= claim["figures"].keys(), (path, name)
+
+
+@pytest.mark.parametrize("table", [ALGORITHMS, AGGREGATIONS, COHORTS, COMPRESSIONS, ATTACKS])
+def test_each_component_is_found_from_the_page_that_helps_to_choose(table: OneOf[Any]) -> None:
+    """By its names in a configuration and in Python, there or in a guide to which it links."""
+    page = (GUIDES / "choose-an-algorithm.md").read_text()
+    linked = [GUIDES / name for name in re.findall(r"\]\(([a-z-]+\.md)", page)]
+    text = page + "".join(each.read_text() for each in linked)
+    for section in table.members:
+        name, call = section.model_fields[table.tag].default, section.make.__name__
+        # "own" and "none" are no choice; "python" is for a component of the user's.
+        if name in {"own", "none", "python"}:
+            continue
+        assert re.search(rf"`\"?{name}\"?`", text), f"{table.tag} = {name!r}"
+        assert call not in fedlearn.__all__ or re.search(rf"fl\.{call}\b", text), call
