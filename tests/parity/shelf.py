@@ -231,22 +231,21 @@ def engine(
     )
 
 
-def engines(strategy: Strategy, make: Make, *, cache_dir: Path) -> dict[str, Engine]:
-    """The engine with each executor that takes the strategy, and with the one that auto chooses.
-
-    A choice that is a way of its own already is the same engine.
-    """
+def engines(strategy: Strategy, make: Make) -> dict[ExecutorKind, Engine]:
+    """The engine with each executor that takes the strategy."""
     kinds = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP]
     can_fuse = not (asks_gradients(strategy.local) or find_client_loss(strategy.local))
     if can_fuse and not initial(make).layout.statistics:
         kinds.append(ExecutorKind.FUSED)
-    ways = {kind.value: engine(strategy, kind, make=make) for kind in kinds}
+    return {kind: engine(strategy, kind, make=make) for kind in kinds}
+
+
+def choose_engine(strategy: Strategy, make: Make, *, cache_dir: Path) -> Engine:
+    """The engine with the executor that auto chooses."""
     choice = choose(job(strategy, make), clock=SystemClock(), cache_dir=cache_dir)
     # No block has more clients than a round.
     size = min(choice.block_size, NUM_PER_ROUND)
-    is_known = choice.kind.value in ways and ways[choice.kind.value].block_size == size
-    chosen = None if is_known else engine(strategy, choice.kind, block_size=size, make=make)
-    return {**ways, "auto": chosen or ways[choice.kind.value]}
+    return engine(strategy, choice.kind, block_size=size, make=make)
 
 
 def find_own_updates(strategy: Strategy) -> list[type[LocalUpdate]]:
@@ -317,16 +316,11 @@ def worst_difference(found: Models, expected: Models) -> float:
     return largest_difference(left, right)
 
 
-def differences_of_engines(case: Case, *, cache_dir: Path) -> dict[str, float]:
-    """The worst difference from the reference by executor; clients' models must be in the state."""
-    found, seen = dict[str, float](), dict[int, float]()
-    for way, collector in engines(case.strategy, case.make, cache_dir=cache_dir).items():
-        if id(collector) not in seen:
-            models = run_to_models(case, collector)
-            assert models.personal.keys() == case.models.personal.keys()
-            seen[id(collector)] = worst_difference(models, case.models)
-        found[way] = seen[id(collector)]
-    return found
+def difference_of_engine(case: Case, collector: Engine) -> float:
+    """The worst difference of an engine, whose state has the clients' own models."""
+    found = run_to_models(case, collector)
+    assert found.personal.keys() == case.models.personal.keys()
+    return worst_difference(found, case.models)
 
 
 def difference_in_memory(case: Case) -> float:

@@ -6,7 +6,7 @@ The rows are the cases of ``test_shelf.py``. The differences are the largest of 
 an independent float64 reference, in six ways of running three rounds. The cost is the processor
 time per client of an MLP with 64, 200 and 10 units on 50 examples, relative to FedAvg's. Executors
 are chosen by ``auto``, so an algorithm that rules out the fused executor costs more than its
-arithmetic. Each algorithm takes turns with FedAvg; the median over the turns is printed.
+arithmetic. Each takes turns with FedAvg, and the median over the turns is printed.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import resource
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +25,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from torch import nn
@@ -110,7 +110,7 @@ class Watch:
 def measure(
     strategy: fl.Strategy, data: fl.FederatedData, make: shelf.Make, *, num_rounds: int
 ) -> tuple[float, str]:
-    """Simulate rounds; return the processor time of one, and the executor that trained it."""
+    """Simulate; return the median processor time of a round, and the executor that trained it."""
     known: Any = strategy  # Any: a dataclass, of which some have this field
     if hasattr(strategy, "num_clients"):
         known = replace(known, num_clients=NUM_CLIENTS)
@@ -129,8 +129,7 @@ def measure(
             progress=PlainProgress(nowhere),
         )
         settings: Any = run.record.config["engine"]  # Any: JSON
-    rounds = zip(watch.seconds[WARMUP - 1 :], watch.seconds[WARMUP:], strict=False)
-    return sum(end - begin for begin, end in rounds) / num_rounds, settings["executor"]
+    return float(np.median(np.diff(watch.seconds)[WARMUP - 1 :])), settings["executor"]
 
 
 def draw_data() -> fl.FederatedData:
@@ -153,7 +152,7 @@ def compare_cost(case: shelf.Case, *, turns: int, num_rounds: int) -> tuple[floa
         plain, _ = measure(fl.FedAvg(shelf.SGD), data, make, num_rounds=num_rounds)
         seconds, executor = measure(case.strategy, data, make, num_rounds=num_rounds)
         ratios.append(seconds / plain)
-    return statistics.median(ratios), executor
+    return float(np.median(ratios)), executor
 
 
 # ---- The table --------------------------------------------------------------------------------
@@ -162,8 +161,11 @@ def compare_cost(case: shelf.Case, *, turns: int, num_rounds: int) -> tuple[floa
 def find_differences(name: str, folder: Path, two_workers: Callable[[], float]) -> dict[str, float]:
     """Return the worst difference of a case in each way."""
     case = CASES[name]
+    ways = {kind.value: engine for kind, engine in shelf.engines(case.strategy, case.make).items()}
+    cache_dir = folder / "cache"
+    ways["auto"] = shelf.choose_engine(case.strategy, case.make, cache_dir=cache_dir)
     return {
-        **shelf.differences_of_engines(case, cache_dir=folder / "cache"),
+        **{way: shelf.difference_of_engine(case, engine) for way, engine in ways.items()},
         "memory": shelf.difference_in_memory(case),
         "two workers": two_workers(),
         "gRPC": shelf.difference_over_grpc(case, folder / "grpc"),
@@ -181,7 +183,8 @@ def iter_rows(names: Sequence[str], *, turns: int, num_rounds: int) -> Iterator[
         with TemporaryDirectory() as folder:
             found = find_differences(name, Path(folder), partial(workers.__getitem__, name))
         cost, executor = compare_cost(CASES[name], turns=turns, num_rounds=num_rounds)
-        cells = [name, size, executor, f"{cost:.2f}", *(f"{found[way]:.0e}" for way in WAYS)]
+        shown = [f"{found[way]:.0e}" for way in WAYS]
+        cells = [name, size, executor, f"{cost:.2f}", *shown]
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -191,8 +194,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a case; all by default")
-    parser.add_argument("--turns", type=int, default=5, help="turns that medians are over")
-    parser.add_argument("--rounds", type=int, default=30, help="measured rounds of a turn")
+    parser.add_argument("--turns", type=int, default=3, help="turns that medians are over")
+    parser.add_argument("--rounds", type=int, default=10, help="measured rounds of a turn")
     arguments = parser.parse_args()
     if unknown := [each for each in arguments.names if each not in CASES]:
         parser.error(f"there is no case {unknown[0]!r}; there are: {', '.join(CASES)}")
