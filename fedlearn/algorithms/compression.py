@@ -425,13 +425,9 @@ def restore_lanes(
     lanes: Lanes,
     encoding: str,
     transforms: Sequence[Transform],
+    target: Target,
     *,
-    client_id: ClientId,
-    round_num: int,
-    shapes: Shapes,
     num_statistics: int,
-    dtype: torch.dtype,
-    seed: Seed,
 ) -> Lanes:
     """Restore one client's lanes from its reply.
 
@@ -439,12 +435,8 @@ def restore_lanes(
         lanes: The lanes of the reply.
         encoding: The encoding that the reply names; empty: none.
         transforms: The transforms that the client was asked for.
-        client_id: The client.
-        round_num: The round that the reply is for.
-        shapes: Shapes of the trained tensors.
+        target: The client and its update, with the seed of the round that the reply is for.
         num_statistics: Number of elements of the running statistics.
-        dtype: Dtype of the update.
-        seed: The run's public seed.
 
     Raises:
         UnusableResult: The lanes are not what was asked for.
@@ -455,6 +447,4 @@ def restore_lanes(
         raise UnusableResult(f"the update's encoding is {encoding[:40]!r}, not {expected!r}")
     if compressor is None:
         return lanes
-    own = seed_of_round(seed, transforms, round_num=round_num)
-    target = Target(client_ids=[client_id], shapes=shapes, dtype=dtype, seed=own)
     return compressor.restore(lanes, target, num_statistics=num_statistics)

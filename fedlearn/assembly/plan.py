@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from fedlearn.algorithms.collector import Collector
-from fedlearn.algorithms.informed_sampling import InformedSampler, Sampler, SamplingDraw
+from fedlearn.algorithms.informed_sampling import InformedSampler
 from fedlearn.algorithms.local_parts import find_local_names, require_local_parts_allowed
 from fedlearn.assembly.components import Components
 from fedlearn.assembly.own_code import SharedNoise
@@ -18,10 +18,7 @@ from fedlearn.core.params import Layout, Params
 from fedlearn.errors import ConfigError, SettingsRefused
 from fedlearn.rounds.distributed_mean import DistributedMean
 from fedlearn.rounds.evaluation import Evaluator, Evaluators
-from fedlearn.rounds.opening import (
-    ChargedDraw,
-    Charges,
-)
+from fedlearn.rounds.opening import ChargedDraw, CohortSource
 from fedlearn.rounds.round import Release, RoundPlan
 from fedlearn.rounds.run import RunPlan
 from fedlearn.simulation.evaluation import (
@@ -51,21 +48,18 @@ def build_initial_params(components: Components, device: torch.device) -> Params
 def build_run_plan(
     components: Components,
     *,
-    draw: SamplingDraw,
-    sampler: Sampler,
+    source: CohortSource,
     collector: Collector,
     evaluators: Sequence[Evaluator],
     clock: Clock,
     host: TrainingHost | None = None,
     release: Release | None = None,
-    charging: Charges | None = None,
 ) -> RunPlan:
     """Build the plan of a run, simulated or deployed.
 
-    ``draw`` draws with ``sampler``, which also observes the rounds. The evaluators must use
-    different metric names. With ``charging``, each round is charged to the privacy ledger before
-    its clients are asked.
+    The evaluators must use different metric names.
     """
+    draw, sampler, charging = source.draw, source.sampler, source.charging
     if charging is not None:
         # Other rounds draw clients many times, but release one sum, so they are charged once.
         each_attempt = components.round_mode is None

@@ -27,10 +27,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
-from fedlearn.rounds.opening import (
-    Charges,
-    SampledOpening,
-)
+from fedlearn.rounds.opening import Charges, CohortSource, SampledOpening
 from fedlearn.rounds.run import RunPlan
 from fedlearn.secagg.terms import RUN_BYTES
 from fedlearn.simulation.behavior import Behavior, ClientBehavior, Instant
@@ -84,7 +81,7 @@ def assemble(
     else:
         collector = _build_engine(simulation, params, job, cluster)
     sampled = SampledOpening(
-        sampler=(sampler := _build_sampler(simulation, cluster)),
+        sampler=_build_sampler(simulation, cluster),
         available=collector.available,
         seed=simulation.seed,
         properties=PopulationProperties(simulation.population),
@@ -92,9 +89,11 @@ def assemble(
     has_pending = simulation.round_mode is not None
     plan = build_run_plan(
         simulation,
-        draw=sampled.draw if has_pending else sampled.draw_cohort,
-        sampler=sampler,
-        charging=charging,
+        source=CohortSource(
+            draw=sampled.draw if has_pending else sampled.draw_cohort,
+            sampler=sampled.sampler,
+            charging=charging,
+        ),
         collector=collector,
         host=host,
         release=choose_release(simulation, params, cluster, has_sessions=channel is not None),

@@ -33,6 +33,7 @@ from fedlearn.deployment.rounds import RunStorage, run_rounds
 from fedlearn.errors import StoreError
 from fedlearn.experiment.privacy import skip_lost_turns, start_accounting
 from fedlearn.experiment.progress import RunProgress, raise_num_rounds
+from fedlearn.rounds.opening import CohortSource
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, find_deployment
@@ -239,12 +240,14 @@ class Leader:
                     masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
                     read_num_rounds=partial(self._refresh_num_rounds, stored),
                 ),
-                draw=opening.draw_cohort if is_synchronous else opening.draw,
-                sampler=opening.sampler,
-                # A resumed round is charged again, because its noise is drawn again.
-                charging=None
-                if charging is None
-                else PatientCharges(charges=charging, patiently=patiently),
+                source=CohortSource(
+                    draw=opening.draw_cohort if is_synchronous else opening.draw,
+                    sampler=opening.sampler,
+                    # A resumed round is charged again, because its noise is drawn again.
+                    charging=None
+                    if charging is None
+                    else PatientCharges(charges=charging, patiently=patiently),
+                ),
                 clock=self.interruption,
                 host=TrainingHost(
                     kind="deployment",

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from fedlearn.algorithms.collector import ChannelCollector
-from fedlearn.algorithms.informed_sampling import Sampler, SamplingDraw
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.client_link import ClientLink, build_collector
@@ -26,7 +25,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participations
 from fedlearn.deployment.failing import ReportingCollector
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
-from fedlearn.rounds.opening import Charges
+from fedlearn.rounds.opening import CohortSource
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunStore
 from fedlearn.rounds.run import ResumedRound, RunState, train
 from fedlearn.rounds.secure import MaskedSumStore, SecureCollector
@@ -68,12 +67,10 @@ def run_rounds(
     components: Deployment,
     storage: RunStorage,
     *,
-    draw: SamplingDraw,
-    sampler: Sampler,
+    source: CohortSource,
     clock: Clock,
     host: TrainingHost | None = None,
     on_outcomes: Callable[[Participations], None] = ignore,
-    charging: Charges | None = None,
 ) -> RunState:
     """Run all remaining rounds of ``components`` and commit each one.
 
@@ -81,13 +78,10 @@ def run_rounds(
         reach: How the clients are reached.
         components: The assembled run.
         storage: Where the run is stored and resumed.
-        draw: Draws the clients to ask.
-        sampler: The sampler that ``draw`` uses, which observes the rounds.
+        source: Where the rounds get their clients from.
         clock: Real time.
         host: Where the coordinator's own training takes place.
         on_outcomes: Receives the outcomes of the clients in every attempt at a round.
-        charging: Charges each round to the privacy budget before any client is asked; ``None`` if
-            there is no budget.
 
     Raises:
         ConfigError: Secure aggregation is on without identities, or its noise does not fit the
@@ -102,9 +96,7 @@ def run_rounds(
     )
     plan = build_run_plan(
         components,
-        draw=draw,
-        sampler=sampler,
-        charging=charging,
+        source=source,
         collector=ReportingCollector(inner=collector, on_outcomes=on_outcomes),
         evaluators=list(_evaluators(components, reach.channel, collector)),
         clock=clock,

@@ -97,6 +97,22 @@ class Charges(Protocol):
         """Return the spending so far by name; empty if it is not known."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class CohortSource:
+    """Where a run's rounds get their clients from.
+
+    Attributes:
+        draw: Draws the clients to ask.
+        sampler: The sampler that ``draw`` uses, which observes the rounds.
+        charging: Charges each round to the privacy ledger before its clients are asked; ``None``
+            if there is no budget.
+    """
+
+    draw: SamplingDraw
+    sampler: Sampler
+    charging: Charges | None = None
+
+
 @dataclass(kw_only=True, eq=False)
 class ChargedDraw:
     """Charges a privacy ledger when clients are drawn, before they are asked.

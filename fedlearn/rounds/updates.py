@@ -11,7 +11,7 @@ from torch import Tensor
 from fedlearn.algorithms.aggregations import FullAggregation, combine, weights
 from fedlearn.algorithms.bounds import refusal
 from fedlearn.algorithms.collector import RoundRequest
-from fedlearn.algorithms.compression import restore_lanes
+from fedlearn.algorithms.compression import Target, restore_lanes, seed_of_round
 from fedlearn.algorithms.lanes import DELTA, METRICS, Aggregate, Updates, describe_misfit
 from fedlearn.algorithms.transforms import is_clipped, last_clip
 from fedlearn.core.messages import ClientId, Failure, TrainReply
@@ -179,16 +179,16 @@ def _restore(reply: TrainReply, request: RoundRequest, *, client_id: ClientId) -
     transforms, layout = request.strategy.transforms, request.params.layout
     if not reply.encoding and not transforms:
         return reply
-    lanes = restore_lanes(
-        reply.lanes,
-        reply.encoding,
-        transforms,
-        client_id=client_id,
-        round_num=reply.round_num,  # that of an older model, if the client began early
+    target = Target(
+        client_ids=[client_id],
         shapes=[spec.shape for spec in layout.trainable],
-        num_statistics=layout.size - layout.num_trainable,
         dtype=layout.dtype,
-        seed=Seed(request.seed),
+        # The round of an older model, if the client began early.
+        seed=seed_of_round(Seed(request.seed), transforms, round_num=reply.round_num),
+    )
+    num_statistics = layout.size - layout.num_trainable
+    lanes = restore_lanes(
+        reply.lanes, reply.encoding, transforms, target, num_statistics=num_statistics
     )
     return replace(reply, lanes=lanes, encoding="")
 

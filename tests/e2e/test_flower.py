@@ -30,7 +30,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.participations import Status
 from fedlearn.deployment.flower_config import load_configuration, make_partition_trainer
 from fedlearn.deployment.rounds import RunStorage, run_rounds
-from fedlearn.rounds.opening import SampledOpening
+from fedlearn.rounds.opening import CohortSource, SampledOpening
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.session.session import ClientSession
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
@@ -275,8 +275,10 @@ def replay(
         ClientLink(channel=channel),
         components,
         RunStorage(store=Forgetful()),
-        draw=opening.draw_cohort if components.asynchrony is None else opening.draw,
-        sampler=opening.sampler,
+        source=CohortSource(
+            draw=opening.draw_cohort if components.asynchrony is None else opening.draw,
+            sampler=opening.sampler,
+        ),
         clock=VirtualClock(),
         host=TrainingHost(
             kind="deployment",

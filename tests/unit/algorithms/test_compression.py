@@ -19,6 +19,7 @@ from fedlearn.algorithms.compression import (
     find_compressor,
     lanes_to_sum,
     restore_lanes,
+    seed_of_round,
     send_updates,
 )
 from fedlearn.algorithms.lanes import stack_rows
@@ -121,12 +122,13 @@ def test_a_coordinator_restores_what_the_engine_uses(
                 arrived.lanes,
                 arrived.encoding,
                 [compressor],
-                client_id=client_id,
-                round_num=arrived.round_num,
-                shapes=SHAPES,
+                fl.Target(
+                    client_ids=[client_id],
+                    shapes=SHAPES,
+                    dtype=dtype,
+                    seed=seed_of_round(SEED, [compressor], round_num=arrived.round_num),
+                ),
                 num_statistics=NUM_STATISTICS,
-                dtype=dtype,
-                seed=SEED,
             )
             for name, rows in sent.updates.lanes.items():
                 assert torch.equal(found[name], rows[0])
