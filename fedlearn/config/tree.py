@@ -390,7 +390,7 @@ class Config(Section):
         if self.centralized and self.coordinator.training.is_on:
             text = "is true, but the coordinator trains as well (coordinator.training); remove one"
             yield Problem(("centralized",), text)
-        yield from self._check_fine_tuning()
+        yield from self._check_client_evaluation()
         watched = {
             "early_stopping.patience_rounds": self.early_stopping.patience_rounds,
             "early_stopping.target": self.early_stopping.target,
@@ -428,6 +428,7 @@ class Config(Section):
             "attack.kind": self.attack.is_on,
             "evaluation.clients": self.evaluation.clients not in ("auto", 0),
             "evaluation.fine_tune_epochs": bool(self.evaluation.fine_tune_epochs),
+            "evaluation.client_test_fraction": self.evaluation.client_test_fraction is not None,
             "early_stopping.metric": stopping.metric != "auto",
             "early_stopping.patience_rounds": stopping.patience_rounds is not None,
             "early_stopping.target": stopping.target is not None,
@@ -440,15 +441,16 @@ class Config(Section):
                 text = f"is set, but {_WITHOUT_MODEL.get(key, 'there is no model')}"
                 yield Problem((key, "model.kind"), f'{text} (model.kind is "none"); leave it out')
 
-    def _check_fine_tuning(self) -> Iterator[Problem]:
-        """Refuse fine-tuning at evaluation where no client evaluates."""
-        num_epochs, key = self.evaluation.fine_tune_epochs, "evaluation.fine_tune_epochs"
-        if num_epochs and self.evaluation.clients == 0:
-            text = f"is {num_epochs}, but no client evaluates; raise evaluation.clients"
-            yield Problem((key, "evaluation.clients"), text)
-        if num_epochs and self.centralized:
-            text = f"is {num_epochs}, but a centralized run has no clients; leave it out"
-            yield Problem((key, "centralized"), text)
+    def _check_client_evaluation(self) -> Iterator[Problem]:
+        """Refuse what says how clients evaluate, where none does."""
+        for name in ("fine_tune_epochs", "client_test_fraction"):
+            value, key = getattr(self.evaluation, name), f"evaluation.{name}"
+            if value and self.evaluation.clients == 0:
+                text = f"is {value}, but no client evaluates; raise evaluation.clients"
+                yield Problem((key, "evaluation.clients"), text)
+            if value and self.centralized:
+                text = f"is {value}, but a centralized run has no clients; leave it out"
+                yield Problem((key, "centralized"), text)
 
     def _check_asynchrony(self) -> Iterator[Problem]:
         """Refuse conflicts with asynchronous rounds or late updates, and staleness without both."""

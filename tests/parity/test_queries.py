@@ -402,6 +402,7 @@ def test_a_file_names_a_query_and_no_model(capsys: pytest.CaptureFixture[str]) -
         "compression.method=top_k": "compression.method: is set",
         "aggregation.rule=median": "aggregation.rule: is set",
         "evaluation.clients=3": "evaluation.clients: is set",
+        "evaluation.client_test_fraction=0.3": "evaluation.client_test_fraction: is set",
         "early_stopping.target=0.5": "early_stopping.target: is set",
         "late_updates.mode=keep": "an answer belongs to the question of its round",
         "client.extra={a=1}": "a query has fields instead",
