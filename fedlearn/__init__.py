@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.informed_sampling import ObservedRound as ObservedRound
     from fedlearn.algorithms.informed_sampling import read_client_values as read_client_values
     from fedlearn.algorithms.informed_sampling import write_client_values as write_client_values
+    from fedlearn.algorithms.knn_per import KnnPer as KnnPer
     from fedlearn.algorithms.krum import Bulyan as Bulyan
     from fedlearn.algorithms.krum import Krum as Krum
     from fedlearn.algorithms.lanes import Aggregate as Aggregate
@@ -177,6 +178,7 @@ _HOME = {
     "algorithms.fedrep": "FedRep",
     "algorithms.fedbabu": "FedBABU",
     "algorithms.fedala": "FedALA",
+    "algorithms.knn_per": "KnnPer",
     "algorithms.apfl": "APFL",
     "algorithms.fltrust": "FLTrust",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",

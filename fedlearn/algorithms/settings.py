@@ -26,6 +26,7 @@ from fedlearn.algorithms.fednova import NormalizedUpdate
 from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.ifca import ChosenCluster
+from fedlearn.algorithms.knn_per import NearestNeighbors
 from fedlearn.algorithms.local import (
     LocalSgd,
     LocalUpdate,
@@ -81,6 +82,7 @@ UPDATES: Mapping[str, _Kind] = {
     "mixed_model": MixedModel,
     "learned_start": LearnedStart,
     "chosen_cluster": ChosenCluster,
+    "nearest_neighbors": NearestNeighbors,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

@@ -23,6 +23,7 @@ from fedlearn.algorithms.fednova import FedNova
 from fedlearn.algorithms.fedrep import FedRep
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.ifca import IFCA
+from fedlearn.algorithms.knn_per import KnnPer
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.metrics import Metric
 from fedlearn.algorithms.mime_lite import MimeLite
@@ -445,6 +446,13 @@ ALGORITHMS = kinds(
         FedALA,
         mixing_rate=1.0,
         mixing_share=0.8,
+    ),
+    kind(
+        "knn_per",
+        "kNN-Per: the global model, corrected by each client's nearest training examples.",
+        KnnPer,
+        num_neighbors=10,
+        neighbor_weight=0.5,
     ),
     kind(
         "fedbn",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.download_compression import restore_model
 from fedlearn.algorithms.extra_settings import split_settings
+from fedlearn.algorithms.knn_per import find_neighbors
 from fedlearn.algorithms.local_parts import LOCAL, insert_local
 from fedlearn.algorithms.personal_models import build_personal_model, name_personal
 from fedlearn.algorithms.settings import update_from, without_transforms
@@ -66,6 +67,7 @@ from fedlearn.training.trainer import (
     UNATTENDED,
     CancelOnly,
     LocalTrainer,
+    NeighborEvaluator,
     TaskControl,
     TrainContext,
 )
@@ -333,9 +335,17 @@ class ClientSession:
                 control=CancelOnly(control),
             )
             tensors = fine_tune(self.trainer, tensors, context=context)
-        personal = reply
-        if tensors is not request.tensors:
-            result = self.trainer.evaluate(tensors, control=control)
+        personal, neighbors = reply, None if local is None else find_neighbors(local)
+        if tensors is not request.tensors or neighbors is not None:
+            if neighbors is None:
+                result = self.trainer.evaluate(tensors, control=control)
+            elif isinstance(self.trainer, NeighborEvaluator):
+                result = self.trainer.evaluate_with_neighbors(tensors, neighbors, control=control)
+            else:
+                raise SettingsRefused(
+                    f"{type(self.trainer).__name__} has no method evaluate_with_neighbors, so it "
+                    "cannot let neighbors vote; inherit from TorchTrainer, or define it"
+                )
             personal = build_evaluate_reply(result, round_num=request.round_num)
         return replace(reply, metrics={**reply.metrics, **name_personal(personal.metrics)})
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.collector import GlobalModel
+from fedlearn.algorithms.knn_per import find_neighbors
 from fedlearn.algorithms.personal_models import (
     build_personal_model,
     has_personal_models,
@@ -28,7 +29,7 @@ from fedlearn.errors import EngineError
 from fedlearn.session.faults import describe_failure, is_failure
 from fedlearn.simulation.fine_tuning import SimulatedFineTuning
 from fedlearn.simulation.population import ClientRows, Population, unread_rows
-from fedlearn.training.resident import ResidentModel, SetMeasures
+from fedlearn.training.resident import ResidentModel, SetMeasures, iter_batches
 
 #: Most clients whose examples are in memory at the same time.
 _CLIENTS_AT_ONCE = 64
@@ -223,12 +224,20 @@ class ClientEvaluator:
         ends = zip(client_ids.tolist(), rows.offsets.tolist(), sizes.tolist(), strict=False)
         for place, (client_id, begin, size) in enumerate(ends):
             own = self._build_personal(model, client_id)
-            if own is None:  # the client uses the global model
+            neighbors = find_neighbors(self.strategy.local)
+            if own is None and neighbors is None:  # the client uses the global model
                 continue
             part = slice(begin, begin + size)
-            found = self.model.measure(
-                own, slice_rows(features, part), labels[part], batch_size=self.batch_size
-            )
+            inputs, targets = slice_rows(features, part), labels[part]
+            if neighbors is None:
+                found = self.model.measure(
+                    own or params, inputs, targets, batch_size=self.batch_size
+                )
+            else:
+                batches = iter_batches(inputs, targets, batch_size=self.batch_size)
+                found = self.model.measure_with_neighbors(
+                    own or params, neighbors, stored=batches, evaluated=None
+                )
             for name, (value,) in self._average(found, np.asarray([size])).items():
                 personal[name][place] = value
         return means | name_personal(personal)

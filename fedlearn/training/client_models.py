@@ -39,25 +39,41 @@ class ModelOfClient:
 
     def with_output_of(self, name: str, features: Features) -> tuple[Tensor, Tensor]:
         """Return the module's outputs and those of a submodule in the same forward pass."""
-        parts = dict(self.module.named_modules())
-        if name not in parts:
-            known = ", ".join(repr(each) for each in parts if each)
-            raise ValueError(f"the model has no submodule {name!r}; give one of {known}")
-        seen = list[Tensor]()
+        return call_with_output_of(self.module, name, lambda: self(features))
 
-        def see(_: nn.Module, __: Any, output: object) -> None:  # Any: the inputs, not looked at
-            seen.append(require_one_tensor(output))
 
-        handle = parts[name].register_forward_hook(see)
-        try:
-            outputs = self(features)
-        finally:
-            handle.remove()
-        if not seen:
-            raise ValueError(
-                f"the forward pass does not call the submodule {name!r}; name one that it calls"
-            )
-        return outputs, seen[-1]
+def call_with_output_of(
+    module: nn.Module, name: str, call: Callable[[], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return what a forward pass returns, and what a submodule returned in it.
+
+    Args:
+        module: The module.
+        name: Name of the submodule, as in ``named_modules()``.
+        call: Calls the module.
+
+    Raises:
+        ValueError: There is no such submodule, or the forward pass does not call it.
+    """
+    parts = dict(module.named_modules())
+    if name not in parts:
+        known = ", ".join(repr(each) for each in parts if each)
+        raise ValueError(f"the model has no submodule {name!r}; give one of {known}")
+    seen = list[Tensor]()
+
+    def see(_: nn.Module, __: Any, output: object) -> None:  # Any: the inputs, not looked at
+        seen.append(require_one_tensor(output))
+
+    handle = parts[name].register_forward_hook(see)
+    try:
+        outputs = call()
+    finally:
+        handle.remove()
+    if not seen:
+        raise ValueError(
+            f"the forward pass does not call the submodule {name!r}; name one that it calls"
+        )
+    return outputs, seen[-1]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

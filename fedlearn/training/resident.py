@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
+from fedlearn.algorithms.knn_per import NearestNeighbors, Represented
 from fedlearn.algorithms.lanes import Lanes, Over
 from fedlearn.algorithms.local import (
     LocalReport,
@@ -73,7 +74,12 @@ from fedlearn.core.randomness import (
     seed_global_generators,
 )
 from fedlearn.training import memory_format
-from fedlearn.training.client_models import BatchOfClient, ModelOfClient, call_client_loss
+from fedlearn.training.client_models import (
+    BatchOfClient,
+    ModelOfClient,
+    call_client_loss,
+    call_with_output_of,
+)
 from fedlearn.training.example_gradients import ExampleGradients
 from fedlearn.training.functional import functional_call
 from fedlearn.training.input_dtypes import InputCast
@@ -179,6 +185,18 @@ class SetMeasures(NamedTuple):
     def means(self) -> dict[str, float]:
         """Return the weighted mean of each measure; NaN if all weights are 0."""
         return {n: float(value.sum() / weight.sum()) for n, (value, weight) in self.weigh().items()}
+
+
+def iter_batches(
+    features: Features, labels: Tensor, *, batch_size: int
+) -> Iterator[tuple[Features, Tensor]]:
+    """Yield copies of batches, because a forward pass may write to its input.
+
+    An empty set still makes one empty batch, from which the measures' names are known.
+    """
+    for begin in range(0, max(1, len(labels)), batch_size):
+        part = slice(begin, begin + batch_size)
+        yield map_inputs(torch.clone, slice_rows(features, part)), labels[part].clone()
 
 
 class ResidentModel:
@@ -597,19 +615,59 @@ class ResidentModel:
     ) -> SetMeasures:
         """Measure the model on examples in memory, in evaluation mode.
 
-        ``batch_size`` bounds memory and changes nothing else. Batches are copied, because a forward
-        pass that writes to its input must not change the examples.
+        ``batch_size`` bounds memory and changes nothing else.
 
         Raises:
             ValueError: The objective does not return what it declares.
         """
-        # An empty set still makes one empty batch, from which the measures' names are known.
-        slices = (slice(n, n + batch_size) for n in range(0, max(1, len(labels)), batch_size))
-        batches = (
-            (map_inputs(torch.clone, slice_rows(features, part)), labels[part].clone())
-            for part in slices
-        )
+        batches = iter_batches(features, labels, batch_size=batch_size)
         return self.measure_batches(params, batches)
+
+    @torch.no_grad()
+    def measure_with_neighbors(
+        self,
+        params: Params,
+        neighbors: NearestNeighbors,
+        *,
+        stored: Iterable[tuple[Features, Tensor]],
+        evaluated: Iterable[tuple[Features, Tensor]] | None,
+    ) -> SetMeasures:
+        """Measure the model with the vote of a client's nearest training examples.
+
+        The outputs and representations of all examples are held in memory.
+
+        Args:
+            params: The model.
+            neighbors: How they vote.
+            stored: The training examples, in batches.
+            evaluated: The examples to measure on; ``None``: the training examples themselves.
+
+        Raises:
+            ValueError: There is no such submodule, or it is no classification.
+        """
+        self.load(params)
+        self.module.eval()
+        try:
+            memory = self._represent(stored, neighbors.representation)
+            found = memory
+            if evaluated is not None:
+                found = self._represent(evaluated, neighbors.representation)
+        finally:  # also after an error: the client may train again
+            self.module.train()
+        outputs = neighbors.vote(found, memory, is_same=evaluated is None)
+        by_example = self.measures.by_example(outputs, found.labels)
+        by_weight = example_weights(self._objective, found.labels)
+        return SetMeasures(dict(by_example), dict(by_weight), outputs, found.labels)
+
+    def _represent(self, batches: Iterable[tuple[Features, Tensor]], name: str) -> Represented:
+        parts = list[Represented]()
+        for features, labels in batches:
+            call = partial(call_module, self.module, self.inputs(features))
+            parts.append(Represented(*call_with_output_of(self.module, name, call), labels))
+        outputs, representations, labels = (
+            torch.cat(column) for column in zip(*parts, strict=True)
+        )
+        return Represented(outputs, representations, labels)
 
     @torch.no_grad()
     def measure_batches(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from fedlearn.algorithms.draws import client_seed
+from fedlearn.algorithms.knn_per import NearestNeighbors
 from fedlearn.algorithms.lanes import size_of
 from fedlearn.algorithms.local import (
     LocalReport,
@@ -423,8 +424,34 @@ class TorchTrainer:
             DataError: The dataset's items are not pairs.
         """
         measures = self._model.measures
-        found = self._model.measure_batches(self._params(tensors), self._test_batches(control))
+        found = self._model.measure_batches(
+            self._params(tensors), self._iter_batches(self._test, control)
+        )
         values = found.means() | measures.whole(found.outputs, found.labels)
+        return LocalEvaluation(num_examples=len(self._test), metrics=values)
+
+    def evaluate_with_neighbors(
+        self,
+        tensors: Mapping[str, Tensor],
+        neighbors: NearestNeighbors,
+        *,
+        control: TaskControl = UNATTENDED,
+    ) -> LocalEvaluation:
+        """Measure the model like :meth:`evaluate`, with the vote of the training examples.
+
+        Raises:
+            Cancelled: The task was cancelled; no further batch is computed.
+            ModelMismatch: The tensors belong to a different model.
+            ValueError: The model has no such submodule, or does not classify examples.
+        """
+        is_same = self._test is self._data
+        found = self._model.measure_with_neighbors(
+            self._params(tensors),
+            neighbors,
+            stored=self._iter_batches(self._data, control),
+            evaluated=None if is_same else self._iter_batches(self._test, control),
+        )
+        values = found.means() | self._model.measures.whole(found.outputs, found.labels)
         return LocalEvaluation(num_examples=len(self._test), metrics=values)
 
     def try_out(self) -> None:
@@ -444,11 +471,12 @@ class TorchTrainer:
             if not objective.per_example:  # metrics may be undefined on so few
                 objective.losses(found.outputs, found.labels)
 
-    def _test_batches(self, control: TaskControl) -> Iterator[tuple[Features, Tensor]]:
-        """Read the test examples batch by batch, checking for cancellation before each."""
-        for batch in evaluation_batches(len(self._test)):
+    @staticmethod
+    def _iter_batches(data: LocalData, control: TaskControl) -> Iterator[tuple[Features, Tensor]]:
+        """Read examples batch by batch, checking for cancellation before each."""
+        for batch in evaluation_batches(len(data)):
             control.check()
-            yield self._test.batch(batch.rows, key=batch.key)
+            yield data.batch(batch.rows, key=batch.key)
 
     def _params(self, tensors: Mapping[str, Tensor]) -> Params:
         layout = self._model.layout

@@ -2,10 +2,11 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from fedlearn.algorithms.knn_per import NearestNeighbors
 from fedlearn.core.messages import ClientId, Settings
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
@@ -90,6 +91,16 @@ class CancelOnly(NullControl):
     def check(self) -> None:
         """Raise Cancelled if the other control does."""
         self.control.check()
+
+
+@runtime_checkable
+class NeighborEvaluator(Protocol):
+    """A trainer that lets a client's nearest training examples vote: see kNN-Per."""
+
+    def evaluate_with_neighbors(
+        self, tensors: Mapping[str, Tensor], neighbors: NearestNeighbors, *, control: TaskControl
+    ) -> "LocalEvaluation":
+        """Measure the model in ``tensors`` with the vote of the training examples."""
 
 
 #: Shared by all tasks, since it has no state.

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from fedlearn.cli.failures import RUN_FAILED
+from fedlearn.rounds import evaluation
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.lease import find_deployment
 from tests.addresses import free_addresses
 from tests.e2e.deployed import OK, UNAVAILABLE, Site, asked, site_in
-from tests.processes import Launcher, until
+from tests.processes import Crash, Launcher, until
 
 #: More rounds than can finish while a test waits for some seconds.
 NUM_CLIENTS, NUM_ROUNDS = 2, 50
@@ -177,3 +178,38 @@ def test_a_second_coordinator_takes_over(site: Site) -> None:
     first.kill()
     assert second.wait() == 0, second.tail()
     assert load_stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+
+
+def test_fine_tuned_clients_of_a_killed_coordinator_measure_what_a_simulation_does(
+    site: Site,
+) -> None:
+    """It dies while clients evaluate: they keep their heads, and answer again."""
+    site.change(
+        "num_rounds=3",
+        "algorithm.name=fedper",
+        'algorithm.personal_layers=["3.*"]',
+        f"evaluation.clients={NUM_CLIENTS}",
+        "evaluation.fine_tune_epochs=1",
+        f"data.partition.num_clients={NUM_CLIENTS}",
+    )
+    third_reply = Crash(
+        "clients evaluate", evaluation.check_evaluation, "after", 2 * NUM_CLIENTS - 1
+    )
+    first = site.serving(crash=third_reply)
+    for number in range(NUM_CLIENTS):
+        site.join(number)
+    first.wait()
+    assert first.has_crashed_itself(), first.tail()
+    assert len(site.rounds()) == 1
+    second = site.coordinator()
+    assert second.wait() == 0, second.tail()
+    site.type("simulate", str(site.file), "--name", "same", "--set", "engine.transport=memory")
+    with site.database() as database:
+        expected = list(database.run("same").rounds())
+    names = ("clients/loss_mean", "clients/personal_loss_mean")
+    # The second round is evaluated by those that have reconnected by then, perhaps by none.
+    for number in (0, 2):
+        found, same = site.rounds()[number].metrics, expected[number].metrics
+        for name in names:
+            assert found[name] == pytest.approx(same[name], abs=1e-4)
+        assert same[names[1]] < same[names[0]]

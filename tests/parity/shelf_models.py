@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.ditto import Ditto
+from fedlearn.algorithms.knn_per import KnnPer
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.per_fedavg import PerFedAvg
 from fedlearn.algorithms.pfedme import PFedMe
@@ -209,6 +210,14 @@ CASES: Mapping[str, Case] = {
             SGD, personal_learning_rate=0.2, personal_pull=0.7, weight_by_examples=False
         ),
         personal=ditto_models,
+    ),
+    "knn-per": Case(
+        KnnPer(SGD, representation="1", num_neighbors=3, neighbor_weight=0.4),
+        fedavg,
+        control=EQUAL,  # neighbors vote only at evaluation: see test_knn_per.py
+        protected=KnnPer(
+            SGD, representation="1", num_neighbors=3, neighbor_weight=0.4, weight_by_examples=False
+        ),
     ),
     **{
         f"apfl, {'adaptive' if adapts else 'fixed'}": Case(

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedlearn.algorithms.collector import Collector
+from fedlearn.algorithms.knn_per import NearestNeighbors
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.algorithms.recipes import FedAdam, FedAvg
@@ -104,7 +105,7 @@ class OneAtATime:
         self._trainer = TorchTrainer.of(
             make_model, features, labels, device="cpu", local_updates=local_updates
         )
-        self.honors = self._trainer.honors
+        self.honors, self.own_updates = self._trainer.honors, self._trainer.own_updates
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         with _TURN:
@@ -114,6 +115,12 @@ class OneAtATime:
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         with _TURN:
             return self._trainer.evaluate(tensors, control=control)
+
+    def evaluate_with_neighbors(
+        self, tensors: Mapping[str, Tensor], neighbors: NearestNeighbors, *, control: TaskControl
+    ) -> LocalEvaluation:
+        with _TURN:
+            return self._trainer.evaluate_with_neighbors(tensors, neighbors, control=control)
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from fedlearn.algorithms.fltrust import FLTrust, RootTraining
 from fedlearn.algorithms.geometric_median import CenteredClipping, GeometricMedian
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.ifca import IFCA
+from fedlearn.algorithms.knn_per import KnnPer
 from fedlearn.algorithms.krum import Bulyan, Krum
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.median import CoordinateMedian, TrimmedMean
@@ -699,6 +700,7 @@ def test_every_algorithm_has_all_its_numbers(
             IFCA,
         ),
         ("fedbabu", {"head_layers": ("1.*",)}, FedBABU),
+        ("knn_per", {"representation": "1", "num_neighbors": 3, "neighbor_weight": 0.25}, KnnPer),
         (
             "fedala",
             {"adaptive_layers": ("1.*",), "mixing_rate": 0.5, "mixing_share": 0.25},
@@ -885,6 +887,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
         "fedrep",
         "fedbabu",
         "fedala",
+        "knn_per",
         "apfl",
         "ifca",
     }

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.fedala import FedALA, LearnedStart
+from fedlearn.algorithms.knn_per import KnnPer
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Moment, PointGradient, Tensors
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.noised_gradients import NoisedGradients
@@ -48,6 +49,10 @@ NEUTRAL: dict[str, tuple[Strategy, Strategy]] = {
     ),
     "fedala whose weights stay at 1": (
         FedALA(SGD, adaptive_layers=("2.*",), mixing_rate=1e-12, mixing_share=0.0),
+        FedAvg(SGD),
+    ),
+    "the global model of knn-per": (
+        KnnPer(SGD, representation="1", num_neighbors=3, neighbor_weight=0.5),
         FedAvg(SGD),
     ),
     "per-fedavg without adaptation": (PerFedAvg(SGD, adaptation_rate=0.0), EQUAL),
@@ -201,6 +206,10 @@ def _fedala(local: LocalSgd = SGD, layers: Any = ("2.*",), mixing_share: float =
             "mixing is 1.5",
         ),
         (lambda: PerFedAvg(SGD, adaptation_rate=-1.0), "adaptation_rate is -1"),
+        (
+            lambda: KnnPer(SGD, representation="", num_neighbors=0, neighbor_weight=0.5),
+            "num_neighbors is 0",
+        ),
         (lambda: _fedala(mixing_share=1.5), "mixing_share is 1.5"),
         (lambda: _fedala(layers="head"), "adaptive_layers is 'head'; give a list"),
         (lambda: _fedala(layers=("type:Linear",)), "adaptive_layers has 'type:Linear'"),

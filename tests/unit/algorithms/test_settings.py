@@ -15,6 +15,7 @@ from fedlearn.algorithms.fednova import NormalizedUpdate
 from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.ifca import ChosenCluster
+from fedlearn.algorithms.knn_per import NearestNeighbors
 from fedlearn.algorithms.local import (
     LocalSgd,
     LocalUpdate,
@@ -92,6 +93,9 @@ UPDATES: dict[str, LocalUpdate] = {
     "apfl": MixedModel(inner=SGD, personal_learning_rate=0.2, mixing=0.3, adapts_mixing=True),
     "ifca": ChosenCluster(inner=SGD, num_clusters=3, update_bound=None),
     "fedrep": HeadThenBody(inner=ADAM, head="head.* 3.bias", head_epochs=1),
+    "knn_per": NearestNeighbors(
+        inner=SGD, representation="1", num_neighbors=3, neighbor_weight=0.25
+    ),
     "fedala": LearnedStart(inner=ADAM, adaptive="head.*", mixing_rate=0.5, mixing_share=0.25),
     "scaffold": ControlVariates(inner=SGD, control_bound=None),
     "easgd": ElasticForce(inner=SGD, elasticity=0.5),
