@@ -211,10 +211,15 @@ def audit(config: Config, site: Site, *, num_canaries: int, confidence: float) -
     each has one turn. No budget is charged and no run is stored.
 
     Raises:
-        ConfigError: The run claims no ε, the arguments are out of range, or there are too few
-            canaries or model parameters for a pair in each group of users.
+        ConfigError: The run claims no ε or is a query, the arguments are out of range, or there are
+            too few canaries or model parameters for a pair in each group of users.
         FedlearnError: As raised by a simulation.
     """
+    if not config.has_model:
+        raise ConfigError(
+            'model.kind is "none", but canaries are clients that move parameters of a model; audit '
+            "a run that trains one"
+        )
     _require_auditable(config, num_canaries, confidence)
     data_dir = site.addresses.data_dir
     # 1. The run as configured: its noise, and how many canaries it has room for.

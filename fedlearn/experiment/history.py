@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
 from fedlearn.core.distribution import Direction, improvement_sign, split_statistic
+from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED
 from fedlearn.rounds.records import RoundRecord, RunRecord
 
 History: TypeAlias = tuple[RunRecord, Sequence[RoundRecord]]
@@ -97,11 +98,20 @@ def headline_metric(record: RunRecord) -> str:
     return "accuracy" if configured in (None, "loss") else configured
 
 
+def find_own_metrics(record: RoundRecord) -> dict[str, float]:
+    """Return the metrics of a round that the algorithm itself computed in a run without a model."""
+    general = {NUM_CLIPPED, NUM_CAPPED, "epsilon"}
+    return {name: value for name, value in record.metrics.items() if name not in general}
+
+
 def metric_to_draw(record: RunRecord, rounds: Sequence[RoundRecord]) -> str:
     """Return the metric to draw next to the loss.
 
-    It is the leading metric, or the first declared one that was measured; without any, the loss.
+    It is the leading metric, or the first declared one that was measured; without any, the loss. Of
+    a query, which has no model, it is the first of its own metrics.
     """
+    if not record.has_model:
+        return next((name for one in rounds for name in find_own_metrics(one)), "accuracy")
     names = (headline_metric(record), *directions_of(record))
     further = (name for name in names if name != "loss" and series(rounds, name))
     return next(further, "loss" if series(rounds, "loss") else "accuracy")

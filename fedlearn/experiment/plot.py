@@ -107,6 +107,8 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
             line = _curve(axes, points, color, label=metric)
             axes.plot(best.num_finished, best.value, "*", color=color, markersize=13, zorder=4)
             keys.append((line, f"{name}best {best.value:.4f}"))
+        elif not record.has_model:  # what a query has found is neither good nor bad
+            keys.append((_curve(axes, points, color, label=metric), name + metric))
         if median:
             _curve(axes, median, color, label="clients' median", style=":")
     label_axes(axes, f"{capitalize(metric)} by round", "round", _metric_label(metric), keys)

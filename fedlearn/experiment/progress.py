@@ -20,7 +20,12 @@ from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED, Status
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import OutputClosed
-from fedlearn.experiment.history import direction_of, headline, headline_metric
+from fedlearn.experiment.history import (
+    direction_of,
+    find_own_metrics,
+    headline,
+    headline_metric,
+)
 from fedlearn.experiment.summary import Counts, Summary
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
@@ -205,11 +210,7 @@ class PlainProgress(_Lines):
     def _format_values(self, record: RoundRecord) -> str:
         """Return how good the model is, or what a query, which has none, has found."""
         if not self._has_model:
-            own = record.metrics.keys() - {NUM_CLIPPED, NUM_CAPPED, "epsilon"}
-            return "".join(
-                f" {replace_unprintable(name)}={format_number(record.metrics[name])}"
-                for name in sorted(own)
-            )
+            return _format_own_metrics(record)
         return (
             f" {replace_unprintable(self._metric)}="
             f"{format_number(headline(record.metrics, self._metric))}"
@@ -314,9 +315,9 @@ class TerminalProgress(_Lines):
         privacy = record.config.get("privacy")
         budget = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
         self._budget = "" if budget is None else f" of {budget:g}"
-        shown = replace_unprintable(self._metric)[:_NAME_CHARACTERS]
+        shown = replace_unprintable(self._metric)[:_NAME_CHARACTERS] if self._has_model else ""
         self._round_width = max(len("round"), 2 * len(str(record.num_rounds)) + 1)
-        self._metric_width = max(8, len(shown))
+        self._metric_width = max(8, len(shown)) if self._has_model else 0
         self._left = _TimeLeft()
         self._columns = self._choose_columns(self._console.width)
         name = (replace_unprintable(record.name), "bold cyan")
@@ -329,7 +330,9 @@ class TerminalProgress(_Lines):
         self._write(self._dim(header))
 
     def _choose_columns(self, width: int) -> tuple[str, ...]:
-        names = [name for name in _COLUMNS if name != "virtual" or not self._is_deployed]
+        hidden = {"virtual"} if self._is_deployed else set()
+        hidden |= set() if self._has_model else {"loss", "train"}
+        names = [name for name in _COLUMNS if name not in hidden]
         taken = self._round_width + 2 + self._metric_width
         while names and taken + sum(2 + _COLUMNS[name].width for name in names) > width:
             names.remove(min(names, key=lambda name: _COLUMNS[name].goes))
@@ -339,7 +342,8 @@ class TerminalProgress(_Lines):
         """Print the round's line."""
         reported, late, failed, _ = Counts.of(record)
         value = headline(record.metrics, self._metric)
-        measured = f"{format_number(value):>{self._metric_width}}"
+        shown = format_number(value) if self._has_model else ""
+        measured = f"{shown:>{self._metric_width}}"
         skipped = record.outcome is Outcome.SKIPPED
         place = f"{record.round_num + 1}/{self._num_rounds}"
         cells = {
@@ -357,6 +361,8 @@ class TerminalProgress(_Lines):
         )
         for name in self._columns:
             line += f"  {cells[name]}"
+        if not self._has_model:
+            line += f" {_format_own_metrics(record)}"
         if remark := _describe_remarks(record):
             line += f"  {self._late(remark)}"
         if (epsilon := record.metrics.get("epsilon")) is not None:
@@ -392,6 +398,12 @@ class TerminalProgress(_Lines):
             return False
         self._best = self._sign * value
         return True
+
+
+def _format_own_metrics(record: RoundRecord) -> str:
+    """Return what a query has found in a round, as ``name=value`` after a space each."""
+    found = find_own_metrics(record).items()
+    return "".join(f" {replace_unprintable(name)}={format_number(value)}" for name, value in found)
 
 
 def _train_loss(record: RoundRecord) -> float | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
+from rich.console import Console
 from torch import Tensor, nn
 
 import fedlearn as fl
@@ -31,6 +33,8 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError, EngineError, StoreError
+from fedlearn.experiment.history import metric_to_draw
+from fedlearn.experiment.progress import TerminalProgress
 from fedlearn.session.session import ClientSession
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalTrainer
@@ -355,6 +359,7 @@ def test_no_model_is_kept_shown_or_exported(
     require_near(safetensors.torch.load_file("found.safetensors"), atol=1e-12)
     assert run.report(tmp_path / "report.html").stat().st_size > 0
     assert run.plot(tmp_path / "curves.png").stat().st_size > 0
+    assert metric_to_draw(run.record, run.history) == "count"
 
 
 TOML = """
@@ -415,6 +420,20 @@ def test_a_file_names_a_query_and_no_model(capsys: pytest.CaptureFixture[str]) -
         options = [part for each in (override, *more) for part in ("--set", each)]
         assert main(("simulate", "count.toml", *options)) == 2, override
         assert message in capsys.readouterr().err
+    private = ("mode=central", "clip_norm=1.0", "noise_multiplier=1.0", "target_delta=1e-3")
+    options = [part for each in private for part in ("--set", f"privacy.{each}")]
+    assert main(("audit", "count.toml", *options)) == 2
+    assert "audit a run that trains one" in capsys.readouterr().err
+
+
+def test_a_terminal_shows_what_a_query_finds_instead_of_losses() -> None:
+    stream = StringIO()
+    console = Console(file=stream, force_terminal=True, width=120, color_system=None)
+    ask(MOMENTS, num_rounds=1, progress=TerminalProgress(console))
+    printed = stream.getvalue()
+    assert "count=72.0" in printed
+    assert not {"accuracy", "loss", "train"} & set(printed.split())
+    assert {"reported", "late", "failed"} <= set(printed.split())
 
 
 def make_model() -> nn.Module:
