@@ -11,6 +11,7 @@ Shape legend: K clients, Q trainable parameters; x is a list of tensors [K, ...]
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -931,17 +932,33 @@ def report_of(
     broadcast: Memory,
     moment: Moment,
     layout: Layout,
+    may_share: bool = False,
 ) -> LocalReport:
-    """Call :meth:`LocalUpdate.report` after the last step, and join its tensors to rows."""
+    """Call :meth:`LocalUpdate.report` after the last step, and join its tensors to rows.
+
+    With ``may_share`` the rows may be views of ``memory``, or of what the report returned.
+    """
     reported = local.report(x, memory, broadcast=broadcast, moment=moment)
-    lanes = {name: flatten_rows(tensors).to(layout.dtype) for name, tensors in reported.items()}
+    flatten = partial(_share_rows, x=x) if may_share else flatten_rows
+    lanes = {name: flatten(tensors).to(layout.dtype) for name, tensors in reported.items()}
     client_state = {
         # With flat parameters, memory over TENSORS has one number: repeat it for each tensor.
-        name: flatten_rows(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
+        name: flatten(memory[name]).to(layout.dtype).expand(-1, size_of(spec.over, layout))
         for name, spec in local.memory.items()
         if spec.is_kept
     }
     return LocalReport(lanes, client_state)
+
+
+def _share_rows(tensors: Tensors, *, x: Tensors) -> Tensor:
+    """Flatten as :func:`flatten_rows`, but without a copy of a single tensor, unless it is ``x``.
+
+    The executor writes the delta over ``x``.
+    """
+    first, own = tensors[0], {value.untyped_storage().data_ptr() for value in x}
+    if len(tensors) > 1 or first.untyped_storage().data_ptr() in own:
+        return flatten_rows(tensors)
+    return first.reshape(len(first), -1)
 
 
 def lay_out_broadcast(

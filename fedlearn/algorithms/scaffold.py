@@ -128,7 +128,8 @@ class ControlVariates(LocalUpdateWrapper):
             missed = 1.0 - count_K1[:, 0] / num_steps
             # Option II: c_i^+ - c_i = (x - y_i) / (K * eta_l) - c
             steps = (num_steps * self.inner.learning_rate).view(shape)
-            change = torch.sub(x_0, y).div_(steps).sub_(c)
+            change = torch.sub(x_0, y)
+            torch.addcdiv(-c, change, steps, out=change)
             # A step without a gradient did not move x by c - c_i either, so add that share back.
             if missed.any():
                 change += missed.to(y).view(shape) * (c - c_i)

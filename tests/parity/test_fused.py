@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedlearn.algorithms.lanes import LaneSpec
+from fedlearn.algorithms.lanes import LaneSpec, Over
 from fedlearn.algorithms.local import (
     LocalSgd,
     LocalUpdate,
@@ -297,6 +298,8 @@ def test_a_block_leaves_nothing_behind_for_the_next(model: str) -> None:
         (replace(PLAIN, learning_rate=1e30, epochs=3, momentum=0.9), [15, 15, 12, 9]),
         (replace(PLAIN, learning_rate=1e30, epochs=3), [15, 15, 12, 9]),
         (RULES["all at once"], [15, 14, 13, 12]),
+        # Last, since its memory is that of the block below.
+        (replace(PLAIN, learning_rate=1e30, epochs=3, momentum=0.9), [15, 15, 12, 9]),
     ):
         executor.train(work_for(model, local, num_examples=sizes, dtype=torch.float32))
     momentum = work_for(model, RULES["momentum"], num_examples=[7, 3], dtype=torch.float32)
@@ -332,6 +335,31 @@ def test_what_plain_sgd_reports_and_keeps_is_that_of_the_reference() -> None:
     assert difference(trained, expected) <= 1e-6
     assert trained.client_state["total"].tolist() == [[16.0], [24.0]]
     assert trained.lanes["steps"].tolist() == expected.lanes["steps"].tolist() == [[6.0], [4.0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sending(LocalSgd):
+    """SGD that reports the whole local model, as the tensors themselves."""
+
+    takes_flat: ClassVar[bool] = True
+
+    @property
+    def lanes(self) -> Sequence[LaneSpec]:
+        return (LaneSpec(name="whole", over=Over.TRAINABLE, weighted=False, bound=None),)
+
+    def report(
+        self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
+    ) -> Mapping[str, Tensors]:
+        return {"whole": x}
+
+
+def test_a_report_may_return_the_local_model_itself() -> None:
+    """Though the delta is computed in its memory."""
+    local = Sending(epochs=2, batch_size=4, learning_rate=0.1)
+    work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
+    trained = fused_executor("mlp", work).train(work)
+    assert difference(trained, by_reference("mlp", work)) <= 1e-6
+    assert torch.equal(trained.lanes["whole"] - work.params.vector, trained.deltas_KP)
 
 
 def test_the_global_model_and_kept_velocities_are_not_written_to() -> None:

@@ -169,8 +169,8 @@ class TrainedBlock:
     """A trained block.
 
     Attributes:
-        deltas_KP: Local minus global model, one row per client. Valid only until the executor's
-            next call, which may reuse the memory.
+        deltas_KP: Local minus global model, one row per client. Like the other tensors it is valid
+            only until the executor's next call, which may reuse the memory.
         lanes: Further lanes of the updates, by name one row per client: shape [K, n].
         losses_K: Mean training loss over each client's steps, float64.
         num_examples_K: Number of examples that each client has trained on: its weight.

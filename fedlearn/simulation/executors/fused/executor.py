@@ -26,7 +26,7 @@ from fedlearn.algorithms.local import (
     first_rows,
     has_report,
     lay_out_broadcast,
-    make_memory,
+    load_client_state,
     refuse_early_loss,
     report_of,
     takes_flat,
@@ -140,10 +140,9 @@ class FusedExecutor:
             params_P=start,
             is_flat=is_flat,
         )
-        memory, draws = (
-            make_memory(work.local, params, client_state=work.client_state),
-            work.draws(),
-        )
+        memory = workspace.memory(work.local, num_clients=num_clients, is_flat=is_flat)
+        draws = work.draws()
+        load_client_state(work.local, memory, client_state=work.client_state)
         draws.fill(memory, BEGIN)
         early = _moment(work, 0, num_clients=num_clients, compute_losses=refuse_early_loss)
         work.local.begin(params, memory, broadcast=broadcast, moment=early)
@@ -180,6 +179,7 @@ class FusedExecutor:
                 compute_losses=lambda: torch.from_numpy(losses_K).to(start),
             ),
             layout=work.params.layout,
+            may_share=True,
         )
         return TrainedBlock(
             deltas_KP=stack.deltas(start, num_clients=num_clients, is_settled=is_settled),

@@ -1,12 +1,12 @@
 """Memory of the fused executor, reused from block to block, and the steps that run in it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.local import Affine
+from fedlearn.algorithms.local import Affine, LocalUpdate, MemorySpec, make_memory
 from fedlearn.simulation.executors.fused.chain import ACTIVATIONS, WINDOWED, Chain, Layer, Shape
 from fedlearn.simulation.executors.fused.layers import (
     CrossEntropyHead,
@@ -47,6 +47,8 @@ class Workspace:
         self._chain, self._shapes = _arrange(chain, example_shape)
         self._scratch = Scratch(num_examples=num_clients * batch_size, like=like)
         self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._memory = dict[str, list[Tensor]]()
+        self._remembers: tuple[Mapping[str, MemorySpec], bool] | None = None
 
     def program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
         """Return the program of a step with these numbers of clients and examples."""
@@ -57,6 +59,21 @@ class Workspace:
                 self._programs.clear()
             self._programs[key] = self._new_program(num_clients, batch_size, in_place=in_place)
         return self._programs[key]
+
+    def memory(
+        self, local: LocalUpdate, *, num_clients: int, is_flat: bool
+    ) -> dict[str, list[Tensor]]:
+        """Return the memory of a local update for the first clients, with the last block's values.
+
+        It is reused because the system takes longer to provide new pages than a step takes.
+        """
+        needed = local.memory, is_flat
+        if self._remembers != needed:
+            x = self.stack.params(self.num_clients, is_flat=is_flat)
+            self._memory, self._remembers = make_memory(local, x, client_state={}), needed
+        return {
+            name: [value[:num_clients] for value in values] for name, values in self._memory.items()
+        }
 
     def _new_program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
         layers, shapes = self._chain.layers, self._shapes
