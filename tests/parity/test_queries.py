@@ -405,6 +405,7 @@ def test_a_file_names_a_query_and_no_model(capsys: pytest.CaptureFixture[str]) -
         "model.kind=mlp": 'Moments is a query, which has no model; set model.kind to "none"',
         "attack.kind=sign_flip": "attacks change models",
         "compression.method=top_k": "compression.method: is set",
+        "download_compression.method=quantized": "download_compression.method: is set",
         "aggregation.rule=median": "aggregation.rule: is set",
         "evaluation.clients=3": "evaluation.clients: is set",
         "evaluation.client_test_fraction=0.3": "evaluation.client_test_fraction: is set",
