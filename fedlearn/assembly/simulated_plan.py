@@ -204,6 +204,7 @@ def _build_evaluators(
             cluster=cluster,
             strategy=simulation.algorithm,
             fine_tuning=_build_fine_tuning(simulation, model),
+            training=None if simulation.client_tests is None else ReadOnce(population),
         )
     else:
         cohort = [ClientId(client_id) for client_id in sample.tolist()]

@@ -1,7 +1,7 @@
 """Evaluation in a simulation: on a central test set, and on each client's examples."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -140,6 +140,8 @@ class ClientEvaluator:
         strategy: The algorithm, which says whether clients have personal models.
         fine_tuning: Fine-tunes each client's model before it is measured as the personal one;
             ``None``: nothing does.
+        training: The clients with the examples that they train on, if these are others than those
+            of ``population``; ``None``: they are the same.
     """
 
     model: ResidentModel
@@ -149,6 +151,7 @@ class ClientEvaluator:
     cluster: Cluster
     strategy: Strategy
     fine_tuning: SimulatedFineTuning | None = None
+    training: Population | None = None
 
     @cached_property
     def _directions(self) -> Mapping[str, Direction]:
@@ -235,12 +238,27 @@ class ClientEvaluator:
                 )
             else:
                 batches = iter_batches(inputs, targets, batch_size=self.batch_size)
+                stored = self._iter_training(client_id, device=targets.device)
                 found = self.model.measure_with_neighbors(
-                    own or params, neighbors, stored=batches, evaluated=None
+                    own or params,
+                    neighbors,
+                    stored=stored or batches,
+                    evaluated=batches if stored else None,
                 )
             for name, (value,) in self._average(found, np.asarray([size])).items():
                 personal[name][place] = value
         return means | name_personal(personal)
+
+    def _iter_training(
+        self, client_id: int, *, device: torch.device
+    ) -> Iterator[tuple[Features, Tensor]] | None:
+        """Return a client's training examples in batches; ``None``: they are the evaluated ones."""
+        if self.training is None:
+            return None
+        features, labels = self.training.load(np.asarray([client_id])).gather()
+        return iter_batches(
+            move_to_device(features, device), labels.to(device), batch_size=self.batch_size
+        )
 
     def _build_personal(self, model: GlobalModel, client_id: int) -> Params | None:
         """Return a client's personal model; ``None`` if it is the global one."""

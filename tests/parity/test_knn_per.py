@@ -79,6 +79,24 @@ def test_neighbors_vote_at_evaluation(way: Mapping[str, Any]) -> None:
     assert abs(metrics["clients/personal_loss_mean"] - metrics["clients/loss_mean"]) > 0.01
 
 
+def test_held_out_examples_of_simulated_clients_are_compared_with_those_they_train_on() -> None:
+    """The engine agrees with sessions, where trainers have test examples of their own."""
+    evaluation = {"clients": parts.NUM_CLIENTS, "client_test_fraction": 0.5}
+    engine, memory, plain = (
+        parts.simulate(algorithm, make=parts.make_plain_model, evaluation=evaluation, engine=each)
+        .history[-1]
+        .metrics
+        for algorithm, each in (
+            (knn_per(), {"executor": "sequential"}),
+            (knn_per(), {"transport": "memory"}),
+            (knn_per(neighbor_weight=0.0), {"executor": "sequential"}),
+        )
+    )
+    name = "clients/personal_loss_mean"
+    assert engine[name] == pytest.approx(memory[name], abs=1e-5)
+    assert abs(engine[name] - plain[name]) > 0.01
+
+
 def test_test_examples_are_compared_with_the_training_examples() -> None:
     """None of them votes for itself."""
     model = parts.make_plain_model()
