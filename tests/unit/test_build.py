@@ -449,7 +449,7 @@ def test_every_model_fits_the_data(tmp_path: Path, user_file: Path) -> None:
     model = {"kind": "python", "factory": f"{user_file}:network", "args": {"outputs": 7}}
     built = _build({"data": mnist, "model": model})
     assert built.make_model()(torch.zeros(3, 2)).shape == (3, 7)
-    assert _kinds(MODELS) == {*expected, "python"}
+    assert _kinds(MODELS) == {*expected, "python", "none"}
 
 
 def test_a_cnn_on_vectors_is_refused_when_it_is_built() -> None:
