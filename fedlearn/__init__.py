@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.asynchronous import Buffered as Buffered
     from fedlearn.algorithms.availability_sampling import F3astSampler as F3astSampler
     from fedlearn.algorithms.bucketing import Bucketing as Bucketing
+    from fedlearn.algorithms.clustered import ClusteredFL as ClusteredFL
     from fedlearn.algorithms.compression import Compressor as Compressor
     from fedlearn.algorithms.compression import PartSpec as PartSpec
     from fedlearn.algorithms.compression import Target as Target
@@ -183,6 +184,7 @@ _HOME = {
     "algorithms.fltrust": "FLTrust",
     "algorithms.geometric_median": "CenteredClipping GeometricMedian",
     "algorithms.gradient_clipping": "ClippedGradients",
+    "algorithms.clustered": "ClusteredFL",
     "algorithms.ifca": "IFCA",
     "algorithms.krum": "Bulyan Krum",
     "algorithms.informed_sampling": (

@@ -66,7 +66,7 @@ UpdateBound: TypeAlias = Annotated[
 ]
 
 
-def _name_models(num_clusters: int) -> list[str]:
+def name_models(num_clusters: int) -> list[str]:
     """Return the names of all models but the first, in the state, the broadcast and the lanes."""
     return [f"{_CLUSTER}_{number}" for number in range(1, num_clusters)]
 
@@ -93,7 +93,7 @@ class ChosenCluster(Ranged, LocalUpdateWrapper):
         """The inner update's, the update of each model but the first, and the choice."""
         updates = [
             LaneSpec(name=name, over=Over.TRAINABLE, weighted=True, bound=self.update_bound)
-            for name in _name_models(self.num_clusters)
+            for name in name_models(self.num_clusters)
         ]
         chosen = LaneSpec(name=_CHOSEN, over=self.num_clusters, weighted=True, bound=1.0)
         return (*self.inner.lanes, *updates, chosen)
@@ -109,7 +109,7 @@ class ChosenCluster(Ranged, LocalUpdateWrapper):
 
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Choose a model and begin there."""
-        models = [broadcast[name] for name in (MODEL, *_name_models(self.num_clusters))]
+        models = [broadcast[name] for name in (MODEL, *name_models(self.num_clusters))]
         losses_jK = [
             moment.gradient_at(
                 [each.expand_as(value) for each, value in zip(model, x, strict=True)]
@@ -121,22 +121,22 @@ class ChosenCluster(Ranged, LocalUpdateWrapper):
         for place, value in enumerate(x):
             value.copy_(torch.cat([model[place] for model in models])[choice_K])
         torch._foreach_copy_(list(memory[_PERSONAL]), list(x))
-        self.inner.begin(x, memory, broadcast=_use_chosen(broadcast, memory), moment=moment)
+        self.inner.begin(x, memory, broadcast=use_chosen(broadcast, memory), moment=moment)
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner update's step; the chosen model is its global one."""
-        self.inner.step(x, grads, memory, broadcast=_use_chosen(broadcast, memory), moment=moment)
+        self.inner.step(x, grads, memory, broadcast=use_chosen(broadcast, memory), moment=moment)
 
     def report(
         self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Send the update in the lane of the chosen model, and zeros in the others."""
-        own = _use_chosen(broadcast, memory)
+        own = use_chosen(broadcast, memory)
         lanes = dict(self.inner.report(x, memory, broadcast=own, moment=moment))
         choice_K = memory[_CLUSTER][0][:, 0].round().long()
-        for number, name in enumerate(_name_models(self.num_clusters), start=1):
+        for number, name in enumerate(name_models(self.num_clusters), start=1):
             is_chosen_K = choice_K == number
             lanes[name] = [
                 torch.where(unsqueeze_like(is_chosen_K, value), value - start, 0.0)
@@ -152,7 +152,7 @@ class ChosenCluster(Ranged, LocalUpdateWrapper):
         return memory[_PERSONAL]
 
 
-def _use_chosen(broadcast: Memory, memory: Memory) -> Memory:
+def use_chosen(broadcast: Memory, memory: Memory) -> Memory:
     """Return the broadcast with the chosen model in place of the global one."""
     return {**broadcast, MODEL: memory[_PERSONAL]}
 
@@ -184,14 +184,14 @@ class ClusterAveraging(Ranged, Strategy):
         """Return all models but the first: the initial one with noise."""
         first_Q = params.vector[: params.layout.num_trainable]
         state, seed = {}, Seed(self.initial_seed)
-        for name in _name_models(self.local.num_clusters):
+        for name in name_models(self.local.num_clusters):
             noise_Q = torch.randn(len(first_Q), generator=seed.derive(name).torch())
             state[name] = first_Q + self.initial_spread * noise_Q.to(first_Q)
         return state
 
     def broadcast(self, state: State) -> Lanes:
         """Return all models but the first."""
-        return {name: state[name] for name in _name_models(self.local.num_clusters)}
+        return {name: state[name] for name in name_models(self.local.num_clusters)}
 
     def step(self, params: Params, aggregate: Aggregate, state: State) -> StepResult:
         """Move each model by the mean update of those who chose it."""
@@ -200,7 +200,7 @@ class ClusterAveraging(Ranged, Strategy):
         shares = [float(share) for share in shares_k]
         first_Q = self._average(delta_P[:last], shares[0])
         moved = params.vector + torch.cat([first_Q, delta_P[last:]])
-        names = _name_models(self.local.num_clusters)
+        names = name_models(self.local.num_clusters)
         others = {
             name: state[name] + self._average(lanes[name], share)
             for name, share in zip(names, shares[1:], strict=True)

@@ -15,6 +15,7 @@ import numpy as np
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.apfl import MixedModel
+from fedlearn.algorithms.clustered import InCluster
 from fedlearn.algorithms.compression import Compressor, find_compressor
 from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
@@ -83,6 +84,7 @@ UPDATES: Mapping[str, _Kind] = {
     "learned_start": LearnedStart,
     "chosen_cluster": ChosenCluster,
     "nearest_neighbors": NearestNeighbors,
+    "in_cluster": InCluster,
 }
 
 #: The transforms that every client knows, by their names in settings, which never change either.

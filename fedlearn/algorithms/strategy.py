@@ -112,6 +112,11 @@ class Strategy(Protocol):
             return ""
 
         @property
+        def has_own_aggregate(self) -> bool:
+            """Whether the aggregation returns other lanes than clients send."""
+            return False
+
+        @property
         def max_reports(self) -> int | None:
             """Most clients that may report in a round; ``None``: any number."""
             return None
@@ -123,6 +128,7 @@ class Strategy(Protocol):
         bounds = GENEROUS
         needs_same_round = ""
         needs_train_metrics = ""
+        has_own_aggregate = False
         max_reports = None
 
     @property
@@ -246,6 +252,11 @@ class StrategyWrapper(Strategy):
     def needs_train_metrics(self) -> str:
         """The inner strategy's."""
         return self.inner.needs_train_metrics
+
+    @property
+    def has_own_aggregate(self) -> bool:
+        """The inner strategy's."""
+        return self.inner.has_own_aggregate
 
     @property
     def max_reports(self) -> int | None:

@@ -13,6 +13,7 @@ from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.asynchronous import Asynchrony
+from fedlearn.algorithms.clustered import ClusteredFL
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.extra_settings import ExtraSettings
 from fedlearn.algorithms.fedala import FedALA
@@ -397,6 +398,14 @@ ALGORITHMS = kinds(
         "IFCA: several models, of which each client trains the one with the lowest loss.",
         IFCA,
         num_clusters=2,
+    ),
+    kind(
+        "clustered",
+        "Clustered FL: clusters whose clients' updates contradict each other are split.",
+        ClusteredFL,
+        max_clusters=4,
+        largest_mean=0.4,
+        least_update=1.6,
     ),
     kind(
         "perfedavg",

@@ -89,7 +89,10 @@ def call_step(strategy: Strategy, params: Params, aggregate: Aggregate, state: S
         raise RoundError(
             f"the aggregation {rule} returned {type(aggregate.lanes).__name__} instead of lanes"
         )
-    problem = describe_misfit(aggregate.lanes, strategy.lanes, params.layout)
+    problem = None
+    # A custom strategy need not inherit from Strategy.
+    if not getattr(strategy, "has_own_aggregate", False):
+        problem = describe_misfit(aggregate.lanes, strategy.lanes, params.layout)
     if problem is not None:
         raise RoundError(f"the aggregation {rule} returned lanes that do not fit: {problem}")
     try:

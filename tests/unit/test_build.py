@@ -20,6 +20,7 @@ from fedlearn.algorithms.adaptive_fedprox import AdaptiveFedProx
 from fedlearn.algorithms.aggregations import FullAggregation, WeightedMean, find_root_data
 from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.bucketing import Bucketing
+from fedlearn.algorithms.clustered import ClusteredFL
 from fedlearn.algorithms.cohorts import FixedCohorts
 from fedlearn.algorithms.compressed_updates import CompressedUpdates
 from fedlearn.algorithms.compression import Compressor
@@ -699,6 +700,11 @@ def test_every_algorithm_has_all_its_numbers(
             {"num_clusters": 3, "initial_spread": 0.5, "initial_seed": 4, "update_bound": 2.0},
             IFCA,
         ),
+        (
+            "clustered",
+            {"max_clusters": 3, "largest_mean": 0.5, "least_update": 0.75},
+            ClusteredFL,
+        ),
         ("fedbabu", {"head_layers": ("1.*",)}, FedBABU),
         ("knn_per", {"representation": "1", "num_neighbors": 3, "neighbor_weight": 0.25}, KnnPer),
         (
@@ -890,6 +896,7 @@ def test_the_algorithms_tested_are_all_there_are() -> None:
         "knn_per",
         "apfl",
         "ifca",
+        "clustered",
     }
     own = {
         *personal,

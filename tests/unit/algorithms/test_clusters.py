@@ -1,5 +1,6 @@
-"""IFCA: special cases, and what it is for."""
+"""IFCA and clustered FL: special cases, and what they are for."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,8 @@ def run(strategy: Any, **settings: Any) -> fl.Run:
         lambda: nn.Linear(3, 2),
         two_groups(),
         strategy,
-        num_rounds=6,
-        cohort={"num_wanted": 8},
         evaluation={"clients": 8},
-        **settings,
+        **{"num_rounds": 6, "cohort": {"num_wanted": 8}, **settings},
     )
 
 
@@ -62,6 +61,65 @@ def test_ifca_separates_clients_whose_labels_contradict_each_other(executor: str
 def test_ifca_of_one_model_is_fedavg() -> None:
     """Itself, without further lanes."""
     assert fl.IFCA(SGD, num_clusters=1) == fl.FedAvg(SGD)
+
+
+CLUSTERED = fl.ClusteredFL(SGD, max_clusters=2, largest_mean=0.25, least_update=0.3)
+ENGINE = {"num_workers": 1, "executor": "vmap"}
+
+
+def test_clusters_are_split_where_labels_contradict_each_other() -> None:
+    """Not in the first round, whose mean is large. Control: thresholds that are not reached."""
+    found = run(CLUSTERED, engine=ENGINE)
+    assert [each.metrics["num_clusters"] for each in found.history] == [1, 2, 2, 2, 2, 2]
+    assert found.history[-1].metrics["clients/personal_accuracy_mean"] > 0.95
+    clusters = [float(found.client_state(client)["cluster"]) for client in range(8)]
+    assert clusters in ([0.0, 1.0] * 4, [1.0, 0.0] * 4)
+    for never in (replace(CLUSTERED, largest_mean=1e-3), replace(CLUSTERED, least_update=9.0)):
+        whole = run(never, engine=ENGINE)
+        assert whole.history[-1].metrics["num_clusters"] == 1
+
+
+def test_clients_that_missed_the_split_join_the_half_that_is_like_them() -> None:
+    """Four of eight take part in a round, so some come only after it."""
+    found = run(CLUSTERED, engine=ENGINE, cohort={"num_wanted": 4}, num_rounds=12)
+    clusters = [float(found.client_state(client)["cluster"]) for client in range(8)]
+    assert clusters in ([0.0, 1.0] * 4, [1.0, 0.0] * 4)
+
+
+def test_clustered_fl_of_one_cluster_is_fedavg() -> None:
+    """After each round."""
+    one = fl.ClusteredFL(shelf.SGD, max_clusters=1, largest_mean=9.0, least_update=0.0)
+    found, expected = (
+        shelf.run(each, shelf.over(shelf.sessions(each))) for each in (one, fl.FedAvg(shelf.SGD))
+    )
+    assert shelf.largest_difference(found, expected) < 1e-6
+
+
+def test_clusters_are_in_the_checkpoint() -> None:
+    """A run that was cut right after a split continues with both halves."""
+
+    class Cut:
+        def after_round(self, record: fl.RoundRecord, model: nn.Module) -> bool:
+            if record.round_num == 2:
+                raise KeyError(record.round_num, model)
+            return False
+
+    whole = run(CLUSTERED, engine=ENGINE)
+    with pytest.raises(KeyError):
+        run(CLUSTERED, engine=ENGINE, name="cut", callbacks=[Cut()])
+    resumed = run(CLUSTERED, engine=ENGINE, resume="cut")
+    for name, value in whole.weights(best=False).items():
+        assert torch.equal(value, resumed.weights(best=False)[name])
+    for client in range(8):
+        states = (each.client_state(client)["personal"] for each in (whole, resumed))
+        assert torch.equal(*states)
+
+
+def test_an_update_of_several_lanes_cannot_be_clustered() -> None:
+    """The others would be lost."""
+    several = fl.FedNova(SGD).local
+    with pytest.raises(ValueError, match="sends 'effective_steps' besides the delta"):
+        fl.ClusteredFL(several, max_clusters=2, largest_mean=1.0, least_update=0.0)
 
 
 def test_a_model_that_nobody_chose_stays_and_noise_moves_none_beyond_the_bound() -> None:

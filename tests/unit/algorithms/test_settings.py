@@ -6,6 +6,7 @@ import pytest
 
 from fedlearn.algorithms.adam import LocalAdam
 from fedlearn.algorithms.apfl import MixedModel
+from fedlearn.algorithms.clustered import InCluster
 from fedlearn.algorithms.ditto import PersonalModel
 from fedlearn.algorithms.elastic_averaging import ElasticForce
 from fedlearn.algorithms.fedala import LearnedStart
@@ -91,6 +92,7 @@ UPDATES: dict[str, LocalUpdate] = {
     ),
     "cosine": ScheduledRate(inner=SGD, cosine_rounds=7),
     "apfl": MixedModel(inner=SGD, personal_learning_rate=0.2, mixing=0.3, adapts_mixing=True),
+    "clustered": InCluster(inner=SGD, cluster=2),
     "ifca": ChosenCluster(inner=SGD, num_clusters=3, update_bound=None),
     "fedrep": HeadThenBody(inner=ADAM, head="head.* 3.bias", head_epochs=1),
     "knn_per": NearestNeighbors(
