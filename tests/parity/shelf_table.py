@@ -182,9 +182,11 @@ def iter_rows(names: Sequence[str], *, turns: int, num_rounds: int) -> Iterator[
         size = "-" if export is None else str(size_of(export))
         with TemporaryDirectory() as folder:
             found = find_differences(name, Path(folder), partial(workers.__getitem__, name))
-        cost, executor = compare_cost(CASES[name], turns=turns, num_rounds=num_rounds)
-        shown = [f"{found[way]:.0e}" for way in WAYS]
-        cells = [name, size, executor, f"{cost:.2f}", *shown]
+        executor, cost = "-", "-"
+        if turns:
+            times, executor = compare_cost(CASES[name], turns=turns, num_rounds=num_rounds)
+            cost = f"{times:.2f}"
+        cells = [name, size, executor, cost, *(f"{found[way]:.0e}" for way in WAYS)]
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -194,7 +196,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="a case; all by default")
-    parser.add_argument("--turns", type=int, default=3, help="turns that medians are over")
+    parser.add_argument(
+        "--turns", type=int, default=3, help="turns that medians are over; 0: no costs"
+    )
     parser.add_argument("--rounds", type=int, default=10, help="measured rounds of a turn")
     arguments = parser.parse_args()
     if unknown := [each for each in arguments.names if each not in CASES]:
