@@ -147,7 +147,7 @@ def QFedAvg(
         ['delta', 'normalizer']
 
     References:
-        Li, Sanjabi, Beirami and Smith, 2020, `Fair Resource StrataAllocation in Federated Learning
+        Li, Sanjabi, Beirami and Smith, 2020, `Fair Resource Allocation in Federated Learning
         <https://arxiv.org/abs/1905.10497>`_, algorithm 2. With q = 0 it is FedAvg with equal
         weights.
     """

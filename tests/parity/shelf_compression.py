@@ -137,7 +137,7 @@ def power_sgd(x: Tensor) -> Iterator[Tensor]:
 
 
 CASES: Mapping[str, Case] = {
-    "download": Case(
+    "compressed download": Case(
         CompressedDownload(FedAvg(SGD), Quantized()),
         download,
         control=FedAvg(SGD),
