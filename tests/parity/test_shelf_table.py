@@ -9,6 +9,7 @@ from tests.parity.test_shelf import CASES
 #: Cases that test a seam, not an algorithm that ships.
 RULES_OF_TESTS = {
     "weighted by loss",
+    "download",
     "fedprox with a personal head",
     "anchored",
     "anchored by tensor",
