@@ -16,13 +16,14 @@ from fedlearn.algorithms.aggregations import (
     min_updates,
 )
 from fedlearn.algorithms.bounds import UpdateBounds, refusal
-from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Updates, stack_rows
+from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec, Updates
 from fedlearn.algorithms.strategy import StrategyWrapper
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, RoundError
 from fedlearn.simulation.attacks import Attack
 from fedlearn.simulation.population import ArrayPopulation, Population
+from fedlearn.simulation.reduction import select_rows
 
 
 def draw_attackers(num_attackers: int, *, num_clients: int, seed: Seed) -> tuple[int, ...]:
@@ -155,15 +156,7 @@ class AttackedAggregation(RobustAggregation):
         kept = [place for place in range(len(updates.client_ids)) if place not in refused]
         if not kept:
             raise RoundError("all updates of the round are forged and beyond updates.max_norm")
-        if not refused:
-            return updates
-        return Updates(
-            client_ids=[updates.client_ids[place] for place in kept],
-            weights_B=updates.weights_B[kept],
-            lanes={name: stack_rows(rows)[kept] for name, rows in updates.lanes.items()},
-            based_on=[updates.based_on[place] for place in kept],
-            num_trained=updates.num_trained,
-        )
+        return select_rows(updates, np.asarray(kept))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Attackers forge and poison what their papers say, named in the record, wherever they train."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,33 @@ def test_forged_updates_beyond_the_bounds_are_refused() -> None:
         found = rule.combine(sent)
         torch.testing.assert_close(found.lanes["delta"], torch.full((30,), expected))
         assert found.metrics == {"num_attackers": 2}
+
+
+def test_what_a_rule_knows_of_clients_stays_theirs() -> None:
+    """Also if updates before theirs are refused."""
+    seen = dict[ClientId, float]()
+
+    class Recorder(fl.CoordinateMedian):
+        def combine(self, updates: Updates) -> Mapping[str, Tensor]:
+            losses = updates.metrics_B["loss"].tolist()
+            seen.update(zip(updates.client_ids, losses, strict=True))
+            return super().combine(updates)
+
+    ids = [ClientId(k) for k in range(5)]
+    rule = AttackedAggregation(
+        rule=Recorder(),
+        attack=fl.SignFlip(scale=5.0),
+        attackers=frozenset([1, 3]),
+        lanes=fl.FedAvg(fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.2)).lanes,
+        bounds=UpdateBounds(max_norm=10.0, max_examples=100),
+        layout=Layout.of(nn.Linear(9, 3)),
+        seed=SEED,
+    )
+    losses = {"loss": torch.arange(5.0)}
+    rule.combine(
+        Updates(ids, torch.ones(5), {"delta": torch.ones(5, 30)}, [0] * 5, metrics_B=losses)
+    )
+    assert seen == {0: 0.0, 2: 2.0, 4: 4.0}
 
 
 @pytest.mark.parametrize(
