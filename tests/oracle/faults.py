@@ -45,6 +45,7 @@ from fedlearn.simulation import (
     reduction,
     schedule,
 )
+from fedlearn.simulation.executors.fused import executor as fused_executor
 from fedlearn.simulation.executors.stacked_trace import TracedSteps
 from fedlearn.simulation.population import UnreadRows
 from fedlearn.transport.flower import node
@@ -338,6 +339,10 @@ def _keeps_nothing(right: Any) -> Any:
             store.keep(before)
 
     return wrong
+
+
+def _loads_nothing(right: Any) -> Any:
+    return lambda update, memory, **_: right(update, memory, client_state={})
 
 
 def _first_epoch_alone(right: Any) -> Any:
@@ -713,9 +718,9 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "what the client kept is not loaded",
-        local,
+        fused_executor,
         "load_client_state",
-        _constant(lambda *_, **__: None),
+        _loads_nothing,
         lambda c: c.place == "fused" and _keeps(c),
     ),
 )

@@ -225,10 +225,14 @@ def two_rounds(local: LocalUpdate, kind: ExecutorKind) -> dict[str, Tensor]:
     work: Work = job(local).work(np.arange(6))
     for round_num in range(2):
         trained: TrainedBlock = executor.train(work)
-        found |= {f"{round_num} {name}": rows for name, rows in trained.lanes.items()}
-        found |= {f"{round_num} {name}": rows for name, rows in trained.client_state.items()}
+        # Copies, since the executor's next call may reuse the memory.
+        lanes, state = (
+            {name: rows.clone() for name, rows in each.items()}
+            for each in (trained.lanes, trained.client_state)
+        )
+        found |= {f"{round_num} {name}": rows for name, rows in {**lanes, **state}.items()}
         found[f"{round_num} delta"] = trained.deltas_KP.clone()
-        work = replace(work, client_state=trained.client_state, round_num=1)
+        work = replace(work, client_state=state, round_num=1)
     return found
 
 
