@@ -96,20 +96,25 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
     ) -> None:
         """Take the inner step, and undo it where a client does not train."""
         in_head_phase_K = moment.epochs_K < self.head_epochs
-        trains = [
-            in_head_phase_K if self._is_head(name) else ~in_head_phase_K for name in moment.names
-        ]
-        directions = [
-            torch.where(unsqueeze_like(trains_K, g), g, 0.0)
-            for trains_K, g in zip(trains, grads, strict=True)
-        ]
+        # By place, which clients train a parameter; those that all always train need no care.
+        trains = {
+            place: in_head_phase_K if self._is_head(name) else ~in_head_phase_K
+            for place, name in enumerate(moment.names)
+            if self.head_epochs or self._is_head(name)
+        }
+        directions = list(grads)
+        for place, trains_K in trains.items():
+            grad = grads[place]
+            directions[place] = torch.where(unsqueeze_like(trains_K, grad), grad, 0.0)
         # Momentum and decay move parameters without a gradient, too.
         changing = [x, *(memory[name] for name in self._names_along_parameters())]
-        before = [[value.clone() for value in values] for values in changing]
+        before = [{place: values[place].clone() for place in trains} for values in changing]
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
         for values, old_values in zip(changing, before, strict=True):
-            for value, old, trains_K in zip(values, old_values, trains, strict=True):
-                value.copy_(torch.where(unsqueeze_like(trains_K, value), value, old))
+            for place, old in old_values.items():
+                value = values[place]
+                is_trained = unsqueeze_like(trains[place], value)
+                torch.where(is_trained, value, old, out=value)
 
     def _is_head(self, name: str) -> bool:
         return matches_pattern(name, self.head)
