@@ -199,7 +199,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
 
 
 def _query_trainers(algorithm: Strategy) -> MakeTrainer | None:
-    """Return what makes the clients' trainers if the algorithm is a query; else ``None``."""
+    """Return the factory of the clients' trainers if the algorithm is a query; else ``None``."""
     if not isinstance(algorithm, QueryStrategy):
         return None
     return partial(QueryTrainer, queries=(type(algorithm.query),))

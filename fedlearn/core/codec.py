@@ -643,7 +643,7 @@ def _copy_model(work: WorkT, constants: bytes | mmap) -> WorkT:
 def _load_constants(
     work: TrainRequest | EvaluateRequest, constants: bytes | mmap
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return what a request lacks: tensors of its model, and of the strategy's broadcast."""
+    """Return the missing tensors of a request: of its model, and of the strategy's broadcast."""
     if not work.lacks_constants:
         return {}, {}
     if not constants:

@@ -401,7 +401,7 @@ class TerminalProgress(_Lines):
 
 
 def _format_own_metrics(record: RoundRecord) -> str:
-    """Return what a query has found in a round, as ``name=value`` after a space each."""
+    """Format the metrics that a query computed in a round, each as a space and ``name=value``."""
     found = find_own_metrics(record).items()
     return "".join(f" {replace_unprintable(name)}={format_number(value)}" for name, value in found)
 

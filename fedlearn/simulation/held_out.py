@@ -1,4 +1,4 @@
-"""Test examples of each client: a share of its own that it does not train on."""
+"""Splits each client's examples into those that it trains on and those that test its model."""
 
 from dataclasses import dataclass, replace
 from typing import Any

@@ -45,7 +45,7 @@ class ModelOfClient:
 def call_with_output_of(
     module: nn.Module, name: str, call: Callable[[], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return what a forward pass returns, and what a submodule returned in it.
+    """Run a forward pass; return its output, and the output of a submodule in it.
 
     Args:
         module: The module.

@@ -1,20 +1,24 @@
 """Starting the training process."""
 
+import json
 import multiprocessing
 import multiprocessing.spawn
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fedlearn.client.conditions import Conditions
+from fedlearn.client.conditions import Conditions, Facts
 from fedlearn.client.events import EventKind
 from fedlearn.client.options import Resources, RuntimeOptions
 from fedlearn.client.policy import Policy
 from fedlearn.client.process import TrainingProcess, find_interpreter
+from fedlearn.core.clock import SystemClock
 from fedlearn.errors import DeploymentError
 
 
@@ -28,6 +32,28 @@ def _named_again() -> Iterator[None]:
 
 def test_a_training_process_runs_in_the_applications_python() -> None:
     assert find_interpreter() == sys.executable
+
+
+def test_messages_of_several_threads_do_not_mix() -> None:
+    """Although a message is sent in parts: conditions are watched in a thread of their own."""
+    sent = list[bytes]()
+
+    class LinkInParts:
+        def sendall(self, data: bytes) -> None:
+            for part in (data[:7], data[7:]):
+                sent.append(part)
+                SystemClock().sleep(0.005)
+
+    unused: Any = None
+    link: Any = LinkInParts()
+    child = TrainingProcess(process=unused, link=link, mark="", _family=unused)
+    threads = [threading.Thread(target=child.send, args=(Facts(idle=True),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = b"".join(sent).splitlines()
+    assert [json.loads(line)["Facts"]["idle"] for line in lines] == [True] * 4
 
 
 @pytest.mark.usefixtures("_named_again")
