@@ -92,7 +92,13 @@ def build_simulation(
     """
     data = config.data.load(seed=config.seed, data_dir=data_dir)
     if of_clients is not None:
-        data = replace(data, test=data.stored_test, population=of_clients(data.population))
+        # Tests of each client are of the configured clients.
+        data = replace(
+            data,
+            test=data.stored_test,
+            population=of_clients(data.population),
+            client_tests=None,
+        )
     for name, section in config.metrics.items():
         if section.factory is None:
             raise ConfigError(

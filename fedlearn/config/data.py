@@ -145,6 +145,11 @@ class NpzSection(_PartitionedSection):
         None, description="Name of the test features, or of each input's."
     )
     test_labels: str | None = Field(None, description="Name of the test labels.")
+    test_groups: str | None = Field(
+        None,
+        description="Name of an array with each test example's client id: each client is then "
+        "evaluated on its own.",
+    )
     test_fraction: Fraction | None = Field(
         None, description="Share of the examples held out where there are no test arrays, (0, 1)."
     )
@@ -162,9 +167,22 @@ class NpzSection(_PartitionedSection):
         elif not any(arrays) and self.test_fraction is None:
             text = "there is no test set; set test_features and test_labels, or test_fraction"
             yield Problem(("test_fraction", "source"), text)
+        if self.test_groups is not None:
+            yield from self._check_test_groups()
         if self.partition.kind == "natural" and self.groups is None:
             text = f'"natural" needs client ids; name their array in data.groups, {_NO_GROUPS}'
             yield Problem(("partition.kind", "source"), text)
+
+    def _check_test_groups(self) -> Iterator[Problem]:
+        if self.partition.kind != "natural":
+            text = f'is "{self.test_groups}", but the clients have no names; set '
+            yield Problem(("test_groups", "partition.kind"), f'{text}data.partition.kind="natural"')
+        elif self.test_features is None:
+            text = f'is "{self.test_groups}", but there are no test arrays; name them, or set '
+            yield Problem(
+                ("test_groups", "test_features"),
+                f"{text}evaluation.client_test_fraction instead",
+            )
 
     def load(self, *, seed: int, data_dir: Path) -> FederatedData:
         """Return the clients and the test set."""
@@ -181,6 +199,11 @@ class ParquetSection(_PartitionedSection):
     path: PathText = Field(description="The training file, or a directory of them.")
     test_path: PathText = Field(description="The test file, or a directory of them.")
     client_column: str | None = Field(None, description="Column with each row's client id.")
+    test_client_column: str | None = Field(
+        None,
+        description="Column of the test file with each row's client id: each client is then "
+        "evaluated on its own rows.",
+    )
     label_column: str = Field("label", description="Column with the labels.")
     feature_columns: Columns | Literal["all"] = Field(
         "all",
@@ -220,6 +243,7 @@ class ParquetSection(_PartitionedSection):
             client=self.client_column,
             label=self.label_column,
             features=None if self.feature_columns == "all" else self.feature_columns,
+            test_client=self.test_client_column,
         )
 
 

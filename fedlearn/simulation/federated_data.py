@@ -37,6 +37,7 @@ from fedlearn.simulation.partition import (
     Partition,
     Partitioner,
     client_text,
+    number_ids,
     offsets_of,
     require_ids,
 )
@@ -65,6 +66,10 @@ from fedlearn.training.local_data import (
     stack_pairs,
 )
 
+_GROUPS_WITHOUT_TEST = (
+    "test_groups is given without test rows; give them as `test`, or leave test_groups out and "
+    "set evaluation.client_test_fraction"
+)
 _CACHE_BYTES = 256 << 20  # of decoded Parquet row groups
 # Bounds the memory of checks over populations of many millions.
 _CLIENTS_AT_ONCE = 1 << 20
@@ -172,6 +177,57 @@ class FederatedData:
         )
         return replace(self, test=self.stored_test, client_tests=population)
 
+    def with_test_groups(self, groups: ArrayLike) -> "FederatedData":
+        """Return the data with each client evaluated on its own rows of the central test set.
+
+        Args:
+            groups: The client of each test row, by its name in the data: [N], integers or strings.
+
+        Raises:
+            DataError: The clients have no names, a group is not one of them, or a client has no
+                test row.
+
+        Example:
+            >>> import numpy as np
+            >>> import fedlearn as fl
+            >>> x, y, users = np.eye(4), np.arange(4) % 2, ["zoe", "ada", "zoe", "ada"]
+            >>> data = fl.from_arrays(
+            ...     x, y, groups=users, partition=fl.Natural(), test=(x[:3], y[:3]), seed=0
+            ... )
+            >>> data.with_test_groups(users[:3]).client_tests.num_examples(np.arange(2))
+            array([1, 2])
+        """
+        test, names = self.stored_test, self.names
+        if names is None:
+            raise DataError(
+                "test rows are given by client, but the clients have no names; divide the examples "
+                "with fl.Natural(), or leave the test groups out"
+            )
+        found, places = number_ids(require_ids(groups, num_examples=len(test.labels)))
+        numbers = {name: number for number, name in enumerate(names.tolist())}
+        unknown = [name for name in found.tolist() if name not in numbers]
+        if unknown:
+            raise DataError(
+                f"{len(unknown)} of {len(found)} test groups are no clients, such as "
+                f"{unknown[0]!r}, where a client is {names.tolist()[0]!r}; call both the same, or "
+                "leave such test rows out"
+            )
+        owners = np.asarray([numbers[name] for name in found.tolist()], np.int64)[places]
+        lacking = np.flatnonzero(np.bincount(owners, minlength=len(names)) == 0)
+        if lacking.size:
+            raise DataError(
+                f"{lacking.size} of {len(names)} clients have no test rows, such as "
+                f"{client_text(int(lacking[0]), names)}; leave such clients out, or hold out a "
+                "share of each client's examples with evaluation.client_test_fraction"
+            )
+        tests = ArrayPopulation(
+            features=test.features,
+            labels=test.labels,
+            num_classes=test.num_classes,
+            partition=Partition.of_owners(owners, num_clients=len(names), names=names),
+        )
+        return replace(self, test=test, client_tests=tests)
+
 
 @dataclass(frozen=True)
 class Natural:
@@ -264,6 +320,7 @@ def from_arrays(
     test: tuple[Inputs[ArrayLike], ArrayLike] | None = None,
     test_fraction: float | None = None,
     groups: ArrayLike | None = None,
+    test_groups: ArrayLike | None = None,
 ) -> FederatedData:
     """Build a federated data set from arrays in memory.
 
@@ -278,6 +335,8 @@ def from_arrays(
         test: Features and labels of the central test set, of the same form.
         test_fraction: Instead of ``test``, the share of the examples to hold out, in (0, 1).
         groups: The client of each example, for :class:`Natural`: [N], integers or strings.
+        test_groups: The client of each row of ``test``, on which it is then evaluated: see
+            :meth:`FederatedData.with_test_groups`.
 
     Raises:
         ValueError: Both or none of ``test`` and ``test_fraction`` are given, or the latter is not
@@ -303,7 +362,10 @@ def from_arrays(
         _require_natural(partition)
     held_out = test_fraction if test is None else _examples(*_test_pair(test))
     assert held_out is not None  # one of the two is given
-    return _divide(train, held_out, partition=partition, seed=seed)
+    if test_groups is not None and not isinstance(held_out, Examples):
+        raise DataError(_GROUPS_WITHOUT_TEST)
+    data = _divide(train, held_out, partition=partition, seed=seed)
+    return data if test_groups is None else data.with_test_groups(test_groups)
 
 
 def _test_pair(test: Any) -> tuple[Any, Any]:  # Any: not looked at yet
@@ -569,6 +631,7 @@ def from_npz(
     test: tuple[Inputs[str], str] | float,
     partition: Division,
     seed: int,
+    test_groups: str | None = None,
 ) -> FederatedData:
     """Build a federated data set from the arrays in an npz archive.
 
@@ -585,6 +648,8 @@ def from_npz(
         test: Names of the test features and labels, or the share to hold out, in (0, 1).
         partition: How the training examples are divided among clients.
         seed: Chooses the test examples and the partition.
+        test_groups: Name of the array with the client of each row of ``test``, on which it is then
+            evaluated; ``None``: clients have no test rows of their own.
 
     Raises:
         ValueError: The share to hold out is not in (0, 1).
@@ -608,8 +673,13 @@ def from_npz(
     """
     read = partial(npz, Path(path))
     train = read(features=features, labels=labels, groups=groups)
-    held_out = read(features=test[0], labels=test[1]) if isinstance(test, tuple) else test
-    return _divide(train, held_out, partition=partition, seed=seed)
+    if not isinstance(test, tuple):
+        if test_groups is not None:
+            raise DataError(_GROUPS_WITHOUT_TEST)
+        return _divide(train, test, partition=partition, seed=seed)
+    held_out = read(features=test[0], labels=test[1], groups=test_groups)
+    data = _divide(train, held_out, partition=partition, seed=seed)
+    return data if held_out.groups is None else data.with_test_groups(held_out.groups)
 
 
 @explain_calls
@@ -620,17 +690,20 @@ def from_parquet(
     client: str,
     label: str,
     features: Inputs[Sequence[str]] | None,
+    test_client: str | None = None,
 ) -> FederatedData:
     """Build a federated data set that streams from Parquet files, which may be larger than memory.
 
     Args:
         path: Training file, or a folder of ``*.parquet`` files; rows grouped by client.
-        test_path: Test file or folder, read into memory; it needs no client column.
+        test_path: Test file or folder, read into memory; its rows may be in any order.
         client: Column with the client of each example: integers or strings.
         label: Column of labels: integers for classes, floats to regress on.
         features: Columns of features, which are concatenated; ``None`` takes all columns that have
             no other role. A tuple of such lists are the positional arguments of the model's
             forward, a dict the keyword arguments.
+        test_client: Column of the test file with the client of each row, on which it is then
+            evaluated; ``None``: clients have no test rows of their own.
 
     Raises:
         DataError: A file or column is missing, damaged or of a wrong type, the rows are not
@@ -654,12 +727,13 @@ def from_parquet(
         array(['ada', 'zoe'], dtype=object)
     """
     columns = TableColumns.of_file(Path(path), client=client, label=label, features=features)
-    test = read_parquet(Path(test_path), columns=columns)
+    test = read_parquet(Path(test_path), columns=columns, client=test_client)
     num_classes = larger(num_classes_in(Path(path), columns=columns), test.num_classes)
     population = ParquetPopulation(
         Path(path), columns=columns, num_classes=num_classes, cache_bytes=_CACHE_BYTES
     )
-    return FederatedData(population=population, test=replace(test, num_classes=num_classes))
+    data = FederatedData(population=population, test=replace(test, num_classes=num_classes))
+    return data if test.groups is None else data.with_test_groups(test.groups)
 
 
 def _partition_seed(seed: int) -> Seed:

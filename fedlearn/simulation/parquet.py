@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedlearn.core.features import Inputs, list_tensors, rebuild_inputs
 from fedlearn.errors import DataError
-from fedlearn.simulation.partition import offsets_of
+from fedlearn.simulation.partition import offsets_of, require_ids
 from fedlearn.simulation.population import (
     ClientRows,
     check_examples,
@@ -133,10 +133,15 @@ class ParquetPopulation:
         return ClientRows(features, labels, np.arange(rows.size), offsets)
 
 
-def read_parquet(path: Path, *, columns: TableColumns) -> Examples:
+def read_parquet(path: Path, *, columns: TableColumns, client: str | None = None) -> Examples:
     """Read all examples of a Parquet file or a folder of them into memory, as a test set.
 
-    The client column is not read and may be absent. Integer labels are classes.
+    Integer labels are classes.
+
+    Args:
+        path: The file or folder.
+        columns: The columns of features and label. The client column in them may be absent.
+        client: Column with the client of each row; ``None``: none is read.
 
     Raises:
         DataError: There is no such file, it is not Parquet or has no rows, a column is
@@ -151,7 +156,15 @@ def read_parquet(path: Path, *, columns: TableColumns) -> Examples:
     return Examples.of(
         features=rebuild_inputs([torch.cat(parts) for parts in inputs], like=columns.features),
         labels=torch.cat([chunk.labels for chunk in chunks]),
+        groups=None if client is None else _read_clients(table, client=client),
     )
+
+
+def _read_clients(table: Table, *, client: str) -> NDArray[Any]:
+    """Return the client of each row, in the order of the rows: shape [N]."""
+    parts = [rows.column(0) for _, rows in table.row_groups([client])]
+    listed = [each for part in parts for each in part.to_pylist()]
+    return require_ids(listed, num_examples=len(listed))
 
 
 def num_classes_in(path: Path, *, columns: TableColumns) -> int | None:

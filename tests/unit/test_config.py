@@ -616,6 +616,17 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
             ],
             "data.test_fraction: is 0.1, but there are test arrays",
         ),
+        (
+            [
+                "data={source='npz',path='x',test_features='t',test_labels='l',test_groups='g'}",
+                "data.partition={kind='iid',num_clients=2}",
+            ],
+            'data.test_groups: is "g", but the clients have no names',
+        ),
+        (
+            ["data={source='npz',path='x',groups='g',test_fraction=0.1,test_groups='h'}"],
+            'data.test_groups: is "h", but there are no test arrays',
+        ),
         (["data={source='parquet',path='x',test_path='y'}"], "name data.client_column"),
         (
             [

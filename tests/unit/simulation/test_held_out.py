@@ -1,21 +1,26 @@
 """Clients are evaluated on examples that they do not train on."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import fedlearn as fl
+from fedlearn.config import load
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, DataError
 from fedlearn.simulation.held_out import hold_out
 from fedlearn.simulation.population import Population
 from fedlearn.training.torch_trainer import TorchTrainer
 
+ROOT = Path(__file__).resolve().parents[3]
 RNG = np.random.default_rng(0)
 FEATURES = RNG.normal(size=(90, 20)).astype("float32")
 #: Labels by coin: nothing can be learned of them but the examples themselves.
@@ -159,6 +164,131 @@ def test_given_tests_equal_those_held_out() -> None:
 def test_given_tests_must_fit(tests: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         in_memory().with_client_tests(tests)
+
+
+NAMES = np.asarray(["ada", "bob", "zoe", "Ünna, <b>"])
+#: In an order in which the clients alternate.
+TEST_ROWS = np.asarray([5, 0, 3, 9, 11, 2, 40, 1, 89, 30])
+TEST_GROUPS = NAMES[[1, 0, 2, 1, 3, 0, 1, 2, 3, 3]]
+
+
+def from_grouped(tmp_path: Path, source: str, *, groups: Any = TEST_GROUPS) -> fl.FederatedData:
+    """The same clients and tests from arrays, an npz archive or Parquet files."""
+    users, tests = NAMES[OWNERS], (FEATURES[TEST_ROWS], LABELS[TEST_ROWS])
+    if source == "arrays":
+        return fl.from_arrays(
+            FEATURES,
+            LABELS,
+            groups=users,
+            partition=fl.Natural(),
+            test=tests,
+            test_groups=groups,
+            seed=0,
+        )
+    if source == "npz":
+        arrays = {"x": FEATURES, "y": LABELS, "who": users, "u": groups}
+        np.savez(tmp_path / "a.npz", tx=tests[0], ty=tests[1], **arrays)
+        return fl.from_npz(
+            tmp_path / "a.npz",
+            features="x",
+            labels="y",
+            groups="who",
+            test=("tx", "ty"),
+            test_groups="u",
+            partition=fl.Natural(),
+            seed=0,
+        )
+    order = np.argsort(OWNERS, kind="stable")
+    write_parquet(tmp_path / "train.parquet", FEATURES[order], LABELS[order], who=users[order])
+    write_parquet(tmp_path / "test.parquet", *tests, u=groups)
+    return fl.from_parquet(
+        tmp_path / "train.parquet",
+        test_path=tmp_path / "test.parquet",
+        client="who",
+        label="y",
+        features=["x"],
+        test_client="u",
+    )
+
+
+def write_parquet(path: Path, features: Any, labels: Any, **column: Any) -> None:
+    rows = pa.FixedSizeListArray.from_arrays(pa.array(features.ravel()), features.shape[1])
+    columns = {name: values.tolist() for name, values in column.items()}
+    pq.write_table(pa.table({"x": rows, "y": labels, **columns}), path, row_group_size=4)
+
+
+@pytest.mark.parametrize("source", ["arrays", "npz", "parquet"])
+def test_each_client_is_tested_on_the_test_rows_of_its_group(tmp_path: Path, source: str) -> None:
+    data = from_grouped(tmp_path, source)
+    assert data.names is not None
+    assert data.names.tolist() == NAMES.tolist()
+    assert data.client_tests is not None
+    for client_id, name in enumerate(NAMES):
+        own = FEATURES[TEST_ROWS[name == TEST_GROUPS]]
+        assert np.array_equal(read(data.client_tests, client_id), own)
+    assert len(data.test.labels) == len(TEST_ROWS), "the central test has all rows"
+
+
+@pytest.mark.parametrize("source", ["arrays", "npz", "parquet"])
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (np.where(TEST_GROUPS == "bob", "Bob", TEST_GROUPS), "1 of 4 test groups are no clients"),
+        (np.where(TEST_GROUPS == "zoe", "ada", TEST_GROUPS), r"1 of 4 .* client 2 \('zoe'\)"),
+        (np.arange(10) % 4, "such as 0, where a client is 'ada'"),
+    ],
+)
+def test_groups_that_are_not_the_clients_are_refused(
+    tmp_path: Path, source: str, groups: Any, message: str
+) -> None:
+    """Control: the test above."""
+    with pytest.raises(DataError, match=message):
+        from_grouped(tmp_path, source, groups=groups)
+
+
+def test_groups_without_names_or_test_rows_are_refused() -> None:
+    iid, natural = fl.Iid(num_clients=2), fl.Natural()
+    with pytest.raises(DataError, match="the clients have no names"):
+        fl.from_arrays(
+            FEATURES, LABELS, partition=iid, test=(FEATURES, LABELS), test_groups=OWNERS, seed=0
+        )
+    with pytest.raises(DataError, match="without test rows"):
+        fl.from_arrays(
+            FEATURES,
+            LABELS,
+            groups=OWNERS,
+            partition=natural,
+            test_fraction=0.2,
+            test_groups=OWNERS,
+            seed=0,
+        )
+    with pytest.raises(DataError, match=r"shape \(3,\) for 4 examples"):
+        in_memory().with_test_groups([0, 1, 2])
+
+
+def test_writers_of_femnist_have_their_own_tests() -> None:
+    folder = Path(os.environ.get("FEDLEARN_DATA_DIR") or ROOT.parent / "shared" / "data")
+    path = folder / "femnist_leaf05.npz"
+    if not path.exists():
+        pytest.skip(f"{path.name} is not in {folder}: name its folder in FEDLEARN_DATA_DIR")
+    config = load(
+        None,
+        overrides=[
+            f"data={{source='npz',path='{path}',features='x_train',labels='y_train'}}",
+            "data.groups='writer_train'",
+            "data.test_features='x_test'",
+            "data.test_labels='y_test'",
+            "data.test_groups='writer_test'",
+            "data.partition.kind='natural'",
+        ],
+    )
+    data = config.data.load(seed=0, data_dir=path.parent)
+    with np.load(path) as arrays:
+        writers, counts = np.unique(arrays["writer_test"], return_counts=True)
+    assert data.names is not None
+    assert data.names.tolist() == writers.tolist()
+    assert data.client_tests is not None
+    assert data.client_tests.num_examples(np.arange(105)).tolist() == counts.tolist()
 
 
 def test_what_cannot_be_held_out_is_refused() -> None:
