@@ -148,7 +148,10 @@ if TYPE_CHECKING:
     from fedlearn.simulation.federated_data import from_npz as from_npz
     from fedlearn.simulation.federated_data import from_parquet as from_parquet
     from fedlearn.simulation.partition import Dirichlet as Dirichlet
+    from fedlearn.simulation.partition import DirichletSizes as DirichletSizes
+    from fedlearn.simulation.partition import FewClasses as FewClasses
     from fedlearn.simulation.partition import Iid as Iid
+    from fedlearn.simulation.partition import LognormalSizes as LognormalSizes
     from fedlearn.simulation.partition import Shards as Shards
     from fedlearn.simulation.sources import Examples as Examples
     from fedlearn.simulation.sources import TrainTest as TrainTest
@@ -233,7 +236,7 @@ _HOME = {
         "Bootstrap FederatedData Natural "
         "from_arrays from_dataset from_examples from_npz from_parquet"
     ),
-    "simulation.partition": "Dirichlet Iid Shards",
+    "simulation.partition": "Dirichlet DirichletSizes FewClasses Iid LognormalSizes Shards",
     "simulation.sources": "Examples TrainTest",
     "training.local_data": "Columns",
 }

@@ -62,8 +62,7 @@ class CappedDirichlet:
 class FewLabels:
     """Gives each client a few labels, and deals each class equally to the clients that have it."""
 
-    num_clients: int
-    labels_per_client: int
+    rule: fl.FewClasses
     draws: int
 
     def split(
@@ -73,20 +72,7 @@ class FewLabels:
         seed: fl.Seed,
     ) -> Partition:
         """Assign each row to a client, by the seed ``draws`` alone, as the baseline does."""
-        rng = np.random.default_rng(self.draws)
-        holders: list[list[int]] = [[] for _ in range(_NUM_CLASSES)]
-        for client_id in range(self.num_clients):
-            own = [client_id % _NUM_CLASSES]
-            while len(own) < self.labels_per_client:
-                label = int(rng.choice(_NUM_CLASSES, 1)[0])
-                own += [label] * (label not in own)
-            for label in own:
-                holders[label].append(client_id)
-        owners = np.empty(len(labels), np.int64)
-        for rows, clients in zip(_iter_classes(labels, rng), holders, strict=True):
-            for client_id, part in zip(clients, np.array_split(rows, len(clients)), strict=True):
-                owners[part] = client_id
-        return Partition.of_owners(owners, num_clients=self.num_clients)
+        return self.rule.draw(labels, rng=np.random.default_rng(self.draws))
 
 
 def _iter_classes(
@@ -101,7 +87,9 @@ def _iter_classes(
 
 PARTITIONS: Mapping[str, Callable[[int], Partitioner]] = {
     "dirichlet": lambda draws: CappedDirichlet(num_clients=10, alpha=0.5, draws=draws),
-    "two labels": lambda draws: FewLabels(num_clients=10, labels_per_client=2, draws=draws),
+    "two labels": lambda draws: FewLabels(
+        rule=fl.FewClasses(num_clients=10, classes_per_client=2), draws=draws
+    ),
 }
 
 

@@ -25,7 +25,14 @@ from fedlearn.simulation.federated_data import (
     from_npz,
     from_parquet,
 )
-from fedlearn.simulation.partition import Dirichlet, Iid, Shards
+from fedlearn.simulation.partition import (
+    Dirichlet,
+    DirichletSizes,
+    FewClasses,
+    Iid,
+    LognormalSizes,
+    Shards,
+)
 
 
 class PartitionSection(DeclaredSection):
@@ -59,6 +66,29 @@ PARTITIONS = kinds(
         shards_per_client=2,
     ),
     kind(
+        "few_classes",
+        "Label skew: each client has the same number of classes, whose examples it shares.",
+        FewClasses,
+        num_clients=50,
+        classes_per_client=2,
+    ),
+    kind(
+        "dirichlet_sizes",
+        "Quantity skew: random examples, and sizes drawn from a Dirichlet.",
+        DirichletSizes,
+        num_clients=50,
+        alpha=0.5,
+        min_examples=5,
+    ),
+    kind(
+        "lognormal_sizes",
+        "Quantity skew: random examples, and lognormal sizes.",
+        LognormalSizes,
+        num_clients=50,
+        sigma=1.0,
+        min_examples=5,
+    ),
+    kind(
         "natural", "Clients are the groups of the examples: a writer, a user, a hospital.", Natural
     ),
     kind(
@@ -69,7 +99,7 @@ PARTITIONS = kinds(
         examples_per_client=50,
     ),
 )
-_NO_GROUPS = 'or set data.partition.kind to "iid", "dirichlet", "shards" or "bootstrap"'
+_NO_GROUPS = 'or set data.partition.kind to another, such as "iid" or "dirichlet"'
 
 
 class DataSection(DeclaredSection):

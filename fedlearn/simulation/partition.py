@@ -16,7 +16,7 @@ from scipy.special import rel_entr
 
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.randomness import Seed
-from fedlearn.core.ranges import Count, Positive, Ranged
+from fedlearn.core.ranges import Count, NotNegative, Positive, Ranged
 from fedlearn.errors import DataError
 
 _MAX_DRAWS = 1000
@@ -296,6 +296,182 @@ class Shards(Ranged):
         shard_of_place = np.arange(len(labels)) * num_shards // len(labels)
         owners[np.argsort(labels, kind="stable")] = holders[shard_of_place]
         return Partition.of_owners(owners, num_clients=self.num_clients)
+
+
+@explain_calls
+@dataclass(frozen=True)
+class FewClasses(Ranged):
+    """Label skew by classes: each client has the same small number of them.
+
+    Client c gets class ``c % K``, of K classes, and random others. A class that no client has yet
+    goes to a random client with room, which happens with fewer clients than classes only. The
+    examples of a class are shuffled and shared evenly by its clients.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> labels = np.arange(100) % 10
+        >>> three = fl.FewClasses(num_clients=8, classes_per_client=3)
+        >>> parts = three.split(labels, seed=fl.Seed(0))
+        >>> {len(set(labels[parts.rows_of(each)])) for each in range(8)}  # classes of each client
+        {3}
+
+    References:
+        Li et al., 2022, `Federated Learning on Non-IID Data Silos
+        <https://arxiv.org/abs/2102.02079>`_, "#C=k" (quantity-based label imbalance).
+    """
+
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
+    classes_per_client: Annotated[Count, doc("Classes of each client, >= 1.")]
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
+        """Give each client its classes, and an even share of the examples of each.
+
+        Raises:
+            DataError: As for :meth:`draw`.
+        """
+        return self.draw(labels, rng=seed.derive("few classes").numpy())
+
+    def draw(self, labels: NDArray[Any], *, rng: np.random.Generator) -> Partition:
+        """Divide the examples as :meth:`split` does, with the generator's draws.
+
+        Raises:
+            DataError: Labels are not classes, there are fewer classes than a client is to have or
+                more than all clients have together, or a class has fewer examples than clients.
+        """
+        _require_classes(labels)
+        names, classes = np.unique(labels, return_inverse=True)
+        holders = self._draw_holders(names, rng)
+        owners = np.empty(len(labels), np.int64)
+        for k, (name, clients) in enumerate(zip(names.tolist(), holders, strict=True)):
+            rows = np.flatnonzero(classes == k)
+            if len(rows) < len(clients):
+                raise DataError(
+                    f"class {name} has {len(rows)} examples for the {len(clients)} clients that "
+                    "have it; lower `num_clients` or `classes_per_client`, or add data"
+                )
+            rng.shuffle(rows)
+            for client_id, part in zip(clients, np.array_split(rows, len(clients)), strict=True):
+                owners[part] = client_id
+        return Partition.of_owners(owners, num_clients=self.num_clients)
+
+    def _draw_holders(self, names: NDArray[Any], rng: np.random.Generator) -> list[list[int]]:
+        """Draw the clients of each class."""
+        num_classes, wanted = len(names), self.classes_per_client
+        if wanted > num_classes:
+            raise DataError(
+                f"classes_per_client is {wanted}, but the examples are of {num_classes} classes; "
+                "lower it"
+            )
+        if self.num_clients * wanted < num_classes:
+            raise DataError(
+                f"{self.num_clients} clients with {wanted} classes each leave some of the "
+                f"{num_classes} classes out; raise `num_clients` or `classes_per_client`"
+            )
+        own = [[client_id % num_classes] for client_id in range(self.num_clients)]
+        for k in range(self.num_clients, num_classes):
+            room = [client_id for client_id, mine in enumerate(own) if len(mine) < wanted]
+            own[room[int(rng.integers(len(room)))]].append(k)
+        holders: list[list[int]] = [[] for _ in range(num_classes)]
+        for client_id, mine in enumerate(own):
+            while len(mine) < wanted:
+                k = int(rng.integers(num_classes))
+                if k not in mine:
+                    mine.append(k)
+            for k in mine:
+                holders[k].append(client_id)
+        return holders
+
+
+@explain_calls
+@dataclass(frozen=True)
+class DirichletSizes(Ranged):
+    r"""Quantity skew: sizes drawn from a Dirichlet distribution, examples at random.
+
+    Each client has ``min_examples``; of the others, client c of C gets the share :math:`p_c`, where
+    :math:`p \sim \mathrm{Dir}_C(\alpha)`.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> skewed = fl.DirichletSizes(num_clients=4, alpha=0.5, min_examples=5)
+        >>> sizes = np.diff(skewed.split(np.zeros(100), seed=fl.Seed(0)).offsets)
+        >>> int(sizes.sum()), bool(sizes.min() >= 5)
+        (100, True)
+
+    References:
+        Li et al., 2022, `Federated Learning on Non-IID Data Silos
+        <https://arxiv.org/abs/2102.02079>`_ (quantity skew; their draw is repeated until the
+        smallest client is large enough).
+    """
+
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
+    alpha: Annotated[Positive, doc("Concentration, > 0: 0.1 is strong skew, 100 nearly none.")]
+    min_examples: Annotated[Count, doc("Examples that each client has at least, >= 1.")]
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
+        """Divide the examples at random into parts of skewed sizes.
+
+        Raises:
+            DataError: There are fewer than ``min_examples`` for each client.
+        """
+        rng = seed.derive("dirichlet sizes").numpy()
+        shares_C = rng.dirichlet(np.full(self.num_clients, self.alpha))
+        return _deal_by_shares(len(labels), shares_C, min_examples=self.min_examples, rng=rng)
+
+
+@explain_calls
+@dataclass(frozen=True)
+class LognormalSizes(Ranged):
+    """Quantity skew: sizes in proportion to lognormal draws, examples at random.
+
+    Each client has ``min_examples``; the others are divided in proportion to ``exp(sigma * z)``,
+    with one standard normal z per client.
+
+    Example:
+        >>> import numpy as np
+        >>> import fedlearn as fl
+        >>> skewed = fl.LognormalSizes(num_clients=4, sigma=1.0, min_examples=5)
+        >>> sizes = np.diff(skewed.split(np.zeros(100), seed=fl.Seed(0)).offsets)
+        >>> int(sizes.sum()), bool(sizes.min() >= 5)
+        (100, True)
+    """
+
+    num_clients: Annotated[Count, doc("Clients in the population, >= 1.")]
+    sigma: Annotated[NotNegative, doc("Spread of the sizes' logarithms, >= 0: 0 is equal sizes.")]
+    min_examples: Annotated[Count, doc("Examples that each client has at least, >= 1.")]
+
+    def split(self, labels: NDArray[Any], *, seed: Seed) -> Partition:
+        """Divide the examples at random into parts of skewed sizes.
+
+        Raises:
+            DataError: There are fewer than ``min_examples`` for each client.
+        """
+        rng = seed.derive("lognormal sizes").numpy()
+        logs_C = self.sigma * rng.standard_normal(self.num_clients)
+        weights_C = np.exp(logs_C - logs_C.max())  # a large sigma must not overflow
+        shares_C = weights_C / weights_C.sum()
+        return _deal_by_shares(len(labels), shares_C, min_examples=self.min_examples, rng=rng)
+
+
+def _deal_by_shares(
+    num_examples: int,
+    shares_C: NDArray[np.float64],
+    *,
+    min_examples: int,
+    rng: np.random.Generator,
+) -> Partition:
+    """Shuffle the examples and give each client ``min_examples``, and its share of the others."""
+    num_clients = len(shares_C)
+    needed = num_clients * min_examples
+    what = f"{num_clients} clients with {min_examples} each"
+    _require_enough(num_examples, needed=needed, what=what)
+    cuts_C = np.rint(np.cumsum(shares_C) * (num_examples - needed)).astype(np.int64)
+    cuts_C[-1] = num_examples - needed  # the shares sum to 1 only up to rounding
+    sizes_C = np.diff(cuts_C, prepend=0) + min_examples
+    owners = np.empty(num_examples, np.int64)
+    owners[rng.permutation(num_examples)] = np.repeat(np.arange(num_clients), sizes_C)
+    return Partition.of_owners(owners, num_clients=num_clients)
 
 
 @dataclass(frozen=True, eq=False)

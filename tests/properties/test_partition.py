@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from fedlearn.core.randomness import Seed
-from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partitioner, Shards
+from fedlearn.simulation.partition import (
+    ByIds,
+    Dirichlet,
+    DirichletSizes,
+    Iid,
+    LognormalSizes,
+    Partitioner,
+    Shards,
+)
 
 _labels = st.lists(st.integers(0, 4), min_size=40, max_size=120).map(np.array)
 _seeds = st.integers(0, 2**63 - 1).map(Seed)
@@ -15,6 +23,8 @@ _rules: st.SearchStrategy[Partitioner] = st.one_of(
     st.integers(1, 40).map(Iid),
     st.builds(Dirichlet, st.integers(1, 3), st.floats(0.5, 100.0), st.just(1)),
     st.builds(Shards, st.integers(1, 10), st.integers(1, 4)),
+    st.builds(DirichletSizes, st.integers(1, 20), st.floats(0.001, 100.0), st.integers(1, 2)),
+    st.builds(LognormalSizes, st.integers(1, 20), st.floats(0.0, 1000.0), st.integers(1, 2)),
 )
 
 
@@ -67,6 +77,6 @@ def test_natural_clients_hold_their_own_rows(ids: NDArray[np.str_], seed: Seed) 
 def test_another_seed_gives_another_partition() -> None:
     """Control: the seed does matter."""
     labels = np.arange(100) % 5
-    for rule in (Iid(5), Dirichlet(5, 1.0, 1), Shards(5, 2)):
+    for rule in (Iid(5), Dirichlet(5, 1.0, 1), Shards(5, 2), DirichletSizes(5, 1.0, 1)):
         first, second = (rule.split(labels, seed=Seed(value)).rows for value in (0, 1))
         assert not np.array_equal(first, second)

@@ -279,6 +279,9 @@ def test_digits_become_clients_by_every_partition_they_have() -> None:
         "iid": {"num_clients": 20},
         "dirichlet": {"num_clients": 20, "alpha": 1.0, "min_examples": 3},
         "shards": {"num_clients": 20, "shards_per_client": 3},
+        "few_classes": {"num_clients": 20, "classes_per_client": 3},
+        "dirichlet_sizes": {"num_clients": 20, "alpha": 0.1, "min_examples": 3},
+        "lognormal_sizes": {"num_clients": 20, "sigma": 2.0, "min_examples": 3},
         "bootstrap": {"num_clients": 2000, "examples_per_client": 7},
     }
     for kind, numbers in partitions.items():

@@ -33,7 +33,15 @@ from fedlearn.simulation.federated_data import (
     from_parquet,
 )
 from fedlearn.simulation.parquet import TableColumns, read_parquet
-from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Shards
+from fedlearn.simulation.partition import (
+    ByIds,
+    Dirichlet,
+    DirichletSizes,
+    FewClasses,
+    Iid,
+    LognormalSizes,
+    Shards,
+)
 from fedlearn.simulation.population import ArrayPopulation, ClientRows
 from fedlearn.simulation.sources import Examples
 
@@ -85,6 +93,9 @@ def test_arrays_are_divided_into_clients_and_a_test_set() -> None:
         Iid(4),
         Dirichlet(num_clients=4, alpha=1.0, min_examples=2),
         Shards(num_clients=4, shards_per_client=2),
+        FewClasses(num_clients=4, classes_per_client=2),
+        DirichletSizes(num_clients=4, alpha=1.0, min_examples=2),
+        LognormalSizes(num_clients=4, sigma=1.0, min_examples=2),
         Bootstrap(num_clients=4, examples_per_client=9),
     ],
 )
@@ -109,10 +120,12 @@ def test_natural_clients_are_the_groups_that_are_left_after_the_test() -> None:
 @pytest.mark.parametrize("labels", [np.linspace(0.0, 1.0, 60), np.zeros((60, 2), int)])
 def test_labels_that_are_no_class_numbers_are_not_split_by(labels: NDArray[np.generic]) -> None:
     """Floats and sequences can only be divided at random."""
-    assert _from_arrays(labels=labels).population.num_clients == 4
+    for at_random in (Iid(4), DirichletSizes(4, 1.0, 1), LognormalSizes(4, 1.0, 1)):
+        assert _from_arrays(labels=labels, partition=at_random).population.num_clients == 4
     by_label: list[Division] = [
         Dirichlet(num_clients=4, alpha=1.0, min_examples=1),
         Shards(num_clients=4, shards_per_client=2),
+        FewClasses(num_clients=4, classes_per_client=2),
     ]
     for partition in by_label:
         with pytest.raises(DataError, match="splitting by label needs one class number"):

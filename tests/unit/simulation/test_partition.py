@@ -7,10 +7,22 @@ from uuid import UUID
 import numpy as np
 import pyarrow as pa
 import pytest
+from numpy.typing import NDArray
 
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
-from fedlearn.simulation.partition import ByIds, Dirichlet, Iid, Partition, Shards, require_ids
+from fedlearn.simulation.partition import (
+    ByIds,
+    Dirichlet,
+    DirichletSizes,
+    FewClasses,
+    Iid,
+    LognormalSizes,
+    Partition,
+    Partitioner,
+    Shards,
+    require_ids,
+)
 
 _LABELS = np.repeat(np.arange(10), 100)
 
@@ -56,6 +68,82 @@ def test_shards_bound_the_labels_of_a_client() -> None:
     assert np.diff(partition.offsets).tolist() == [100] * 10
 
 
+def _divide_as_niid_bench(
+    labels: NDArray[Any], *, num_clients: int, num_labels: int, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Return the owner of each row by "#C=k" of NIID-Bench, written from its published code."""
+    contain = []
+    for client_id in range(num_clients):
+        current = [client_id % 10]
+        while len(current) < num_labels:
+            drawn = int(rng.integers(0, 10))
+            if drawn not in current:
+                current.append(drawn)
+        contain.append(current)
+    owners = np.empty(len(labels), np.int64)
+    for label in range(10):
+        holders = [client_id for client_id in range(num_clients) if label in contain[client_id]]
+        rows = np.flatnonzero(labels == label)
+        rng.shuffle(rows)
+        for client_id, part in zip(holders, np.array_split(rows, len(holders)), strict=True):
+            owners[part] = client_id
+    return owners
+
+
+@pytest.mark.parametrize(("num_clients", "num_labels"), [(10, 2), (37, 1), (12, 9), (11, 10)])
+def test_few_classes_divide_as_niid_bench_does(num_clients: int, num_labels: int) -> None:
+    """With the same draws, each row goes to the same client, and each client has k classes."""
+    drawn = FewClasses(num_clients, num_labels).draw(_LABELS, rng=np.random.default_rng(3))
+    expected = _divide_as_niid_bench(
+        _LABELS, num_clients=num_clients, num_labels=num_labels, rng=np.random.default_rng(3)
+    )
+    for client_id in range(num_clients):
+        rows = drawn.rows_of(client_id)
+        assert rows.tolist() == np.flatnonzero(expected == client_id).tolist()
+        assert np.unique(_LABELS[rows]).size == num_labels
+
+
+@pytest.mark.parametrize(("num_clients", "per_client"), [(5, 2), (1, 10), (3, 4), (9, 2)])
+def test_few_classes_cover_every_class_with_fewer_clients_than_classes(
+    num_clients: int, per_client: int
+) -> None:
+    """All examples are divided, and each client has its number of classes."""
+    for seed in range(5):
+        parts = FewClasses(num_clients, per_client).split(_LABELS, seed=Seed(seed))
+        assert np.sort(parts.rows).tolist() == list(range(_LABELS.size))
+        counts = [np.unique(_LABELS[parts.rows_of(c)]).size for c in range(num_clients)]
+        assert counts == [per_client] * num_clients
+
+
+def test_few_classes_that_cannot_be_are_refused() -> None:
+    """More classes for a client than there are, classes without clients, and clients without."""
+    with pytest.raises(DataError, match=r"classes_per_client is 11, .* 10 classes; lower it"):
+        FewClasses(20, 11).split(_LABELS, seed=Seed(0))
+    with pytest.raises(DataError, match="4 clients with 2 classes each leave some of the 10 cl"):
+        FewClasses(4, 2).split(_LABELS, seed=Seed(0))
+    with pytest.raises(DataError, match=r"class 0 has 100 examples for the \d+ clients"):
+        FewClasses(1001, 2).split(_LABELS, seed=Seed(0))
+
+
+@pytest.mark.parametrize("make", [DirichletSizes, LognormalSizes])
+def test_sizes_are_skewed_and_labels_are_not(make: type[DirichletSizes | LognormalSizes]) -> None:
+    """Skew grows with the parameter, every client has its minimum, and labels stay mixed."""
+    mild, strong = (100.0, 0.2) if make is DirichletSizes else (0.1, 2.0)
+    parts = [make(20, value, 5).split(_LABELS, seed=Seed(0)) for value in (mild, strong)]
+    spreads = [float(np.diff(each.offsets).std()) for each in parts]
+    assert 3 * spreads[0] < 50 < spreads[1]
+    assert all(np.diff(each.offsets).min() >= 5 for each in parts)
+    largest = parts[1].rows_of(int(np.diff(parts[1].offsets).argmax()))
+    assert np.unique(_LABELS[largest]).size == 10
+
+
+def test_lognormal_sizes_follow_the_draws() -> None:
+    """Without a minimum that matters, the logarithms of sizes spread by sigma."""
+    sizes = np.diff(LognormalSizes(400, 0.5, 1).split(np.zeros(400_000), seed=Seed(0)).offsets)
+    assert abs(float(np.log(sizes).std()) - 0.5) < 0.05
+    assert np.ptp(np.diff(LognormalSizes(7, 0.0, 1).split(_LABELS, seed=Seed(0)).offsets)) <= 1
+
+
 def test_natural_ids_keep_their_names() -> None:
     """Clients are numbered in ascending order of their ids, which stay their names."""
     ids = np.array([40, 7, 40, 7, 7])
@@ -74,10 +162,13 @@ def test_a_row_knows_its_owner() -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [Iid(1001), Dirichlet(501, 1.0, 2), Shards(501, 2)],
+    [
+        *(Iid(1001), Dirichlet(501, 1.0, 2), Shards(501, 2)),
+        *(DirichletSizes(501, 1.0, 2), LognormalSizes(501, 1.0, 2)),
+    ],
     ids=lambda rule: type(rule).__name__,
 )
-def test_too_few_examples_are_refused(rule: Iid | Dirichlet | Shards) -> None:
+def test_too_few_examples_are_refused(rule: Partitioner) -> None:
     """1,000 examples cannot be divided into more than 1,000 parts."""
     with pytest.raises(DataError, match="1000 examples are too few"):
         rule.split(_LABELS, seed=Seed(0))
@@ -126,6 +217,10 @@ def test_values_out_of_range_are_refused() -> None:
         Dirichlet(2, 1.0, 0)
     with pytest.raises(ValueError, match="shards_per_client is 0"):
         Shards(2, 0)
+    with pytest.raises(ValueError, match="classes_per_client is 0"):
+        FewClasses(2, 0)
+    with pytest.raises(ValueError, match="sigma is -1"):
+        LognormalSizes(2, -1.0, 1)
 
 
 def test_a_hopeless_dirichlet_is_refused_after_a_few_draws() -> None:
