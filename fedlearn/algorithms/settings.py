@@ -265,6 +265,21 @@ def last_noise(settings: Settings) -> float | None:
     return noised.noise_multiplier
 
 
+def looks_like_query(settings: Settings) -> bool:
+    """Whether settings may be those of a query: a custom class that declares no epochs.
+
+    A client knows for sure only once it has the request, which has no model.
+
+    Example:
+        >>> looks_like_query({COMPONENTS: "Moments", "num_features": 3})
+        True
+        >>> looks_like_query(settings_of(LocalSgd(epochs=1, batch_size=8, learning_rate=0.1)))
+        False
+    """
+    names = [name for name in _names(settings) if not _is_transform(name)]
+    return "epochs" not in settings and bool(names) and UPDATES.keys().isdisjoint(names)
+
+
 def _transform_kinds(settings: Settings, known: Collection[type[Transform]]) -> list[_Kind]:
     # Standard names win: a user's class must not take the place of, say, the noise.
     kinds = {**{_transform_name(kind): kind for kind in known}, **TRANSFORMS}

@@ -228,6 +228,10 @@ class _LazyTrainer:
     def own_transforms(self) -> Collection[type[Transform]]:
         return getattr(self._trainer, "own_transforms", ())
 
+    @property
+    def answers(self) -> LocalTrainer | None:
+        return getattr(self._trainer, "answers", None)
+
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         return self._trainer.train(tensors, context=context)
 

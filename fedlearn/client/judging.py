@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from mmap import mmap
 
 from fedlearn.algorithms.extra_settings import split_settings
-from fedlearn.algorithms.settings import last_noise
+from fedlearn.algorithms.settings import last_noise, looks_like_query
 from fedlearn.client.policy import AdversaryName, Policy, PrivacyMode, SecureAggregationPolicy
 from fedlearn.core.codec import peek
 from fedlearn.core.kinds import EVALUATE_KIND, SECURE_KIND, TRAIN_KIND
@@ -68,6 +68,14 @@ def build_terms_policy(policy: SecureAggregationPolicy) -> TermsPolicy:
         max_releases_per_round=policy.max_releases_per_round,
         max_draw_factor=policy.max_draw_factor,
     )
+
+
+def is_query(settings: Settings) -> bool:
+    """Whether settings are those of a query; malformed ones, which a session refuses, are not."""
+    try:
+        return looks_like_query(settings)
+    except SettingsRefused:
+        return False
 
 
 def local_noise_ratio(settings: Settings) -> float | None:
@@ -140,6 +148,7 @@ class Judge:
         num_tasks_today: int,
         num_evaluations_today: int = 0,
         spent: float = 0.0,
+        has_model: bool | None = None,
     ) -> None:
         """Check a request from its announcement; a session's terms are checked when they are read.
 
@@ -150,6 +159,8 @@ class Judge:
             num_tasks_today: Trainings in the last 24 hours, without this one.
             num_evaluations_today: Evaluations in the last 24 hours, without this one.
             spent: Squared distances spent in the last 24 hours, without this request.
+            has_model: Whether there is a model to train, which a query has not; ``None``: not known
+                yet.
 
         Raises:
             PolicyViolation: The policy forbids the request.
@@ -161,7 +172,7 @@ class Judge:
         self._judge_noise(kind, settings, spent)
         if kind == TRAIN_KIND or (kind == SECURE_KIND and settings is not None):
             # A session's other messages ask for no training.
-            self._judge_training(settings, num_tasks_today)
+            self._judge_training(settings, num_tasks_today, has_model=has_model)
 
     def check_request(
         self,
@@ -199,7 +210,11 @@ class Judge:
                 | SecureTermsRequest(notice=TrainingNotice(settings=settings))
             ):
                 self.check_announcement(
-                    request.kind, settings=settings, num_tasks_today=num_tasks_today, spent=spent
+                    request.kind,
+                    settings=settings,
+                    num_tasks_today=num_tasks_today,
+                    spent=spent,
+                    has_model=_has_model(request),
                 )
             case SecureEvaluateRequest() | SecureTermsRequest(notice=EvaluationNotice()):
                 self._judge_evaluation(num_evaluations_today)
@@ -259,7 +274,14 @@ class Judge:
             limit = "none while policy.privacy.mode demands noise"
             raise PolicyViolation(rule="privacy.mode", asked="an evaluation in a sum", limit=limit)
 
-    def _judge_training(self, settings: Settings | None, num_tasks_today: int) -> None:
+    def _judge_training(
+        self, settings: Settings | None, num_tasks_today: int, *, has_model: bool | None
+    ) -> None:
+        asks_query = has_model is False or (
+            has_model is None and settings is not None and is_query(settings)
+        )
+        if asks_query and not self.policy.answer_queries:
+            raise PolicyViolation(rule="answer_queries", asked="a query", limit="none")
         most = self.policy.max_tasks_per_day
         if most is not None and num_tasks_today >= most:
             raise PolicyViolation(
@@ -268,7 +290,8 @@ class Judge:
                 limit=f"at most {most}",
             )
         if settings is not None:
-            self._judge_settings(settings)
+            # A query reads the examples once.
+            self._judge_settings({"epochs": 1, **settings} if asks_query else settings)
 
     def _judge_settings(self, settings: Settings) -> None:
         """Judge how to train, or how to fine-tune for an evaluation."""
@@ -321,3 +344,11 @@ class Judge:
 def _quote(value: object) -> str:
     text = repr(value)
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}…"
+
+
+def _has_model(request: Request) -> bool | None:
+    """Whether a request for a training has a model; ``None`` if it only announces one."""
+    train = request.train if isinstance(request, SecureTrainRequest) else request
+    if not isinstance(train, TrainRequest):
+        return None
+    return bool(train.tensors or train.order or train.lacks_constants)

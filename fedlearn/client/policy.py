@@ -265,6 +265,14 @@ class Policy:
         Whole | None,
         doc("Most evaluations within 24 hours, in a sum or not, >= 0; not set: any number."),
     ] = None
+    answer_queries: Annotated[
+        bool,
+        doc(
+            "Whether to answer queries: sums over this client's examples, such as statistics. The "
+            "client's trainer lists the queries that it answers. They count as trainings of one "
+            "epoch."
+        ),
+    ] = True
     train_ahead: Annotated[
         bool,
         doc(

@@ -10,6 +10,7 @@ from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.errors import DeploymentError, ProcessesParted
 from fedlearn.parallel.workers import ResumeControl, WorkerProcess, Workers
+from fedlearn.training.query_trainer import QueryTrainer
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -67,6 +68,11 @@ class SharedTrainer:
     def own_transforms(self) -> Collection[type[Transform]]:
         """Custom transforms of the trainer."""
         return self._trainer.own_transforms
+
+    @property
+    def answers(self) -> QueryTrainer | None:
+        """Answers queries in this process alone; ``None``: the client answers none."""
+        return self._trainer.answers
 
     @property
     def num_examples(self) -> int:

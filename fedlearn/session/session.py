@@ -373,6 +373,7 @@ class ClientSession:
         own = state.get(LOCAL)
         if request.local and own is not None:
             request = replace(request, tensors=insert_local(request.tensors, request.local, own))
-        return train_and_reply(
-            self.trainer, request, context=context, known=known, is_masked=is_masked
-        )
+        trainer = self.trainer
+        if not request.tensors:  # a query, which has no model
+            trainer = getattr(trainer, "answers", None) or trainer
+        return train_and_reply(trainer, request, context=context, known=known, is_masked=is_masked)

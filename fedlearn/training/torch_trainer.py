@@ -43,6 +43,7 @@ from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import share_key, step_keys, step_seed
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData, evaluation_batches
 from fedlearn.training.lockstep import Lockstep, share
+from fedlearn.training.query_trainer import QueryTrainer
 from fedlearn.training.resident import (
     ClientRound,
     Part,
@@ -104,6 +105,9 @@ class TorchTrainer:
         test: Test examples; ``None``: evaluate on ``data``.
         gradient_accumulation: See :meth:`of`, as for the remaining arguments.
 
+    Attributes:
+        answers: Answers queries in place of this trainer; ``None``: it answers none.
+
     Raises:
         ValueError: A number is below 1, or ``gradient_accumulation`` would cut batches whose loss
             couples the examples.
@@ -133,6 +137,7 @@ class TorchTrainer:
         max_steps: int | None = None,
         local_updates: Collection[type[LocalUpdate]] = (),
         transforms: Collection[type[Transform]] = (),
+        answers: QueryTrainer | None = None,
     ) -> None:
         if not isinstance(model, ResidentModel):
             raise CallError(
@@ -144,6 +149,11 @@ class TorchTrainer:
             require_count(max_steps, name="max_steps")
         _require_classes(local_updates, name="local_updates")
         _require_classes(transforms, name="transforms")
+        if not isinstance(answers, QueryTrainer | None):
+            raise CallError(
+                f"answers is {answers!r}; give QueryTrainer(features, labels, queries=[MyQuery]), "
+                "which lists what this client answers"
+            )
         if gradient_accumulation > 1 and not model.measures.objective.per_example:
             raise ValueError(
                 f"gradient_accumulation is {gradient_accumulation}, but the loss couples the "
@@ -153,6 +163,7 @@ class TorchTrainer:
         self._model, self._data, self._test = model, data, data if test is None else test
         self._num_parts, self._max_steps = gradient_accumulation, max_steps
         self._local_updates, self._transforms = tuple(local_updates), tuple(transforms)
+        self.answers = answers
 
     @classmethod
     def of(
@@ -170,6 +181,7 @@ class TorchTrainer:
         max_steps: int | None = None,
         local_updates: Collection[type[LocalUpdate]] = (),
         transforms: Collection[type[Transform]] = (),
+        answers: QueryTrainer | None = None,
     ) -> Self:
         """Create a trainer for a model on tensors or on a dataset.
 
@@ -202,6 +214,8 @@ class TorchTrainer:
             local_updates: Your own local-update classes, which the coordinator may request by name.
             transforms: Your own classes that transform an update before it leaves the client,
                 which the coordinator may request by name.
+            answers: Answers the coordinator's queries, from these examples or others; ``None``:
+                this client answers none.
 
         Raises:
             ConfigError: The objective does not declare its measures, a metric's name is malformed
@@ -246,6 +260,7 @@ class TorchTrainer:
             max_steps=max_steps,
             local_updates=local_updates,
             transforms=transforms,
+            answers=answers,
         )
 
     @property

@@ -186,7 +186,8 @@ class LocalTrainer(Protocol):
     """Trains and evaluates on this client's data.
 
     A trainer may have an attribute ``own_transforms``: custom transform classes that the
-    coordinator may then request by name for the client's update.
+    coordinator may then request by name for the client's update. With an attribute ``answers``, a
+    :class:`~fedlearn.training.query_trainer.QueryTrainer`, the client also answers queries.
 
     Example:
         >>> class MeanTrainer:

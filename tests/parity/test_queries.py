@@ -32,9 +32,10 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Params
-from fedlearn.errors import ConfigError, EngineError, StoreError
+from fedlearn.errors import CallError, ConfigError, EngineError, StoreError
 from fedlearn.experiment.history import metric_to_draw
 from fedlearn.experiment.progress import TerminalProgress
+from fedlearn.parallel.local_async import Hogwild
 from fedlearn.session.session import ClientSession
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalTrainer
@@ -523,6 +524,37 @@ def test_a_client_answers_only_the_queries_that_it_has() -> None:
         reply = handle(asked, request)
         assert isinstance(reply, Failure)
         assert reason in reply.reason
+
+
+def test_a_client_that_trains_also_answers_the_queries_that_it_lists() -> None:
+    """From the same examples or from others, such as raw ones. Its processes do not take part."""
+    features, labels = torch.zeros(3, NUM_FEATURES), torch.zeros(3).long()
+    raw = torch.full((5, NUM_FEATURES), 7.0)
+    answers = QueryTrainer(raw, torch.zeros(5).long(), queries=[Means])
+    trainer = TorchTrainer.of(make_model, features, labels, device="cpu", answers=answers)
+    params = Params.of(make_model())
+    training = TrainRequest(
+        round_num=0,
+        attempt=0,
+        tensors=params.to_tensors(),
+        order=tuple(params.layout.by_name),
+        settings=settings_of(SGD),
+        seed=0,
+    )
+    hogwild = Hogwild(trainer, num_processes=2)
+    for each in (trainer, hogwild):
+        answer = handle(each, query_request(Means()))
+        assert isinstance(answer, TrainReply)
+        assert (answer.num_examples, answer.lanes["by_examples"].tolist()) == (5, [7.0] * 3)
+        refused = handle(each, query_request(MOMENTS))
+        assert isinstance(refused, Failure)
+        assert "does not know" in refused.reason
+    trained = handle(trainer, training)
+    assert isinstance(trained, TrainReply)
+    assert trained.num_examples == 3
+    wrong: Any = [Means]
+    with pytest.raises(CallError, match="give QueryTrainer"):
+        TorchTrainer.of(make_model, features, labels, answers=wrong)
 
 
 def query_request(query: fl.Query) -> TrainRequest:

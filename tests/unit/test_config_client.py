@@ -17,6 +17,7 @@ WHOLE = """\
 max_epochs = 5
 max_tasks_per_day = 50
 max_evaluations_per_day = 20
+answer_queries = false
 train_ahead = false
 evaluate = false
 
@@ -113,6 +114,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         max_epochs=5,
         max_tasks_per_day=50,
         max_evaluations_per_day=20,
+        answer_queries=False,
         train_ahead=False,
         evaluate=False,
         secure_aggregation=secure,

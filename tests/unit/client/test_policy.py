@@ -9,7 +9,13 @@ import torch
 from fedlearn.client.judging import Judge, build_terms_policy
 from fedlearn.client.policy import ExtraPolicy, Policy, SecureAggregationPolicy
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import EvaluateRequest, SecureEvaluateRequest, Settings
+from fedlearn.core.messages import (
+    EvaluateRequest,
+    SecureEvaluateRequest,
+    SecureTrainRequest,
+    Settings,
+    TrainRequest,
+)
 from fedlearn.errors import ConfigError, PolicyViolation
 from fedlearn.secagg.parameters import Adversary
 
@@ -120,6 +126,52 @@ def test_as_many_free_form_settings_as_allowed_are_taken() -> None:
     assert len(refused.value.asked) < 200
     with pytest.raises(ConfigError, match=r"policy\.extra\.max_settings is -1"):
         ExtraPolicy(max_settings=-1)
+
+
+QUERY: Settings = {"update": "Moments", "num_features": 3}
+
+
+def test_queries_are_refused_by_a_policy_that_answers_none() -> None:
+    """From the announcement on, if it cannot be anything else. Control: trainings are not."""
+    none = Policy(answer_queries=False)
+    trainings: list[Settings] = [
+        {"update": "sgd", "epochs": 1},
+        {"update": "Mine", "epochs": 1},
+        {},  # a trainer of the user's own needs no settings
+        {"update": "own"},
+    ]
+    for kind in ("TrainRequest", "SecureRequest"):
+        assert rule(none, QUERY, kind=kind) == "answer_queries"
+        assert rule(Policy(max_epochs=1), QUERY, kind=kind) is None
+        assert rule(Policy(max_epochs=0), QUERY, kind=kind) == "max_epochs"
+        assert all(rule(none, each, kind=kind) is None for each in trainings)
+
+
+@pytest.mark.parametrize("is_secure", [False, True])
+def test_a_query_is_judged_by_whether_there_is_a_model(*, is_secure: bool) -> None:
+    """Settings that look like a training do not disguise a query, nor the other way round."""
+
+    def judge(policy: Policy, settings: Settings, *names: str) -> str | None:
+        train = TrainRequest(
+            round_num=0,
+            attempt=0,
+            tensors={name: torch.ones(1) for name in names},
+            order=names,
+            settings=settings,
+            seed=0,
+        )
+        data = encode(SecureTrainRequest(message=b"x", train=train) if is_secure else train)
+        try:
+            Judge(policy).check_request(data, num_tasks_today=0, spent=0.0)
+        except PolicyViolation as violation:
+            return violation.rule
+        return None
+
+    none, few = Policy(answer_queries=False), Policy(max_epochs=2)
+    assert judge(none, QUERY) == judge(none, {"update": "sgd", "epochs": 1}) == "answer_queries"
+    assert judge(none, QUERY, "w") is None
+    assert judge(few, QUERY) is None
+    assert judge(few, QUERY, "w") == "max_epochs"
 
 
 @pytest.mark.parametrize(("min_cohort", "left"), [(3, "a sum of 1"), (2, "a sum of 1"), (4, None)])
