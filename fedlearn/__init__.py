@@ -129,6 +129,8 @@ if TYPE_CHECKING:
     from fedlearn.errors import FedlearnError as FedlearnError
     from fedlearn.experiment.run import Run as Run
     from fedlearn.experiment.simulate import simulate as simulate
+    from fedlearn.experiment.statistics import StatisticsResult as StatisticsResult
+    from fedlearn.experiment.statistics import run_statistics as run_statistics
     from fedlearn.rounds.records import RoundRecord as RoundRecord
     from fedlearn.rounds.run import RoundCallback as RoundCallback
     from fedlearn.simulation.attacks import Attack as Attack
@@ -155,6 +157,7 @@ if TYPE_CHECKING:
     from fedlearn.simulation.partition import Shards as Shards
     from fedlearn.simulation.sources import Examples as Examples
     from fedlearn.simulation.sources import TrainTest as TrainTest
+    from fedlearn.statistics.plan import StatisticsPlan as StatisticsPlan
     from fedlearn.training.local_data import Columns as Columns
 
 #: Public names by the module from which they are imported at their first use.
@@ -227,6 +230,7 @@ _HOME = {
     "errors": "FedlearnError",
     "experiment.run": "Run",
     "experiment.simulate": "simulate",
+    "experiment.statistics": "StatisticsResult run_statistics",
     "rounds.records": "RoundRecord",
     "rounds.run": "RoundCallback",
     "simulation.attacks": (
@@ -238,6 +242,7 @@ _HOME = {
     ),
     "simulation.partition": "Dirichlet DirichletSizes FewClasses Iid LognormalSizes Shards",
     "simulation.sources": "Examples TrainTest",
+    "statistics.plan": "StatisticsPlan",
     "training.local_data": "Columns",
 }
 

@@ -1,0 +1,164 @@
+"""The query that answers a plan of statistics.
+
+All statistics of a round travel in one sum, each scaled by its share of the noise budget. So a
+round is one release with one charge, and later rounds do not ask for statistics of one round again.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated
+
+import torch
+from annotated_types import doc
+from torch import Tensor
+
+from fedlearn.algorithms.lanes import Lanes
+from fedlearn.algorithms.query import Query, SumSpec
+from fedlearn.algorithms.strategy import State
+from fedlearn.core.features import Features
+from fedlearn.errors import ConfigError
+from fedlearn.statistics.plan import StatisticsPlan
+from fedlearn.statistics.schema import ClientTable
+from fedlearn.statistics.statistic import ResultRow
+
+#: The only sum.
+ANSWERS = "answers"
+_ROUND = "round_num"
+
+
+@dataclass(frozen=True, kw_only=True)
+class StatisticsQuery(Query):
+    """Asks clients for the statistics of a plan; it takes the plan's number of rounds.
+
+    Raises:
+        ConfigError: The plan is not valid.
+
+    Example:
+        >>> query = StatisticsQuery(plan='{"columns": {"age": {"kind": "number"}}, '
+        ...                              '"statistics": [{"kind": "count", "columns": ["age"]}]}')
+        >>> query.sums
+        {'answers': SumSpec(shape=(2,), bound=None, by_examples=False)}
+    """
+
+    plan: Annotated[str, doc("The plan as JSON.")]
+
+    def __post_init__(self) -> None:
+        _ = self.parsed
+
+    @classmethod
+    def of(cls, plan: StatisticsPlan) -> "StatisticsQuery":
+        """Build the query of a plan."""
+        return cls(plan=plan.to_json())
+
+    @property
+    def parsed(self) -> StatisticsPlan:
+        """The plan."""
+        return _parse(self.plan)
+
+    @property
+    def sums(self) -> Mapping[str, SumSpec]:
+        """One vector of all statistics."""
+        return {ANSWERS: SumSpec(shape=(self.parsed.size,), bound=self.parsed.bound)}
+
+    def init(self) -> State:
+        """Return the first states of the statistics."""
+        plan = self.parsed
+        return _join([each.init(plan.columns) for each in plan.statistics], round_num=0)
+
+    def broadcast(self, state: State) -> Lanes:
+        """Broadcast the round's number, and what its statistics need."""
+        plan, round_num = self.parsed, int(state[_ROUND])
+        states, active = _split(state, len(plan.statistics)), plan.active(round_num)
+        needed = [
+            each.broadcast(states[place]) if place in active else {}
+            for place, each in enumerate(plan.statistics)
+        ]
+        return _join(needed, round_num=round_num)
+
+    def answer(self, features: Features, labels: Tensor, *, broadcast: Lanes) -> Lanes:
+        """Add up the client's rows, scaled; places that the round does not use are zeros."""
+        plan, round_num = self.parsed, int(broadcast[_ROUND])
+        table = ClientTable.from_features(features, labels, plan.columns).limit(plan.max_examples)
+        states, scales = _split(broadcast, len(plan.statistics)), plan.scales(round_num)
+        answers = torch.zeros(plan.size, dtype=torch.float64)
+        for place, part in self._parts(round_num):
+            measured = plan.statistics[place].measure(table, plan.columns, states[place])
+            answers[part] = measured * scales[place]
+        return {ANSWERS: answers}
+
+    def conclude(
+        self, sums: Lanes, state: State, *, num_clients: int
+    ) -> tuple[State, Mapping[str, float]]:
+        """Let each statistic of the round take its part; record how many are not finished."""
+        plan, round_num = self.parsed, int(state[_ROUND])
+        scales, states = plan.scales(round_num), list(_split(state, len(plan.statistics)))
+        for place, part in self._parts(round_num):
+            states[place] = plan.statistics[place].step(
+                sums[ANSWERS][part].double() / scales[place],
+                states[place],
+                schema=plan.columns,
+                round_num=round_num,
+            )
+        is_open = [
+            not each.is_done(own, schema=plan.columns, round_num=round_num)
+            for each, own in zip(plan.statistics, states, strict=True)
+        ]
+        return _join(states, round_num=round_num + 1), {"num_open": float(sum(is_open))}
+
+    def result_rows(self, state: State, *, sigma: float | None) -> Iterator[ResultRow]:
+        """Yield the numbers of all statistics from the state after the last round.
+
+        Args:
+            state: The run's last state.
+            sigma: Standard deviation of the noise in each number of a round's sum; ``None``: there
+                is none.
+        """
+        plan = self.parsed
+        scales = [plan.scales(round_num) for round_num in range(plan.num_rounds)]
+        states = _split(state, len(plan.statistics))
+        for place, (each, own) in enumerate(zip(plan.statistics, states, strict=True)):
+            sigmas = (
+                None
+                if sigma is None
+                else [sigma / scale[place] for scale in scales[: each.count_rounds(plan.columns)]]
+            )
+            yield from each.rows(own, schema=plan.columns, sigmas=sigmas)
+
+    def _parts(self, round_num: int) -> Iterator[tuple[int, slice]]:
+        """Yield the places of a round's statistics, and where their numbers are in the sum."""
+        plan, start = self.parsed, 0
+        for place in plan.active(round_num):
+            end = start + plan.statistics[place].size(plan.columns)
+            yield place, slice(start, end)
+            start = end
+
+
+@cache
+def _parse(text: str) -> StatisticsPlan:
+    try:
+        values = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"plan is not JSON: {error}; give StatisticsPlan.to_json()") from error
+    return StatisticsPlan.of(values)
+
+
+def _join(states: Sequence[State], *, round_num: int) -> State:
+    """Join the states of statistics under names with their places."""
+    joined = {
+        f"{place}/{name}": value
+        for place, state in enumerate(states)
+        for name, value in state.items()
+    }
+    return {_ROUND: torch.tensor(round_num), **joined}
+
+
+def _split(state: State, num_statistics: int) -> list[State]:
+    """Undo :func:`_join`."""
+    found = [dict[str, Tensor]() for _ in range(num_statistics)]
+    for key, value in state.items():
+        place, _, name = key.partition("/")
+        if name:
+            found[int(place)][name] = value
+    return list[State](found)
