@@ -158,6 +158,9 @@ if TYPE_CHECKING:
     from fedlearn.simulation.sources import Examples as Examples
     from fedlearn.simulation.sources import TrainTest as TrainTest
     from fedlearn.statistics.plan import StatisticsPlan as StatisticsPlan
+    from fedlearn.training.csv_columns import CsvFormat as CsvFormat
+    from fedlearn.training.csv_columns import NamedColumns as NamedColumns
+    from fedlearn.training.csv_columns import read_csv as read_csv
     from fedlearn.training.local_data import Columns as Columns
 
 #: Public names by the module from which they are imported at their first use.
@@ -243,6 +246,7 @@ _HOME = {
     "simulation.partition": "Dirichlet DirichletSizes FewClasses Iid LognormalSizes Shards",
     "simulation.sources": "Examples TrainTest",
     "statistics.plan": "StatisticsPlan",
+    "training.csv_columns": "CsvFormat NamedColumns read_csv",
     "training.local_data": "Columns",
 }
 
