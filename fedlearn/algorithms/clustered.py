@@ -33,15 +33,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import FullAggregation, iter_spans
+from fedlearn.algorithms.cluster_models import CLUSTER, OneOfSeveral, name_models, use_own
 from fedlearn.algorithms.distances import combine_rows
-from fedlearn.algorithms.ifca import name_models, use_chosen
-from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, Over, Updates
+from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, Updates
 from fedlearn.algorithms.local import (
     MODEL,
     LocalUpdate,
-    LocalUpdateWrapper,
     Memory,
-    MemorySpec,
     Moment,
     Tensors,
     require_update,
@@ -53,7 +51,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, NotNegative, Positive, Ranged, Whole
 
-_CLUSTER, _PERSONAL, _CLIENTS, _PARENTS = "cluster", "personal", "clients", "parents"
+_CLIENTS, _PARENTS = "clients", "parents"
 #: Lane of the mean of all updates, of which statistics are used; prefixes of the halves' means.
 _ALL, _STAYS, _LEAVES = "all", "stays_", "leaves_"
 #: A client that was never seen: in the first cluster, as if it had missed all splits.
@@ -72,7 +70,7 @@ LeastUpdate: TypeAlias = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class InCluster(Ranged, LocalUpdateWrapper):
+class InCluster(Ranged, OneOfSeveral):
     """Trains the model of the client's cluster, and keeps it as it received it.
 
     Attributes:
@@ -82,47 +80,23 @@ class InCluster(Ranged, LocalUpdateWrapper):
 
     cluster: Whole
 
-    @property
-    def memory(self) -> Mapping[str, MemorySpec]:
-        """The inner update's, the model of the cluster, and its number."""
-        return {
-            **self.inner.memory,
-            _PERSONAL: MemorySpec(over=Over.TRAINABLE, is_kept=True),
-            _CLUSTER: MemorySpec(over=1, is_kept=True),
-        }
-
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Begin at the model of the cluster."""
-        for value, model in zip(x, broadcast[self._name], strict=True):
-            value.copy_(model.expand_as(value))
-        torch._foreach_copy_(list(memory[_PERSONAL]), list(x))
-        memory[_CLUSTER][0].fill_(self.cluster)
-        self.inner.begin(x, memory, broadcast=use_chosen(broadcast, memory), moment=moment)
-
-    def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
-    ) -> None:
-        """Take the inner update's step; the model of the cluster is its global one."""
-        self.inner.step(x, grads, memory, broadcast=use_chosen(broadcast, memory), moment=moment)
+        name = f"{CLUSTER}_{self.cluster}" if self.cluster else MODEL
+        choice_K = torch.zeros(len(x[0]), dtype=torch.int64, device=x[0].device)
+        self.begin_at([broadcast[name]], choice_K, x, memory, broadcast=broadcast, moment=moment)
+        memory[CLUSTER][0].fill_(self.cluster)
 
     def report(
         self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Send the update of the cluster's model, as if it were the global one's."""
-        own = use_chosen(broadcast, memory)
+        own = use_own(broadcast, memory)
         lanes = self.inner.report(x, memory, broadcast=own, moment=moment)
         if self.cluster:
             for value, start, first in zip(x, own[MODEL], broadcast[MODEL], strict=True):
                 value.sub_(start).add_(first)
         return lanes
-
-    def personal(self, x: Tensors, memory: Memory) -> Tensors:
-        """Return the model of the cluster as the client received it in its last round."""
-        return memory[_PERSONAL]
-
-    @property
-    def _name(self) -> str:
-        return f"{_CLUSTER}_{self.cluster}" if self.cluster else MODEL
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +304,7 @@ class ClusteredAveraging(Ranged, Strategy):
 
 def _name(cluster: int) -> str:
     """Return the name of a cluster's model in the state, the broadcast and the aggregate."""
-    return f"{_CLUSTER}_{cluster}" if cluster else DELTA.name
+    return f"{CLUSTER}_{cluster}" if cluster else DELTA.name
 
 
 def _read_clients(tensors: Mapping[str, Tensor]) -> dict[ClientId, tuple[int, int]]:

@@ -31,12 +31,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.cluster_models import CLUSTER, OneOfSeveral, name_models, use_own
 from fedlearn.algorithms.lanes import DELTA, Aggregate, Lanes, LaneSpec, Over
 from fedlearn.algorithms.local import (
     MODEL,
-    LocalUpdateWrapper,
     Memory,
-    MemorySpec,
     Moment,
     Tensors,
     require_update,
@@ -49,7 +48,7 @@ from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.core.ranges import Count, Positive, Ranged
 
-_CHOSEN, _CLUSTER, _PERSONAL = "chosen", "cluster", "personal"
+_CHOSEN = "chosen"
 
 NumClusters: TypeAlias = Annotated[Count, doc("Number of models, >= 1; 1 is FedAvg.")]
 InitialSpread: TypeAlias = Annotated[
@@ -66,17 +65,9 @@ UpdateBound: TypeAlias = Annotated[
 ]
 
 
-def name_models(num_clusters: int) -> list[str]:
-    """Return the names of all models but the first, in the state, the broadcast and the lanes."""
-    return [f"{_CLUSTER}_{number}" for number in range(1, num_clusters)]
-
-
 @dataclass(frozen=True, kw_only=True)
-class ChosenCluster(Ranged, LocalUpdateWrapper):
+class ChosenCluster(Ranged, OneOfSeveral):
     """Trains the model with the lowest loss, which costs an epoch of gradients for each model.
-
-    The client keeps the number of the model, and the model as it received it. That is the model
-    that it uses itself, and on which it is evaluated.
 
     Attributes:
         inner: Any local update.
@@ -98,15 +89,6 @@ class ChosenCluster(Ranged, LocalUpdateWrapper):
         chosen = LaneSpec(name=_CHOSEN, over=self.num_clusters, weighted=True, bound=1.0)
         return (*self.inner.lanes, *updates, chosen)
 
-    @property
-    def memory(self) -> Mapping[str, MemorySpec]:
-        """The inner update's, the model that the client chose, and its number."""
-        return {
-            **self.inner.memory,
-            _PERSONAL: MemorySpec(over=Over.TRAINABLE, is_kept=True),
-            _CLUSTER: MemorySpec(over=1, is_kept=True),
-        }
-
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Choose a model and begin there."""
         models = [broadcast[name] for name in (MODEL, *name_models(self.num_clusters))]
@@ -117,25 +99,15 @@ class ChosenCluster(Ranged, LocalUpdateWrapper):
             for model in models
         ]
         choice_K = torch.stack(losses_jK).argmin(dim=0)
-        memory[_CLUSTER][0].copy_(choice_K[:, None])
-        for place, value in enumerate(x):
-            value.copy_(torch.cat([model[place] for model in models])[choice_K])
-        torch._foreach_copy_(list(memory[_PERSONAL]), list(x))
-        self.inner.begin(x, memory, broadcast=use_chosen(broadcast, memory), moment=moment)
-
-    def step(
-        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
-    ) -> None:
-        """Take the inner update's step; the chosen model is its global one."""
-        self.inner.step(x, grads, memory, broadcast=use_chosen(broadcast, memory), moment=moment)
+        self.begin_at(models, choice_K, x, memory, broadcast=broadcast, moment=moment)
 
     def report(
         self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Send the update in the lane of the chosen model, and zeros in the others."""
-        own = use_chosen(broadcast, memory)
+        own = use_own(broadcast, memory)
         lanes = dict(self.inner.report(x, memory, broadcast=own, moment=moment))
-        choice_K = memory[_CLUSTER][0][:, 0].round().long()
+        choice_K = memory[CLUSTER][0][:, 0].round().long()
         for number, name in enumerate(name_models(self.num_clusters), start=1):
             is_chosen_K = choice_K == number
             lanes[name] = [
@@ -146,15 +118,6 @@ class ChosenCluster(Ranged, LocalUpdateWrapper):
             # The delta is that of the first model; statistics, which all models share, go with it.
             value.copy_(torch.where(unsqueeze_like(choice_K == 0, value), value, first))
         return {**lanes, _CHOSEN: [F.one_hot(choice_K, self.num_clusters).to(x[0])]}
-
-    def personal(self, x: Tensors, memory: Memory) -> Tensors:
-        """Return the chosen model as the client received it in its last round."""
-        return memory[_PERSONAL]
-
-
-def use_chosen(broadcast: Memory, memory: Memory) -> Memory:
-    """Return the broadcast with the chosen model in place of the global one."""
-    return {**broadcast, MODEL: memory[_PERSONAL]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,7 +168,7 @@ class ClusterAveraging(Ranged, Strategy):
             name: state[name] + self._average(lanes[name], share)
             for name, share in zip(names, shares[1:], strict=True)
         }
-        metrics = {f"{_CLUSTER}_{number}_share": share for number, share in enumerate(shares)}
+        metrics = {f"{CLUSTER}_{number}_share": share for number, share in enumerate(shares)}
         return StepResult(params.with_vector(moved), others, metrics)
 
     def _average(self, sum_Q: Tensor, share: float) -> Tensor:

@@ -29,7 +29,7 @@ from tests.processes import LONG_S, Launcher
 ROOT = Path(__file__).parents[2]
 GUIDES = [
     ROOT / "docs" / "how-to" / name
-    for name in ("own-algorithm.md", "own-trainer.md", "compress-updates.md")
+    for name in ("own-algorithm.md", "own-local-update.md", "own-trainer.md", "compress-updates.md")
 ]
 ALONE = ("--set", "engine.num_workers=1")
 #: One client at a time, as over a channel.
@@ -41,13 +41,25 @@ NAMES = (
     "distilled",
     "anchored",
     "coins",
+    "halfway",
     "rounding",
     "trimmed",
     "lbfgs",
     "small",
     "halves",
 )
-SLOW = ("signs", "sam", "distilled", "anchored", "coins", "rounding", "trimmed", "small", "halves")
+SLOW = (
+    "signs",
+    "sam",
+    "distilled",
+    "anchored",
+    "coins",
+    "halfway",
+    "rounding",
+    "trimmed",
+    "small",
+    "halves",
+)
 
 
 @pytest.fixture(autouse=True)
