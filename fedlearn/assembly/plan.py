@@ -1,6 +1,6 @@
 """Builds the plan of a run, simulated or deployed, from its components."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -54,10 +54,11 @@ def build_run_plan(
     clock: Clock,
     host: TrainingHost | None = None,
     release: Release | None = None,
+    names: Mapping[int, str] | None = None,
 ) -> RunPlan:
     """Build the plan of a run, simulated or deployed.
 
-    The evaluators must use different metric names.
+    The evaluators must use different metric names. ``names`` are those of simulated clients, by id.
     """
     draw, sampler, charging = source.draw, source.sampler, source.charging
     if charging is not None:
@@ -78,7 +79,12 @@ def build_run_plan(
             is_summed_compressed=_is_summed_compressed(components),
             is_retried=components.asynchrony is None,
         ),
-        evaluator=Evaluators(evaluators),
+        evaluator=Evaluators(
+            parts=evaluators,
+            # What single clients measure carries no noise.
+            reveals_clients=not components.config.privacy.is_on,
+            names=names or {},
+        ),
         evaluate_every=components.config.evaluation.every_rounds,
         early_stopping=components.early_stopping(),
         num_rounds=components.config.num_rounds,

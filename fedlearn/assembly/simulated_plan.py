@@ -2,7 +2,9 @@
 
 import math
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from fedlearn.algorithms.collector import Collector, further_bytes
 from fedlearn.algorithms.informed_sampling import Sampler, as_informed
@@ -44,6 +46,7 @@ from fedlearn.simulation.evaluation import (
     sample_clients,
 )
 from fedlearn.simulation.fine_tuning import SimulatedFineTuning
+from fedlearn.simulation.population import client_names
 from fedlearn.simulation.secure import ModularSum, SimulatedIdentities
 from fedlearn.simulation.sessions import (
     SessionCollector,
@@ -99,8 +102,26 @@ def assemble(
         release=choose_release(simulation, params, cluster, has_sessions=channel is not None),
         evaluators=_build_evaluators(simulation, model, cluster, channel),
         clock=clock,
+        names=_list_names(simulation),
     )
     return plan, params
+
+
+def _list_names(simulation: Simulation) -> dict[int, str]:
+    """Return the names in the data of the clients that are evaluated, by id."""
+    config, names = simulation.config, client_names(simulation.population)
+    if names is None or config.centralized or not config.evaluation.num_clients:
+        return {}
+    return {each: _name_text(names[each]) for each in _sample_evaluated(simulation).tolist()}
+
+
+def _name_text(name: object) -> str:
+    return name.decode(errors="replace") if isinstance(name, bytes) else str(name)
+
+
+def _sample_evaluated(simulation: Simulation) -> NDArray[np.int64]:
+    num_clients = simulation.config.evaluation.num_clients
+    return sample_clients(simulation.population.num_clients, num_clients, simulation.seed)
 
 
 def _build_sampler(simulation: Simulation, cluster: Cluster) -> Sampler:
@@ -191,10 +212,9 @@ def _build_evaluators(
         return []
     batch_size = config.evaluation.batch_size
     central = build_central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
-    num_clients = config.evaluation.num_clients
-    if not num_clients or config.centralized:
+    if not config.evaluation.num_clients or config.centralized:
         return [central]
-    sample = sample_clients(population.num_clients, num_clients, simulation.seed)
+    sample = _sample_evaluated(simulation)
     if channel is None:
         of_clients: Evaluator = ClientEvaluator(
             model=model,

@@ -309,13 +309,29 @@ def runs(
         typer.echo(f"no runs in {here.addresses.runs_dir} yet; `fedlearn simulate` makes one")
 
 
-@app.command()
-def show(run: RunArgument, *, as_json: Json = False, runs_dir: RunsDir = None) -> None:
+@app.command(epilog=examples("show calm-otter-17", "show calm-otter-17 --clients"))
+def show(
+    run: RunArgument,
+    *,
+    clients: Annotated[
+        bool,
+        typer.Option(
+            "--clients", help="Print what each client measured at the last evaluation, worst first."
+        ),
+    ] = False,
+    as_json: Json = False,
+    runs_dir: RunsDir = None,
+) -> None:
     """Print everything about a run."""
     from fedlearn.cli.environment import open_runs, terminal_width
-    from fedlearn.cli.overview import run_object, run_page
+    from fedlearn.cli.overview import clients_lines, clients_table, run_object, run_page
 
     with open_runs([run], runs_dir=runs_dir) as [found]:
+        if clients:
+            measured, width = found.clients, terminal_width()
+            lines = clients_lines(measured) if as_json else clients_table(measured, width=width)
+            typer.echo(lines)
+            return
         typer.echo(run_object(found) if as_json else run_page(found, width=terminal_width()))
 
 

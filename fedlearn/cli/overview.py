@@ -4,16 +4,15 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from fedlearn.cli.tables import client_text, describe_missed, format_status
 from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
-from fedlearn.core.clock import SystemClock
 from fedlearn.core.json_values import format_json, iterate_leaves
-from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participation, Status
 from fedlearn.core.quantities import format_number
 from fedlearn.core.words import replace_unprintable
+from fedlearn.experiment.clients import load_names
 from fedlearn.experiment.history import RoundMetrics, best_point, series
 from fedlearn.experiment.layout import facts_text, table_text
 from fedlearn.experiment.progress import describe_metrics, next_steps
@@ -21,7 +20,9 @@ from fedlearn.experiment.run import Run
 from fedlearn.experiment.summary import Summary, staleness_text, summarize
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.checkpoints import CheckpointFile
-from fedlearn.store.registry import StoredRegistry
+
+if TYPE_CHECKING:  # numpy takes a while, and most commands need none of it
+    from fedlearn.core.client_metrics import ClientMetrics
 
 #: A run and its rounds, without their participations.
 Brief: TypeAlias = tuple[RunRecord, Sequence[RoundMetrics]]
@@ -31,6 +32,8 @@ _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 _MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
 #: Modes of configuration tables that are not worth printing.
 _OFF = ("off", "drop")
+#: Most clients in a table.
+_TABLE_CLIENTS = 100
 
 
 # ---- All runs -----------------------------------------------------------------------------
@@ -120,7 +123,7 @@ def _describe_participation(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _describe_missed(run: Run) -> Iterator[tuple[str, str]]:
-    names = _load_names(run)
+    names = load_names(run.stored)
     found = [(each, missed) for each in run.history if (missed := _find_missed(each))]
     for record, missed in found[-_MISSED_ROUNDS:]:
         listed = [
@@ -135,14 +138,6 @@ def _find_missed(record: RoundRecord) -> list[Participation]:
     if record.count(Status.REPORTED) == len(record.participations):
         return []
     return [each for each in record.participations if each.status is not Status.REPORTED]
-
-
-def _load_names(run: Run) -> dict[ClientId, str]:
-    """Return the clients' names by id; empty for a simulation."""
-    if not run.record.is_deployed:
-        return {}
-    registry = StoredRegistry(run.stored.database, SystemClock())
-    return {each.client_id: each.name for each in registry.clients()}
 
 
 def _format_settings(table: object) -> str:
@@ -175,7 +170,7 @@ def run_object(run: Run) -> str:
         {"rounds": f.round_num, "path": str(f.path), "sha256": f.sha256, "bytes": f.num_bytes}
         for f in run.stored.checkpoints()
     ]
-    names, latest = _load_names(run), deque[dict[str, object]](maxlen=_MISSED_OBJECTS)
+    names, latest = load_names(run.stored), deque[dict[str, object]](maxlen=_MISSED_OBJECTS)
     for each in rounds:
         values = describe_missed(_find_missed(each), names)
         latest.extend({"round": each.round_num + 1} | value for value in values)
@@ -199,3 +194,31 @@ def run_object(run: Run) -> str:
         "versions": record.versions,
     }
     return format_json(everything)
+
+
+# ---- Clients of one run -------------------------------------------------------------------
+
+
+def clients_table(clients: "ClientMetrics", *, width: int | None) -> str:
+    """Format what clients measured as a table, the worst first."""
+    shown = clients.worst_first().to_rows()[:_TABLE_CLIENTS]
+    rows = [
+        (
+            str(each["client_id"]),
+            replace_unprintable(each["name"] or "-"),
+            str(each["num_examples"]),
+            *(format_number(each[name]) for name in clients.metrics),
+        )
+        for each in shown
+    ]
+    table = table_text([("id", "name", "examples", *clients.metrics), *rows], width=width)
+    text = f"{table}\n\nmeasured after round {clients.measured_after}"
+    if len(clients) > len(shown):
+        text += f"; {len(clients) - len(shown):,} more clients: --json prints all"
+    return text
+
+
+def clients_lines(clients: "ClientMetrics") -> str:
+    """Format what clients measured as JSON, one client a line, the worst first."""
+    after = {"measured_after": clients.measured_after}
+    return "\n".join(format_json(after | each) for each in clients.worst_first())

@@ -4,16 +4,19 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import ScalarFormatter
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
+from fedlearn.core.client_metrics import PERSONAL, ClientMetrics
 from fedlearn.core.participations import Status
-from fedlearn.core.quantities import choose_time_unit
+from fedlearn.core.quantities import choose_time_unit, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.figures import (
     INK,
@@ -51,6 +54,7 @@ _MARKED_POINTS = 40
 #: Ratio of lengths above which two runs no longer fit one linear scale.
 _MUCH_LONGER = 20
 _NUM_BARS = 120
+_MOST_BINS = 20
 
 
 def plot(runs: Sequence[History], path: Path) -> Path:
@@ -194,6 +198,32 @@ def draw_staleness(axes: Axes, *, rounds: Sequence[RoundRecord]) -> None:
     title = "Staleness" if width == 1 else f"Staleness, mean of {width} rounds"
     label_axes(axes, title, "round", "updates a round", [])
     _status_legend(axes)
+
+
+def draw_clients(axes: Axes, *, clients: ClientMetrics) -> None:
+    """Draw how many clients measured which values of the leading metric.
+
+    If that is of personal models, the same metric of the global model is drawn as well.
+    """
+    leading = clients.leading_metric
+    name = leading.removeprefix(PERSONAL)
+    shown = {
+        label: values
+        for label in dict.fromkeys((name, leading))
+        if (values := clients.finite(label)).size
+    }
+    everything = np.concatenate([*shown.values(), np.empty(0)])
+    edges = np.histogram_bin_edges(everything, bins=min(_MOST_BINS, 2 + len(clients) // 2))
+    counts = {label: np.histogram(values, edges)[0] for label, values in shown.items()}
+    for color, (label, heights) in zip(RUN_COLORS, counts.items(), strict=False):
+        axes.stairs(heights, edges, color=color, label=label, fill=True, alpha=0.35)
+        axes.stairs(heights, edges, color=color, linewidth=1.5)
+    for place, (low, high) in enumerate(pairwise(edges.tolist()) if shown else ()):
+        texts = (f"{heights[place]} {label}" for label, heights in counts.items())
+        what = f"{format_number(low)} to {format_number(high)}: {', '.join(texts)}"
+        add_column_tooltip(axes, low, high - low, what)
+    label_axes(axes, "Clients by value", _metric_label(name), "clients")
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _group_rounds(rounds: Sequence[RoundRecord]) -> tuple[list[Sequence[RoundRecord]], int]:

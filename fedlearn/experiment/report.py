@@ -23,15 +23,17 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from fedlearn.config import Config, render
+from fedlearn.core.client_metrics import ClientMetrics, Row
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Status
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ConfigError, StoreError
+from fedlearn.experiment.clients import explain_hidden
 from fedlearn.experiment.figures import Panel, add_shape, add_tooltip, render_svg
 from fedlearn.experiment.history import headline, headline_metric
-from fedlearn.experiment.plot import STATUS_COLORS, draw_staleness, panels
+from fedlearn.experiment.plot import STATUS_COLORS, draw_clients, draw_staleness, panels
 from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
@@ -49,6 +51,8 @@ _PART_TITLES: Mapping[str, str] = {
 #: Statistics over clients that not every run has.
 _SOMETIMES = ("by_examples", "num_clients")
 _SHOWN_REASONS = 20
+#: Clients in the tables of the worst and of the best.
+_SHOWN_CLIENTS = 10
 
 
 def report(
@@ -57,18 +61,25 @@ def report(
     path: Path,
     *,
     privacy: Spending | None = None,
+    clients: ClientMetrics | None = None,
 ) -> Path:
     """Write a run's figures, curves, clients by rounds, failures and configuration to ``path``.
 
-    The run may be in any state, even without a finished round. ``privacy`` is its privacy spending.
-    An existing file is replaced as a whole. Returns ``path``.
+    The run may be in any state, even without a finished round. ``privacy`` is its privacy spending,
+    and ``clients`` what single clients measured. An existing file is replaced as a whole. Returns
+    ``path``.
     """
-    write_durably(path, render_page(record, rounds, privacy=privacy).encode(), raises=StoreError)
+    page = render_page(record, rounds, privacy=privacy, clients=clients)
+    write_durably(path, page.encode(), raises=StoreError)
     return path
 
 
 def render_page(
-    record: RunRecord, rounds: Sequence[RoundRecord], *, privacy: Spending | None = None
+    record: RunRecord,
+    rounds: Sequence[RoundRecord],
+    *,
+    privacy: Spending | None = None,
+    clients: ClientMetrics | None = None,
 ) -> str:
     """Return the HTML of :func:`report`."""
     environment = Environment(
@@ -90,6 +101,10 @@ def render_page(
         tiles=list(_tiles(summary, headline_metric(record))),
         curves=[Markup(render_svg(each, inches=_PANEL_INCHES)) for each in _panels(record, rounds)],  # noqa: S704 (ours)
         client_parts=_client_parts(summary),
+        client_curve=None if clients is None else _draw_clients(clients),
+        client_metrics=[] if clients is None else list(clients.metrics),
+        client_tables={} if clients is None else _rank_clients(clients),
+        hidden_clients=explain_hidden(record),
         client_map=_Map.of(rounds),
         reasons=summary.reasons[:_SHOWN_REASONS],
         config=config,
@@ -114,6 +129,23 @@ def _client_parts(summary: Summary) -> dict[str, str]:
         part: title
         for part, title in _PART_TITLES.items()
         if part in measured or part not in _SOMETIMES
+    }
+
+
+def _draw_clients(clients: ClientMetrics) -> Markup:
+    drawn = render_svg(partial(draw_clients, clients=clients), inches=_PANEL_INCHES)
+    return Markup(drawn)  # noqa: S704 (ours)
+
+
+def _rank_clients(clients: ClientMetrics) -> dict[str, Sequence[Row]]:
+    """Return tables of clients with their titles: all if there are few, else the worst and best."""
+    metric, rows = clients.leading_metric, clients.worst_first().to_rows()
+    if len(rows) <= 2 * _SHOWN_CLIENTS:
+        return {f"All clients, the worst {metric} first": rows}
+    valued = rows[: len(clients.finite(metric))]  # those without a value are last
+    return {
+        f"Worst {metric}": valued[:_SHOWN_CLIENTS],
+        f"Best {metric}": valued[: -_SHOWN_CLIENTS - 1 : -1],
     }
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, StoreError
+from fedlearn.experiment.clients import explain_absence, load_clients
 from fedlearn.experiment.spending import load_spending
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
@@ -13,6 +14,8 @@ from fedlearn.store.runs import Database, StoredRun
 
 if TYPE_CHECKING:  # importing torch takes a second, and only a run's model needs it
     from torch import Tensor, nn
+
+    from fedlearn.core.client_metrics import ClientMetrics
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,21 @@ class Run:
         """
         return load_spending(self.stored)
 
+    @property
+    def clients(self) -> "ClientMetrics":
+        """What each evaluated client measured at the last evaluation, by name.
+
+        ``run.clients["hospital-1"]["accuracy"]`` is that of the global model, and
+        ``"personal_accuracy"`` that of the client's own, if it has one.
+
+        Raises:
+            StoreError: There is nothing, for example because privacy is on; the message says why.
+        """
+        found = load_clients(self.stored)
+        if found is None:
+            raise StoreError(f"{self.name}: {explain_absence(self.record)}")
+        return found
+
     def plot(self, path: Path | str | None = None) -> Path:
         """Draw the curves as PNG and return the file; by default ``curves.png`` in its folder."""
         from fedlearn.experiment.plot import plot  # noqa: PLC0415 (matplotlib takes half a second)
@@ -84,7 +102,13 @@ class Run:
         from fedlearn.experiment.report import report  # noqa: PLC0415 (it draws, too)
 
         target = self.path / "report.html" if path is None else Path(path)
-        return report(self.record, self.history, target, privacy=self.privacy)
+        return report(
+            self.record,
+            self.history,
+            target,
+            privacy=self.privacy,
+            clients=load_clients(self.stored),
+        )
 
     def weights(self, *, best: bool = True) -> "dict[str, Tensor]":
         """Return the tensors of the best model, or of the last.

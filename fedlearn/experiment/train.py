@@ -269,9 +269,12 @@ def _build_measure(components: Components) -> Callable[[TrainingState], Mapping[
     )
     evaluator = build_central_evaluator(components.test, model, Alone(), batch_size=batch_size)
     params = build_initial_params(components, cpu)
-    return lambda state: evaluator.evaluate(
-        GlobalModel(params=load_trained(params, state), round_num=0)
-    )
+
+    def measure(state: TrainingState) -> Mapping[str, float]:
+        model = GlobalModel(params=load_trained(params, state), round_num=0)
+        return evaluator.evaluate(model).metrics
+
+    return measure
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Evaluates the global model on held-out examples and on each client's own data."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -11,6 +13,7 @@ from fedlearn.algorithms.fine_tuning import FineTuning
 from fedlearn.algorithms.personal_models import has_personal_models, has_personal_update
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.client_metrics import ClientMetrics, Evaluation
 from fedlearn.core.distribution import Direction, average_by_examples, summarize_metrics
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Failure
 from fedlearn.core.reported_metrics import list_majority_names, select_recordable
@@ -19,28 +22,35 @@ from fedlearn.transport.base import Arrival, Channel, ask_once
 
 
 class Evaluator(Protocol):
-    """Evaluates a model; the metrics go into the record of the round."""
+    """Evaluates a model; the result goes into the record of the round."""
 
-    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
-        """Return the metrics by name."""
+    def evaluate(self, model: GlobalModel) -> Evaluation:
+        """Evaluate the model."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evaluators:
-    """Runs several evaluators and merges their metrics.
+    """Runs several evaluators and merges their results.
 
     Attributes:
-        parts: The evaluators, in order; no two have a metric of the same name.
+        parts: The evaluators, in order; no two have a metric of the same name, and at most one
+            evaluates clients.
+        reveals_clients: Whether the record of the run may have what single clients measured.
+        names: The names of clients, by id.
     """
 
     parts: Sequence[Evaluator]
+    reveals_clients: bool
+    names: Mapping[int, str] = field(default_factory=dict)
 
-    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
-        """Return the metrics of all parts."""
-        metrics: dict[str, float] = {}
-        for part in self.parts:
-            metrics |= part.evaluate(model)
-        return metrics
+    def evaluate(self, model: GlobalModel) -> Evaluation:
+        """Return the metrics of all parts, and what single clients measured."""
+        found = [part.evaluate(model) for part in self.parts]
+        metrics = {name: value for each in found for name, value in each.metrics.items()}
+        clients = next((each.clients for each in found if each.clients is not None), None)
+        if clients is None or not self.reveals_clients:
+            return Evaluation(metrics=metrics)
+        return Evaluation(metrics=metrics, clients=clients.with_names(self.names))
 
 
 def build_evaluate_request(
@@ -111,36 +121,57 @@ class ChannelEvaluator:
     fine_tuning: FineTuning | None = None
     weighs: bool = False
 
-    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
-        """Return statistics of each metric over the clients that answered in time."""
+    def evaluate(self, model: GlobalModel) -> Evaluation:
+        """Return each metric of the clients that answered in time, and its distribution."""
         round_num = model.round_num
         cohort = self.cohort(round_num)
         if not cohort:
-            return {}
+            return Evaluation(metrics={})
         # One object for all clients, so that a channel encodes the model only once.
         request = build_evaluate_request(model, self.strategy, cohort, fine_tuning=self.fine_tuning)
         requests = dict.fromkeys(cohort, request)
-        replies = list[EvaluateReply]()
+        replies = dict[ClientId, EvaluateReply]()
         for arrival in ask_once(self.channel, requests, deadline_s=self.deadline_s):
             reply = check_evaluation(arrival, round_num=round_num)
             if isinstance(reply, EvaluateReply):
                 if self.weighs and not 1 <= reply.num_examples <= MAX_EXAMPLES:
                     arrival.refuse(f"num_examples {reply.num_examples} is not in 1..{MAX_EXAMPLES}")
                     continue
-                replies.append(reply)
-        by_name: dict[str, list[float]] = {}
-        examples: dict[str, list[int]] = {}
-        for reply in replies:
-            for name, value in select_recordable(reply.metrics).items():
-                by_name.setdefault(name, []).append(value)
-                examples.setdefault(name, []).append(reply.num_examples)
-        counts = {name: len(values) for name, values in by_name.items()}
-        # A name that only few clients report is a mistake or an attack.
-        known = list_majority_names(counts, num_replies=len(replies))
-        per_client = {name: np.asarray(by_name[name]) for name in known}
-        spread = summarize_metrics(per_client, directions=self.directions)
+                replies[arrival.client_id] = reply
+        clients = _tabulate(replies, round_num=round_num, directions=self.directions)
+        if clients is None:
+            return Evaluation(metrics={})
+        spread = summarize_metrics(clients.metrics, directions=self.directions)
         if self.weighs:
+            num_examples = np.asarray(clients.num_examples)
             spread |= average_by_examples(
-                per_client, {name: np.asarray(examples[name]) for name in known}
+                clients.metrics, dict.fromkeys(clients.metrics, num_examples)
             )
-        return spread
+        return Evaluation(metrics=spread, clients=clients)
+
+
+def _tabulate(
+    replies: Mapping[ClientId, EvaluateReply],
+    *,
+    round_num: int,
+    directions: Mapping[str, Direction],
+) -> ClientMetrics | None:
+    """Return the metrics of the replies as a table; ``None`` if there is nothing in it."""
+    measured = {each: select_recordable(replies[each].metrics) for each in sorted(replies)}
+    counts = Counter(name for metrics in measured.values() for name in metrics)
+    # A name that only few clients report is a mistake or an attack.
+    known = list_majority_names(counts, num_replies=len(replies))
+    if not known:
+        return None
+    return ClientMetrics(
+        measured_after=round_num,
+        client_ids=list(measured),
+        num_examples=[replies[each].num_examples for each in measured],
+        metrics={
+            name: np.asarray(
+                [metrics.get(name, math.nan) for metrics in measured.values()], np.float64
+            )
+            for name in known
+        },
+        directions={name: directions[name] for name in known if name in directions},
+    )

@@ -11,6 +11,8 @@ from fedlearn.core.participations import Participations, Status
 if TYPE_CHECKING:  # listing runs must not load torch, which is slow
     from torch import Tensor
 
+    from fedlearn.core.client_metrics import ClientMetrics
+
 
 class RunStatus(StrEnum):
     """Status of a run.
@@ -93,6 +95,9 @@ class RoundRecord:
             names: means over the reports, weighted by examples.
         staleness: Number of updates by staleness, for an asynchronous round. The staleness is the
             number of rounds that have changed the model since it was sent to the client.
+        clients: What single clients measured, for a callback; ``None`` if none was evaluated, if
+            their values are hidden, and in a record that was read back: a run keeps those of its
+            last evaluation only.
 
     Example:
         >>> import fedlearn as fl
@@ -118,6 +123,7 @@ class RoundRecord:
     metrics: Mapping[str, float]
     train_metrics: Mapping[str, float] = field(default_factory=dict)
     staleness: Mapping[int, int] = field(default_factory=dict)
+    clients: "ClientMetrics | None" = field(default=None, compare=False, repr=False)
 
     def count(self, status: Status) -> int:
         """Return how many clients ended with ``status``."""

@@ -20,6 +20,7 @@ from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.pending_tasks import PendingTasks, tasks_from_tensors, tasks_to_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.algorithms.strategy import State, Strategy
+from fedlearn.core.client_metrics import ClientMetrics
 from fedlearn.core.clock import Clock
 from fedlearn.core.improvement import Goal
 from fedlearn.core.messages import ClientId, Scalar
@@ -305,6 +306,7 @@ def _run_next_round(
     server = replace(server, round_num=state.server.round_num + 1, begin_metrics={})
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
     state = state.note(collected)
+    clients: ClientMetrics | None = None
     if plan.is_evaluated(server.round_num):
         evaluated = plan.evaluator.evaluate(
             GlobalModel(
@@ -317,12 +319,13 @@ def _run_next_round(
                 ),
             )
         )
-        if both := sorted(metrics.keys() & evaluated.keys()):
+        clients = evaluated.clients
+        if both := sorted(metrics.keys() & evaluated.metrics.keys()):
             raise RoundError(
                 f"the strategy's step names a metric {both[0]!r}, and so does the evaluation; give "
                 "the strategy's another name"
             )
-        metrics = {**metrics, **evaluated}
+        metrics = {**metrics, **evaluated.metrics}
         state = _with_best(state, metrics, plan.early_stopping)
     record = RoundRecord(
         round_num=server.round_num - 1,
@@ -336,6 +339,7 @@ def _run_next_round(
         metrics={**plan.extra_metrics(), **metrics},
         train_metrics=collected.train_metrics,
         staleness=collected.staleness,
+        clients=clients,
     )
     return state, record
 

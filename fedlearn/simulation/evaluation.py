@@ -20,6 +20,7 @@ from fedlearn.algorithms.personal_models import (
     name_personal,
 )
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.core.client_metrics import ClientMetrics, Evaluation
 from fedlearn.core.cluster import Cluster, gather
 from fedlearn.core.distribution import Direction, summarize_metrics
 from fedlearn.core.features import Features, list_tensors, move_to_device, slice_rows
@@ -55,7 +56,7 @@ class CentralEvaluator:
     batch_size: int
     cluster: Cluster
 
-    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
+    def evaluate(self, model: GlobalModel) -> Evaluation:
         """Compute the ``loss`` and each metric, as a mean over examples or on the whole set."""
         mine = _take_share(len(self.labels), self.cluster)
         found = self.model.measure(
@@ -71,7 +72,7 @@ class CentralEvaluator:
             sums = torch.stack([each.sum() for pair in weighted.values() for each in pair]).cpu()
             self.cluster.all_reduce([sums])
             means = dict(zip(weighted, (sums[::2] / sums[1::2]).tolist(), strict=True))
-        return means | self._whole(found.outputs, mine)
+        return Evaluation(metrics=means | self._whole(found.outputs, mine))
 
     def _whole(self, outputs: Tensor, mine: slice) -> dict[str, float]:
         """Compute the metrics that need the whole set, from the outputs of all workers."""
@@ -164,8 +165,8 @@ class ClientEvaluator:
     def _has_personal(self) -> bool:
         return self.fine_tuning is not None or has_personal_models(self.strategy)
 
-    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
-        """Compute the distribution of the loss and each metric over the clients.
+    def evaluate(self, model: GlobalModel) -> Evaluation:
+        """Compute the loss and each metric of the clients, and their distribution.
 
         If clients have personal models, these are measured as well. A client whose evaluation
         raises an error is left out, as in a deployment.
@@ -186,9 +187,16 @@ class ClientEvaluator:
         if is_failed_C.all():
             client_id, reason = min(min(each.items()) for each in gather(reasons, self.cluster))
             raise EngineError(f"no client can be evaluated; client {client_id}: {reason}")
-        return summarize_metrics(
-            dict(zip(directions, values_MC, strict=True)), directions=directions
+        measured = sample[is_failed_C == 0.0]
+        clients = ClientMetrics(
+            measured_after=model.round_num,
+            client_ids=measured.tolist(),
+            num_examples=self.population.num_examples(measured).tolist(),
+            metrics=dict(sorted(zip(directions, values_MC[:, is_failed_C == 0.0], strict=True))),
+            directions=directions,
         )
+        spread = summarize_metrics(clients.metrics, directions=directions)
+        return Evaluation(metrics=spread, clients=clients)
 
     def _measure_each(
         self, model: GlobalModel, client_ids: NDArray[np.int64], reasons: dict[int, str]

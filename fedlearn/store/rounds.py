@@ -83,6 +83,7 @@ def read_rounds(session: Session, run_id: int) -> list[RoundRecord]:
             row,
             RoundRecord,
             participations=Participations.of(participations[row.round_num]),
+            clients=None,
             **metrics[row.round_num],
         )
         for row in session.scalars(

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
@@ -58,6 +58,7 @@ from fedlearn.store.schema import (
 if TYPE_CHECKING:  # commands that list runs must not wait for torch to import
     from torch import Tensor
 
+    from fedlearn.core.client_metrics import ClientMetrics
     from fedlearn.core.randomness import Seed
 
 #: Called first in every transaction that writes; raises if this process may not write.
@@ -68,6 +69,8 @@ _RUN_ID_BYTES = 16
 
 #: Name of the file with the configuration, in the folder of a run.
 CONFIG_FILE = "config.json"
+#: Name of the folder with what single clients measured, in the folder of a run.
+_CLIENTS = "clients"
 
 
 def sqlite_url(path: Path) -> str:
@@ -275,7 +278,7 @@ class StoredRun:
     :class:`~fedlearn.errors.Fenced` after a takeover.
 
     Attributes:
-        path: The run's folder, with ``config.json`` and ``checkpoints/``.
+        path: The run's folder, with ``config.json``, ``checkpoints/`` and ``clients/``.
         database: The database with the run.
         retention: Rule for which checkpoints a commit keeps.
     """
@@ -288,6 +291,8 @@ class StoredRun:
         self._run_id = run_id
         self._guard = guard
         self._buffer: list[RoundRecord] = []
+        #: What clients measured since the last commit; only the last evaluation is kept.
+        self._clients: ClientMetrics | None = None
         #: SHA-256 of the checkpoint and number of records of a commit with unknown outcome.
         self._uncertain_commit: tuple[str, int] | None = None
 
@@ -308,8 +313,13 @@ class StoredRun:
         return hold_run(self.path)
 
     def append(self, record: RoundRecord) -> None:
-        """Buffer the record of a finished round; the next :meth:`commit` makes it durable."""
-        self._buffer.append(record)
+        """Buffer the record of a finished round; the next :meth:`commit` makes it durable.
+
+        Of what single clients measured, only the last evaluation is kept.
+        """
+        if record.clients is not None:
+            self._clients = record.clients
+        self._buffer.append(replace(record, clients=None))
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable, together, before returning.
@@ -344,15 +354,53 @@ class StoredRun:
                 self._uncertain_commit = file.sha256, len(self._buffer)
                 insert_rounds(session.connection(), self._run_id, self._buffer)
                 best_round = checkpoint.values.get("best_round")
-                kept = self._replace_checkpoints(
+                num_rounds_before = max(
+                    (row.round_num for row in self._checkpoint_rows(session)), default=0
+                )
+                kept, num_rounds = self._replace_checkpoints(
                     session, file=file, best_round=best_round if isinstance(best_round, int) else 0
                 )
                 # List the files while the guard holds, so that the list has no file of a
                 # coordinator that takes over later.
                 found = list(folder.iterdir())
-        self._buffer, self._uncertain_commit = [], None
+                # Likewise, so that a coordinator that was replaced writes no file.
+                measured_after = self._write_clients()
+        self._buffer, self._uncertain_commit, self._clients = [], None, None
         # 3. Old files last, once no committed row names them.
         _remove_all_but(kept, found=found)
+        uncommitted = {*range(num_rounds_before + 1, checkpoint.round_num + 1)} - {measured_after}
+        self._remove_clients(num_rounds, uncommitted=uncommitted)
+
+    def client_metrics(self) -> "ClientMetrics | None":
+        """Return what single clients measured at the last evaluation; ``None`` if there is nothing.
+
+        Raises:
+            StoreError: The file is damaged, or cannot be read.
+        """
+        from fedlearn.store.client_files import read_clients  # noqa: PLC0415 (it takes numpy)
+
+        files = self.checkpoints()
+        if not files:
+            return None
+        return read_clients(self.path / _CLIENTS, num_rounds=files[-1].round_num)
+
+    def _write_clients(self) -> int | None:
+        """Write what clients measured since the last commit, and return after how many rounds."""
+        if self._clients is None:
+            return None
+        from fedlearn.store.client_files import write_clients  # noqa: PLC0415 (see above)
+
+        write_clients(self._clients, folder=self.path / _CLIENTS)
+        return self._clients.measured_after
+
+    def _remove_clients(
+        self, checkpoints: Collection[int], *, uncommitted: Collection[int]
+    ) -> None:
+        folder = self.path / _CLIENTS
+        if folder.exists():
+            from fedlearn.store.client_files import remove_clients  # noqa: PLC0415 (see above)
+
+            remove_clients(folder, checkpoints=checkpoints, uncommitted=uncommitted)
 
     def load(self) -> Checkpoint | None:
         """Return the last committed checkpoint, or ``None`` before the first.
@@ -578,8 +626,11 @@ class StoredRun:
 
     def _replace_checkpoints(
         self, session: Session, *, file: CheckpointFile, best_round: int
-    ) -> set[str]:
-        """Add the row of ``file``, apply the retention rule, and return the files to keep."""
+    ) -> tuple[set[str], list[int]]:
+        """Add the row of ``file`` and apply the retention rule.
+
+        Returns the names of the files to keep, and the numbers of finished rounds in them.
+        """
         self._drop_checkpoint(session, round_num=file.round_num)
         session.add(build_row(CheckpointRow, file, run_id=self._run_id, file=file.path.name))
         rows = self._checkpoint_rows(session)
@@ -587,7 +638,7 @@ class StoredRun:
         for row in rows:
             if row.round_num not in kept:
                 session.delete(row)
-        return {row.file for row in rows if row.round_num in kept}
+        return {row.file for row in rows if row.round_num in kept}, sorted(kept)
 
     def _checkpoint_rows(self, session: Session) -> Sequence[CheckpointRow]:
         mine = select(CheckpointRow).where(CheckpointRow.run_id == self._run_id)

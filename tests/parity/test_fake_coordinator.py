@@ -95,7 +95,7 @@ class Rounds:
             deadline_s=WAIT_S,
             strategy=STRATEGY,
         )
-        return bool(evaluator.evaluate(GlobalModel(params=Params.of(MODEL), round_num=0)))
+        return bool(evaluator.evaluate(GlobalModel(params=Params.of(MODEL), round_num=0)).metrics)
 
 
 @dataclass

@@ -167,7 +167,7 @@ def test_a_secure_evaluation_gives_the_mean_of_the_plain_one(tmp_path: Path) -> 
         strategy=fl.FedAvg(sgd),
         fine_tuning=tuning,
     )
-    found, expected = secure.evaluate(model), plain.evaluate(model)
+    found, expected = (each.evaluate(model).metrics for each in (secure, plain))
     for name in ("clients/loss_mean", "clients/personal_loss_mean"):
         assert found[name] == pytest.approx(expected[name], abs=1e-6)
     assert found["clients/personal_loss_mean"] < found["clients/loss_mean"] - 0.01
@@ -195,7 +195,7 @@ def test_clients_fine_tune_over_grpc(tmp_path: Path) -> None:
                         algorithm.local, num_epochs=num_epochs, seed=shelf.SEED
                     ),
                 )
-                found.append(evaluator.evaluate(model))
+                found.append(evaluator.evaluate(model).metrics)
     name = "clients/personal_loss_mean"
     kept, tuned, expected_kept, expected_tuned = (each[name] for each in found)
     assert (kept, tuned) == pytest.approx((expected_kept, expected_tuned), abs=1e-5)

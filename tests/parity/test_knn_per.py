@@ -129,7 +129,7 @@ def test_neighbors_of_real_clients_vote(tmp_path: Path) -> None:
                 deadline_s=grpc.LONG_S,
                 strategy=algorithm,
             )
-            metrics = evaluator.evaluate(GlobalModel(params=state.params, round_num=1))
+            metrics = evaluator.evaluate(GlobalModel(params=state.params, round_num=1)).metrics
             found.append(metrics["clients/personal_loss_mean"])
             assert abs(found[-1] - metrics["clients/loss_mean"]) > 0.01
     assert found[0] == pytest.approx(found[1], abs=1e-5)

@@ -142,7 +142,8 @@ class Simulation:
             ),
         )
         metrics = [
-            e.evaluate(GlobalModel(params=state.params, round_num=NUM_ROUNDS)) for e in evaluators
+            e.evaluate(GlobalModel(params=state.params, round_num=NUM_ROUNDS)).metrics
+            for e in evaluators
         ]
         kept = to_tensors(state.client_states)
         return {

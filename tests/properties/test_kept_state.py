@@ -332,7 +332,7 @@ def train_rounds(
     )
     plan = RunPlan(
         round=round_plan,
-        evaluator=Evaluators([]),
+        evaluator=Evaluators(parts=[], reveals_clients=True),
         evaluate_every=0,
         early_stopping=EarlyStopping(
             metric="loss", direction="min", patience_rounds=None, min_improvement=0.0, target=None

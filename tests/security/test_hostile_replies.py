@@ -358,7 +358,8 @@ def test_a_hostile_evaluation_is_left_out(answer: bytes) -> None:
         deadline_s=1.0,
         strategy=STRATEGY,
     )
-    metrics = evaluator.evaluate(GlobalModel(params=Params.of(nn.Linear(2, 1)), round_num=1))
+    found = evaluator.evaluate(GlobalModel(params=Params.of(nn.Linear(2, 1)), round_num=1))
+    metrics = found.metrics
     assert (HOSTILE in channel.refused) == (answer not in COUNTED)
     assert metrics["clients/loss_mean"] == 2.0
     assert metrics["clients/loss_worst_decile"] == 2.0

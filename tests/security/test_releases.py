@@ -571,17 +571,27 @@ def evaluator(federation: Federation, cohort: Sequence[ClientId]) -> SecureEvalu
 
 def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) -> None:
     """Over the clients that compute the measure; values leave a client only masked."""
-    found = evaluator(Federation(tmp_path), EVERYONE).evaluate(
+    evaluated = evaluator(Federation(tmp_path), EVERYONE).evaluate(
         GlobalModel(params=PARAMS, round_num=1)
     )
+    assert evaluated.clients is None, "values of single clients are not known"
+    found = evaluated.metrics
     plain = MemoryChannel(
         {i: ClientSession(i, Counting(i)).handle for i in EVERYONE},
         lambda asked, _: np.zeros(len(asked)),
         VirtualClock(),
     )
-    wanted = ChannelEvaluator(
-        channel=plain, cohort=lambda _: EVERYONE, directions={}, deadline_s=60.0, strategy=STRATEGY
-    ).evaluate(GlobalModel(params=PARAMS, round_num=1))
+    wanted = (
+        ChannelEvaluator(
+            channel=plain,
+            cohort=lambda _: EVERYONE,
+            directions={},
+            deadline_s=60.0,
+            strategy=STRATEGY,
+        )
+        .evaluate(GlobalModel(params=PARAMS, round_num=1))
+        .metrics
+    )
     assert found["clients/loss_mean"] == pytest.approx(wanted["clients/loss_mean"], abs=1e-6)
     assert found["clients/recall_mean"] == pytest.approx(0.3, abs=1e-6), "of clients 1, 3 and 5"
     parts = ("mean", "num_clients")
@@ -592,11 +602,14 @@ def test_an_evaluation_in_a_sum_tells_the_mean_of_the_plain_one(tmp_path: Path) 
 def test_evaluations_over_cohorts_that_differ_by_one_client_are_refused(tmp_path: Path) -> None:
     """Evaluations of a round are opened once; the difference of two would be a client's loss."""
     federation = Federation(tmp_path)
-    assert evaluator(federation, EVERYONE).evaluate(GlobalModel(params=PARAMS, round_num=1))
-    assert evaluator(federation, OTHERS).evaluate(GlobalModel(params=PARAMS, round_num=1)) == {}
-    assert evaluator(federation, OTHERS).evaluate(GlobalModel(params=PARAMS, round_num=2)), (
-        "the control"
-    )
+
+    def measure(cohort: Sequence[ClientId], round_num: int) -> Mapping[str, float]:
+        model = GlobalModel(params=PARAMS, round_num=round_num)
+        return evaluator(federation, cohort).evaluate(model).metrics
+
+    assert measure(EVERYONE, 1)
+    assert measure(OTHERS, 1) == {}
+    assert measure(OTHERS, 2), "the control"
 
 
 @pytest.mark.slow
@@ -608,6 +621,8 @@ def test_trainings_and_evaluations_of_a_round_do_not_stand_in_each_others_way(
     for round_num in range(3):
         collected = collect_from(collector, EVERYONE, request(round_num=round_num))
         assert reporters(collected) == EVERYONE
-        assert evaluator(federation, EVERYONE).evaluate(
-            GlobalModel(params=PARAMS, round_num=round_num + 1)
+        assert (
+            evaluator(federation, EVERYONE)
+            .evaluate(GlobalModel(params=PARAMS, round_num=round_num + 1))
+            .metrics
         )

@@ -1,6 +1,5 @@
 """Federated evaluation over a channel."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from torch import nn
 from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
+from fedlearn.core.client_metrics import Evaluation
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest
@@ -53,7 +53,7 @@ def evaluator(deadline_s: float) -> ChannelEvaluator:
 def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None:
     """Mean, quantiles and worst decile, whichever direction is worse."""
     params = PARAMS.with_vector(torch.tensor([100.0, 0.0]))
-    metrics = evaluator(deadline_s=10.0).evaluate(GlobalModel(params=params, round_num=3))
+    metrics = evaluator(deadline_s=10.0).evaluate(GlobalModel(params=params, round_num=3)).metrics
     assert metrics["clients/loss_mean"] == pytest.approx(104.5)
     assert metrics["clients/loss_worst_decile"] == 109.0
     assert metrics["clients/accuracy_worst_decile"] == pytest.approx(0.1)
@@ -64,13 +64,15 @@ def test_the_spread_is_over_the_clients_and_of_the_model_that_was_sent() -> None
 def test_only_those_count_that_answer_in_time(deadline_s: float, expected: float) -> None:
     """A reply exactly at the deadline is in time."""
     params = PARAMS.with_vector(torch.zeros(2))
-    metrics = evaluator(deadline_s).evaluate(GlobalModel(params=params, round_num=0))
+    metrics = evaluator(deadline_s).evaluate(GlobalModel(params=params, round_num=0)).metrics
     assert metrics["clients/loss_mean"] == expected
 
 
 def test_when_nobody_answers_there_are_no_metrics() -> None:
     """Neither a zero nor an error."""
-    assert evaluator(deadline_s=-1.0).evaluate(GlobalModel(params=PARAMS, round_num=0)) == {}
+    found = evaluator(deadline_s=-1.0).evaluate(GlobalModel(params=PARAMS, round_num=0))
+    assert found.metrics == {}
+    assert found.clients is None
 
 
 def counting(num_examples: int, loss: float) -> Handler:
@@ -92,11 +94,11 @@ def test_means_by_examples_weigh_clients_and_none_that_claims_too_much(claimed: 
         deadline_s=1.0,
         strategy=STRATEGY,
     )
-    metrics = replace(evenly, weighs=True).evaluate(GlobalModel(params=PARAMS, round_num=1))
+    metrics = replace(evenly, weighs=True).evaluate(GlobalModel(params=PARAMS, round_num=1)).metrics
     assert metrics["clients/loss_by_examples"] == 1.25
     assert metrics["clients/loss_mean"] == 1.5
     assert f"num_examples {claimed}" in channel.refused[CLIENTS[2]]
-    others = evenly.evaluate(GlobalModel(params=PARAMS, round_num=1))
+    others = evenly.evaluate(GlobalModel(params=PARAMS, round_num=1)).metrics
     assert others["clients/loss_mean"] == 4.0
     assert "clients/loss_by_examples" not in others
 
@@ -107,11 +109,16 @@ class Constant:
     def __init__(self, name: str, value: float) -> None:
         self.metric = {name: value}
 
-    def evaluate(self, model: GlobalModel) -> Mapping[str, float]:
-        return {name: value + model.round_num for name, value in self.metric.items()}
+    def evaluate(self, model: GlobalModel) -> Evaluation:
+        return Evaluation(
+            metrics={name: value + model.round_num for name, value in self.metric.items()}
+        )
 
 
 def test_several_evaluators_are_one() -> None:
     """Their metrics are merged."""
-    both = Evaluators([Constant("loss", 0.5), Constant("accuracy", 0.25)])
-    assert both.evaluate(GlobalModel(params=PARAMS, round_num=1)) == {"loss": 1.5, "accuracy": 1.25}
+    both = Evaluators(
+        parts=[Constant("loss", 0.5), Constant("accuracy", 0.25)], reveals_clients=True
+    )
+    found = both.evaluate(GlobalModel(params=PARAMS, round_num=1))
+    assert found.metrics == {"loss": 1.5, "accuracy": 1.25}
