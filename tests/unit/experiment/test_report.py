@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from fedlearn.config import Config, config_hash
+from fedlearn.core.client_metrics import ClientMetrics
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.errors import StoreError
@@ -165,6 +166,49 @@ def test_the_quantiles_over_clients_stand_in_their_table(usual: str) -> None:
 
 
 @pytest.mark.slow
+def measure_clients(num_clients: int, *, name: str = "ada") -> ClientMetrics:
+    return ClientMetrics(
+        measured_after=3,
+        client_ids=list(range(num_clients)),
+        num_examples=[1234] * num_clients,
+        metrics={
+            "accuracy": np.linspace(1, 0, num_clients),
+            "personal_accuracy": np.append(np.linspace(0.5, 1, num_clients - 1), np.nan),
+        },
+        directions={"accuracy": "max", "personal_accuracy": "max"},
+        names={0: name},
+    )
+
+
+def test_the_worst_and_the_best_clients_are_named() -> None:
+    """By their own models; all are in one table if they are few. Those without a value are last."""
+    page = Outline(render_page(run(), ROUNDS, clients=measure_clients(30)))
+    texts = [text for text in page.texts if text.strip()]
+    for title, first in (
+        ("Worst personal_accuracy", "ada"),
+        ("Best personal_accuracy", "client 28"),
+    ):
+        place = texts.index(title)
+        header = ["client", "examples", "accuracy", "personal_accuracy"]
+        assert texts[place + 1 : place + 7] == [*header, first, "1,234"]
+    assert "client 15" not in texts
+    assert "client 29" not in texts
+    few = Outline(render_page(run(), ROUNDS, clients=measure_clients(4))).texts
+    assert "client 3" in few
+    assert few.index("All clients, the worst personal_accuracy first") < few.index("ada")
+
+
+def test_a_name_of_a_client_is_escaped_and_a_drawing_shows_the_distribution() -> None:
+    """Control: without clients there is neither."""
+    name = "<script>alert(1)</script>\x1b, Ü"
+    page = render_page(run(), ROUNDS, clients=measure_clients(4, name=name))
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;\N{REPLACEMENT CHARACTER}, Ü" in page
+    assert "Clients by value" in page
+    assert re.search(r"<title>[\d.]+ to [\d.]+: \d accuracy, \d personal_accuracy</title>", page)
+    assert "Clients by value" not in render_page(run(), ROUNDS)
+
+
 def test_means_by_examples_have_a_column_where_they_were_measured(usual: str) -> None:
     """The column is the last one, and absent if nothing was measured so."""
     assert "mean by examples" not in usual
