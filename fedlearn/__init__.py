@@ -141,6 +141,9 @@ if TYPE_CHECKING:
     from fedlearn.simulation.attacks import MinMax as MinMax
     from fedlearn.simulation.attacks import ModelReplacement as ModelReplacement
     from fedlearn.simulation.attacks import SignFlip as SignFlip
+    from fedlearn.simulation.feature_shift import AffineShift as AffineShift
+    from fedlearn.simulation.feature_shift import NoiseShift as NoiseShift
+    from fedlearn.simulation.feature_shift import RotationShift as RotationShift
     from fedlearn.simulation.federated_data import Bootstrap as Bootstrap
     from fedlearn.simulation.federated_data import FederatedData as FederatedData
     from fedlearn.simulation.federated_data import Natural as Natural
@@ -239,6 +242,7 @@ _HOME = {
     "simulation.attacks": (
         "Attack Backdoor GaussianNoise LabelFlip LittleIsEnough MinMax ModelReplacement SignFlip"
     ),
+    "simulation.feature_shift": "AffineShift NoiseShift RotationShift",
     "simulation.federated_data": (
         "Bootstrap FederatedData Natural "
         "from_arrays from_dataset from_examples from_npz from_parquet"

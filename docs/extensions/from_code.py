@@ -151,7 +151,9 @@ def _type(schema: dict[str, Any], document: dict[str, Any]) -> str:
     if "const" in schema:
         return _toml(schema["const"])
     if schema["type"] == "array":
-        return f"array of {_type(schema['items'], document)}"
+        places = schema.get("prefixItems", ())
+        number = f"{len(places)} times " if places else ""
+        return f"array of {number}{_type(places[0] if places else schema['items'], document)}"
     return str(schema["type"])
 
 

@@ -52,7 +52,7 @@ def build_deployment(config: Config, *, data_dir: Path) -> Deployment:
         )
     config = config.resolve(num_clients=None)
     has_data = not isinstance(config.data, NoDataSection)
-    data = config.data.load(seed=config.seed, data_dir=data_dir) if has_data else None
+    data = config.data.load_clients(seed=config.seed, data_dir=data_dir) if has_data else None
     components = validate_components(
         Deployment(
             **build_training(config, data),

@@ -78,7 +78,7 @@ def build_standalone(config: Config, *, data_dir: Path) -> Components:
         DataError: Data are missing or cannot be trained on.
     """
     has_data = not isinstance(config.data, NoDataSection)
-    data = config.data.load(seed=config.seed, data_dir=data_dir) if has_data else None
+    data = config.data.load_clients(seed=config.seed, data_dir=data_dir) if has_data else None
     return Components(
         **build_training(config, data),
         test=None if data is None else data.stored_test,

@@ -90,7 +90,7 @@ def build_simulation(
         ConfigError: A factory cannot be imported, or the components do not fit together.
         DataError: Data are missing or cannot be trained on.
     """
-    data = config.data.load(seed=config.seed, data_dir=data_dir)
+    data = config.data.load_clients(seed=config.seed, data_dir=data_dir)
     if of_clients is not None:
         # Tests of each client are of the configured clients.
         data = replace(
@@ -136,6 +136,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
             'or secure_aggregation.simulate_as to "modular_sum" to round alike without masks'
         )
     data, own = experiment.data, None
+    _require_known_examples(config, data)
     if config.coordinator.training.is_on and not config.coordinator.training.files:
         data, own = split_data(config, data)
     population = data.population.num_clients
@@ -243,6 +244,19 @@ def _require_trainers_without_tests(
         raise ConfigError(
             "clients evaluate by their own trainers in sessions, but the data have tests of each "
             'client; let the trainers hold out examples, or set engine.transport to "engine"'
+        )
+
+
+def _require_known_examples(config: Config, data: FederatedData) -> None:
+    """Refuse to find the ledger of examples by their values where these are shifted."""
+    privacy = config.privacy
+    is_found = privacy.population == "auto" and privacy.other_data_because is None
+    if privacy.is_on and not privacy.reproducible and is_found and data.shift is not None:
+        raise ConfigError(
+            'privacy.population is "auto", which recognizes examples by their values, but the '
+            "clients' features are shifted, so that other runs on the same people would not be "
+            'found; name the population, as in privacy.population = "ward 5", and use the same '
+            "name in each run on these examples"
         )
 
 

@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import copy
 from enum import Enum
+from functools import reduce
+from operator import or_
 from types import UnionType
 from typing import (
     Annotated,
@@ -180,13 +182,15 @@ def _fields(
 
 def _relax_for_toml(hint: Any) -> Any:  # Any: types, in any of their forms
     """Relax strict validation of tuples and enums, which TOML has as arrays and strings."""
-    plain = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    options = get_args(plain) if get_origin(plain) in (Union, UnionType) else (plain,)
-    is_written_otherwise = any(
-        get_origin(each) is tuple or (isinstance(each, type) and issubclass(each, Enum))
-        for each in options
-    )
-    return Annotated[hint, Field(strict=False)] if is_written_otherwise else hint
+    plain, *metadata = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    if get_origin(plain) not in (Union, UnionType):
+        is_written_otherwise = get_origin(plain) is tuple or (
+            isinstance(plain, type) and issubclass(plain, Enum)
+        )
+        return Annotated[hint, Field(strict=False)] if is_written_otherwise else hint
+    # Each option by itself: pydantic does not pass a union's strictness on.
+    relaxed: Any = reduce(or_, map(_relax_for_toml, get_args(plain)))
+    return Annotated[relaxed, *metadata] if metadata else relaxed
 
 
 def _get_doc(hint: Any) -> str:  # Any: as above

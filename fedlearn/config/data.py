@@ -13,10 +13,17 @@ from fedlearn.config.own_functions import (
     wrong_return_error,
 )
 from fedlearn.config.section import Arrays, Columns, Fraction, PathText, Problem
+from fedlearn.config.tables import Use
 from fedlearn.config.toml import quote
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
 from fedlearn.simulation import sources
+from fedlearn.simulation.feature_shift import (
+    AffineShift,
+    FeatureShift,
+    NoiseShift,
+    RotationShift,
+)
 from fedlearn.simulation.federated_data import (
     Bootstrap,
     FederatedData,
@@ -102,13 +109,67 @@ PARTITIONS = kinds(
 _NO_GROUPS = 'or set data.partition.kind to another, such as "iid" or "dirichlet"'
 
 
+class ShiftSection(DeclaredSection):
+    """How the features of simulated clients differ; the central test set stays as it is."""
+
+    kind: str = Field(description="How the clients' features differ.")
+
+    def build_shift(self) -> FeatureShift | None:
+        """Build the shift; ``None``: there is none."""
+        made: FeatureShift = self.build()
+        return made
+
+
+class NoShiftSection(ShiftSection):
+    """The features stay as they are."""
+
+    def build_shift(self) -> FeatureShift | None:
+        """Return ``None``."""
+        return None
+
+
+SHIFTS = kinds(
+    "kind",
+    ShiftSection,
+    kind("none", "The features stay as they are.", NoShiftSection),
+    kind(
+        "rotation",
+        "Each client's images are rotated by one of a few angles.",
+        RotationShift,
+        angles=(0.0, 90.0, 180.0, 270.0),
+    ),
+    kind(
+        "noise",
+        "Gaussian noise, from none at the first client to most at the last.",
+        NoiseShift,
+        std=0.1,
+    ),
+    kind(
+        "affine",
+        "Each client's columns are scaled and shifted, as by other calibrations.",
+        AffineShift,
+        scale=0.1,
+        offset=0.5,
+    ),
+)
+
+
 class DataSection(DeclaredSection):
     """Where the examples come from, and how they are divided among clients."""
 
     source: str = Field(description="Where the examples come from.")
+    shift: Annotated[ShiftSection, SHIFTS, Use.SIMULATED] = SHIFTS.of("none")
+
+    def load_clients(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Load the clients' examples, shifted if that is configured, and the test set.
+
+        The arguments and errors are those of :meth:`load`.
+        """
+        data, shift = self.load(seed=seed, data_dir=data_dir), self.shift.build_shift()
+        return data if shift is None else data.with_feature_shift(shift, seed=seed)
 
     def load(self, *, seed: int, data_dir: Path) -> FederatedData:
-        """Load the clients' examples and the test set.
+        """Load the clients' examples as they are, and the test set.
 
         Args:
             seed: Seed of the partition and of a random test set.

@@ -218,7 +218,12 @@ def _describe_allowed(schema: Mapping[str, Any]) -> str:
     if "const" in only:
         return quote(only["const"])
     if only.get("type") == "array":
-        return f"an array, each of it {_describe_allowed(only['items'])}"
+        length, items = "", only.get("items")
+        if items is None:  # as many as are listed
+            length, items = f" of {len(only['prefixItems'])}", only["prefixItems"][0]
+        elif only.get("minItems"):
+            length = " that is not empty"
+        return f"an array{length}, each of it {_describe_allowed(items)}"
     noun = _NOUNS[only["type"]] if only.get("minLength", 0) == 0 else "a string that is not empty"
     limits = [f"{sign} {only[key]}" for key, sign in _RANGES.items() if key in only]
     return f"{noun} {' and '.join(limits)}".strip()
@@ -228,7 +233,9 @@ def _suggest_key(place: KeyInfo, value: Any, raw: Any, root: type[Section]) -> s
     if (now := advise(place.path)) is not None:
         return now
     known, trees = tuple(walk_keys(root)), (raw, root().model_dump())
-    elsewhere = [each.describe_kind() for each in known if each.path == place.path]
+    elsewhere = list(
+        dict.fromkeys(each.describe_kind() for each in known if each.path == place.path)
+    )
     if elsewhere:
         return f"it goes with {' or with '.join(elsewhere)}; remove it or change the kind"
     alike = [each for each in known if each.is_table == isinstance(value, dict)]

@@ -34,7 +34,7 @@ def make_part_trainer(config: Config, client_id: ClientId) -> TorchTrainer:
         DataError: The population has fewer clients.
     """
     data_dir = resolve_addresses(config, environ=os.environ).data_dir
-    data = config.data.load(seed=config.seed, data_dir=data_dir)
+    data = config.data.load_clients(seed=config.seed, data_dir=data_dir)
     num_parts = data.population.num_clients
     if client_id >= num_parts:
         raise DataError(

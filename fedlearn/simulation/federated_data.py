@@ -26,6 +26,7 @@ from fedlearn.core.features import (
 from fedlearn.core.randomness import Seed, reseed_by_key
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import DataError
+from fedlearn.simulation.feature_shift import ClientShift, FeatureShift, shift_population
 from fedlearn.simulation.parquet import (
     ParquetPopulation,
     TableColumns,
@@ -86,6 +87,8 @@ class FederatedData:
             models take.
         client_tests: The clients with the examples on which each of them is evaluated; ``None``:
             on those that it trains on. See :meth:`with_client_tests`.
+        shift: The shift of each client's features, also of its own tests, but not of the central
+            test set; ``None``: they are as they are. See :meth:`with_feature_shift`.
         stored_test: The test set with features in their original dtype, for a model in float64.
 
     Raises:
@@ -105,6 +108,7 @@ class FederatedData:
     population: Population
     test: Examples = field(repr=False)
     client_tests: Population | None = field(default=None, repr=False)
+    shift: ClientShift | None = field(default=None, repr=False)
     stored_test: Examples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -134,6 +138,49 @@ class FederatedData:
             DataError: There are several inputs, so there is no single shape.
         """
         return tuple(require_single_input(self.test.features).shape[1:])
+
+    def with_feature_shift(self, shift: FeatureShift, *, seed: int) -> "FederatedData":
+        """Return the data with features that look different at each client.
+
+        A client's own tests are shifted as the examples that it trains on are. The central test set
+        stays as it is. Examples in memory are copied; others are shifted when they are read.
+
+        Args:
+            shift: How they differ: ``fl.RotationShift``, ``fl.NoiseShift`` or ``fl.AffineShift``.
+            seed: Chooses each client's shift.
+
+        Raises:
+            DataError: Such examples cannot be shifted, or they are shifted already.
+
+        Example:
+            >>> import numpy as np
+            >>> import fedlearn as fl
+            >>> x, y = np.zeros((20, 2)), np.arange(20) % 2
+            >>> data = fl.from_arrays(x, y, partition=fl.Iid(2), test_fraction=0.2, seed=0)
+            >>> noisy = data.with_feature_shift(fl.NoiseShift(std=0.1), seed=0)
+            >>> [bool(noisy.population.load(np.array([each])).gather()[0].any()) for each in (0, 1)]
+            [False, True]
+        """
+        if self.shift is not None:
+            raise DataError(
+                "the features are shifted already; shift the data once, or write a shift that "
+                "does both"
+            )
+        fitted = shift.fit(
+            self.stored_test,
+            num_clients=self.population.num_clients,
+            seed=Seed(seed).derive("data").derive("shift"),
+        )
+        tests = self.client_tests
+        if tests is not None:
+            tests = shift_population(tests, fitted, is_test=True)
+        return replace(
+            self,
+            test=self.stored_test,
+            population=shift_population(self.population, fitted, is_test=False),
+            client_tests=tests,
+            shift=fitted,
+        )
 
     def with_client_tests(
         self, tests: Sequence[tuple[Inputs[ArrayLike], ArrayLike]]
@@ -175,7 +222,7 @@ class FederatedData:
             num_classes=larger(joined.num_classes, self.test.num_classes),
             partition=Partition(np.arange(sizes[-1]), sizes, self.names),
         )
-        return replace(self, test=self.stored_test, client_tests=population)
+        return replace(self, test=self.stored_test, client_tests=self._shift_tests(population))
 
     def with_test_groups(self, groups: ArrayLike) -> "FederatedData":
         """Return the data with each client evaluated on its own rows of the central test set.
@@ -226,7 +273,11 @@ class FederatedData:
             num_classes=test.num_classes,
             partition=Partition.of_owners(owners, num_clients=len(names), names=names),
         )
-        return replace(self, test=test, client_tests=tests)
+        return replace(self, test=test, client_tests=self._shift_tests(tests))
+
+    def _shift_tests(self, tests: Population) -> Population:
+        """Shift the clients' own tests as the examples that they train on are shifted, if so."""
+        return tests if self.shift is None else shift_population(tests, self.shift, is_test=True)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from fedlearn.core.features import list_tensors
 from fedlearn.core.randomness import preserve_global_generators
+from fedlearn.simulation.feature_shift import find_common_examples
 from fedlearn.simulation.population import (
-    BootstrapPopulation,
     ClientRows,
     Population,
     unread_rows,
@@ -75,9 +75,9 @@ def fingerprint_of(population: Population) -> Fingerprint:
             # bottom-k), so the sketch needs memory for one block only.
             sketch = np.unique(np.concatenate([sketch, hashes]))[:SKETCH_SIZE]
             users += [_digest(np.sort(own)) for own in np.split(hashes, rows.offsets[1:-1])]
-    if isinstance(population, BootstrapPopulation):
+    if (common := find_common_examples(population)) is not None:
         # Clients are virtual, perhaps millions. Their number and size identify the division.
-        users = [_digest(np.array([population.num_clients, population.examples_per_client]))]
+        users = [_digest(np.array([common.num_clients, common.examples_per_client]))]
     return Fingerprint(sketch, f"{_digest(np.sort(np.array(users, np.uint64))):016x}", is_stable)
 
 
@@ -97,10 +97,10 @@ def _digest(values: NDArray[np.generic]) -> int:
 
 def _blocks(population: Population) -> Iterator[ClientRows]:
     """Yield the examples of all clients, a few clients at a time."""
-    if isinstance(population, BootstrapPopulation):  # all its clients draw from the same examples
-        everything = np.arange(len(population.labels))
+    if (common := find_common_examples(population)) is not None:
+        everything = np.arange(len(common.labels))
         offsets = np.array([0, len(everything)])
-        yield ClientRows(population.features, population.labels, everything, offsets)
+        yield ClientRows(common.features, common.labels, everything, offsets)
         return
     first = 0
     while first < population.num_clients:

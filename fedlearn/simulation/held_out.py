@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import DataError
+from fedlearn.simulation.feature_shift import find_common_examples
 from fedlearn.simulation.partition import Partition, client_text, offsets_of
 from fedlearn.simulation.population import (
     ArrayPopulation,
-    BootstrapPopulation,
     ClientRows,
     Population,
     UnreadRows,
@@ -124,7 +124,7 @@ def hold_out(
         >>> train.num_examples(np.arange(2)), test.num_examples(np.arange(2))
         (array([7, 7]), array([3, 3]))
     """
-    if isinstance(population, BootstrapPopulation):
+    if find_common_examples(population) is not None:
         raise DataError(
             "clients draw their examples from common ones, so a test example could also be one to "
             "train on; use another partition, or leave evaluation.client_test_fraction out"

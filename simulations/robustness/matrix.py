@@ -69,7 +69,7 @@ def run_cell(overrides: Sequence[str], runs_dir: str) -> tuple[float, float]:
     with redirect_stdout(StringIO()) as printed:
         printer = choose_printer(printed, as_json=False)
         run = run_config(config, Site(addresses, os.environ, SystemClock(), printer))
-    test = config.data.load(seed=config.seed, data_dir=addresses.data_dir).test
+    test = config.data.load_clients(seed=config.seed, data_dir=addresses.data_dir).test
     assert isinstance(test.features, torch.Tensor)
     others = test.features[test.labels != _TARGET.target_label]
     with torch.no_grad():

@@ -26,7 +26,7 @@ from fedlearn.deployment import part
 
 def trainer():
     config = load(os.environ[part.CONFIG], overrides=())
-    population = config.data.load(seed=config.seed, data_dir=None).population
+    population = config.data.load_clients(seed=config.seed, data_dir=None).population
     own = population.load(np.asarray([int(os.environ[part.CLIENT])]))
     return QueryTrainer(*own.gather(), queries=[Moments])
 """
@@ -71,7 +71,7 @@ def test_deployed_moments_are_those_of_the_pooled_examples(
             run = Run(database.run("federation"), None)
             found, rounds = run.state(), run.history
             assert run.record.status is RunStatus.DONE
-    data = config.data.load(seed=config.seed, data_dir=tmp_path)
+    data = config.data.load_clients(seed=config.seed, data_dir=tmp_path)
     features, labels = data.population.load(np.arange(NUM_CLIENTS)).gather()
     x = require_single_input(features).double().flatten(1).numpy()
     expected = {
