@@ -23,6 +23,7 @@ from fedlearn.experiment.run import Run
 from fedlearn.experiment.simulate import simulate
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord
+from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.tables import from_tables
 from fedlearn.statistics.counts import RowCount
 from fedlearn.statistics.plan import StatisticsPlan
@@ -177,15 +178,23 @@ def _format(value: float | None) -> str:
 def run_statistics(
     plan: StatisticsPlan | Mapping[str, Any],
     tables: Mapping[str, Any] | Sequence[Any],
+    *,
+    callbacks: Sequence[RoundCallback] = (),
     **settings: object,
 ) -> StatisticsResult:
     """Compute statistics over the tables of simulated clients, without pooling them.
+
+    Privacy hides whole clients, as in training: a client's rows count up to ``max_examples``, and
+    each round is one release, charged to the ledger. Statistics of one round share the first one.
+    To charge the ledger of a training on the same clients, name it in both runs:
+    ``privacy={"population": "ward 5", ...}``.
 
     Args:
         plan: What to compute: a :class:`~fedlearn.statistics.plan.StatisticsPlan`, or plain values
             as in a TOML file.
         tables: The clients' tables by name, or a list of them: pandas frames, or mappings from
             column names to lists or arrays.
+        callbacks: Called after each round, as those of :func:`fedlearn.simulate`.
         **settings: Keys and tables of the configuration, as for :func:`fedlearn.simulate`:
             ``secure_aggregation={"mode": "complete"}, privacy={...}, seed=1``. All clients take
             part in each round, and the plan has the number of rounds.
@@ -226,7 +235,7 @@ def run_statistics(
         None,
         from_tables(given),
         StatisticsQuery.of(parsed),
-        callbacks=[_StopWhenFinished()],
+        callbacks=[*callbacks, _StopWhenFinished()],
         **_complete(settings, parsed, num_clients=len(given)),
     )
     return result_of(run, parsed)
@@ -302,16 +311,19 @@ def _read_tables(
         )
     found = {}
     for name, each in named:
-        if not isinstance(each, ClientTable) and not hasattr(each, "keys"):
+        if name in found:
+            raise ConfigError(
+                f"run_statistics(): two clients have the name {name}; give each its own"
+            )
+        if isinstance(each, ClientTable):
+            found[name] = ClientTable.from_features(each.features, each.labels, plan.columns)
+        elif isinstance(each, Mapping) or hasattr(each, "columns"):
+            found[name] = ClientTable.of(each, plan.columns, owner=name)
+        else:
             raise ConfigError(
                 f"run_statistics(): the table of client {name} is a {type(each).__name__}; give a "
                 "data frame, or a mapping from columns to lists"
             )
-        found[name] = (
-            each
-            if isinstance(each, ClientTable)
-            else ClientTable.of(each, plan.columns, owner=name)
-        )
     return found
 
 

@@ -44,7 +44,6 @@ class MeanAndVariance(Statistic):
 
     kind: ClassVar[str] = "mean"
     takes = (NumberColumn,)
-    needs_range = True
 
     def size(self, schema: Schema) -> int:
         """Three numbers a column."""
@@ -109,7 +108,6 @@ class Correlation(Statistic):
 
     kind: ClassVar[str] = "correlation"
     takes = (NumberColumn,)
-    needs_range = True
 
     def find_problem(self, schema: Schema) -> str | None:
         """Check the number of columns."""

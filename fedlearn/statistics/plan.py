@@ -18,7 +18,7 @@ from fedlearn.statistics.counts import (
     RowCount,
 )
 from fedlearn.statistics.moments import Correlation, MeanAndVariance
-from fedlearn.statistics.schema import COLUMNS, AnyColumn, Schema
+from fedlearn.statistics.schema import COLUMNS, Column, Schema
 from fedlearn.statistics.search import FrequentTexts, Quantiles
 from fedlearn.statistics.statistic import Statistic
 
@@ -40,6 +40,8 @@ KINDS: Mapping[str, Sequence[type[Statistic]]] = {
     ]
     for each in _ALL
 }
+#: Rounding may make a client's sums this much longer, which should not count as clipped.
+_MARGIN = 1e-9
 _NO_SUMS = frozenset({"min", "max", "minimum", "maximum", "range"})
 
 
@@ -70,6 +72,8 @@ class StatisticsPlan:
     max_examples: int | None = None
 
     def __post_init__(self) -> None:
+        if not self.columns:
+            raise ConfigError("columns is empty; describe one or more, such as kind = 'number'")
         if not self.statistics:
             raise ConfigError("statistics is empty; ask for one or more, such as kind = 'count'")
         if self.max_examples is not None and (
@@ -155,7 +159,9 @@ class StatisticsPlan:
     def bound(self) -> float | None:
         """Largest L2 norm of what a client sends; ``None``: it has none."""
         is_bounded = all(math.isfinite(each.row_norm(self.columns)) for each in self.statistics)
-        return float(self.max_examples) if is_bounded and self.max_examples is not None else None
+        if self.max_examples is None or not is_bounded:
+            return None
+        return self.max_examples * (1.0 + _MARGIN)
 
     def require_bound(self, *, reason: str) -> None:
         """Check that what a client sends has a bound.
@@ -211,14 +217,14 @@ class StatisticsPlan:
                     )
 
 
-def _read_column(name: Any, values: Any) -> AnyColumn:  # Any: not looked at yet
+def _read_column(name: Any, values: Any) -> Column:  # Any: not looked at yet
     place = f"columns.{name}"
     _require_mapping(values, place)
     kind = values.get("kind")
     if not isinstance(kind, str) or kind not in COLUMNS:
         raise ConfigError(f"{place}.kind is {kind!r}; give one of: {', '.join(COLUMNS)}")
     given = {key: each for key, each in values.items() if key != "kind"}
-    column: AnyColumn = _build(COLUMNS[kind], given, place)
+    column: Column = _build(COLUMNS[kind], given, place)
     return column
 
 

@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Annotated, Any, ClassVar, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -27,25 +27,6 @@ from fedlearn.core.words import did_you_mean
 from fedlearn.errors import ConfigError, DataError
 
 _MAX_WIDTH = 256
-
-
-class Column(Protocol):
-    """The public description of a column, on which all clients agree."""
-
-    kind: ClassVar[str]
-
-    def encode(self, values: Iterable[Any], *, place: str) -> Tensor:
-        """Convert a client's values to a tensor, [n, ...].
-
-        Raises:
-            DataError: A value does not belong into the column; the message begins with ``place``.
-        """
-
-    def is_missing(self, values: Tensor) -> Tensor:
-        """Return which of the encoded values are missing: bool [n]."""
-
-    def missing(self, num_rows: int) -> Tensor:
-        """Return a column of missing values, [num_rows, ...]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +76,12 @@ class NumberColumn:
         return values.clamp(self.low, self.high) if self.has_range else values
 
     def encode(self, values: Iterable[Any], *, place: str) -> Tensor:
-        """Convert to float64; see :meth:`Column.encode`."""
+        """Convert to float64.
+
+        Raises:
+            DataError: A value is not a number; the message begins with ``place``.
+        """
         array = np.asarray(values if isinstance(values, np.ndarray) else list(values))
-        if array.ndim != 1:
-            raise DataError(f"{place} has shape {array.shape}; give one value a row")
         if array.dtype.kind not in "biuf":
             numbers = [_number_of(each, place=place, row=row) for row, each in enumerate(array)]
             array = np.asarray(numbers, np.float64)
@@ -154,7 +137,11 @@ class CategoryColumn:
         return tuple(map(str, self.values)) + (() if self.other is None else (self.other,))
 
     def encode(self, values: Iterable[Any], *, place: str) -> Tensor:
-        """Convert to places in the list; see :meth:`Column.encode`."""
+        """Convert to places in the list.
+
+        Raises:
+            DataError: A value is not a known value; the message begins with ``place``.
+        """
         known: dict[object, int] = {each: code for code, each in enumerate(self.values)}
         codes = []
         for row, value in enumerate(values):
@@ -199,7 +186,11 @@ class TextColumn(Ranged):
             raise ConfigError(str(error)) from error
 
     def encode(self, values: Iterable[Any], *, place: str) -> Tensor:
-        """Convert to bytes; see :meth:`Column.encode`."""
+        """Convert to bytes.
+
+        Raises:
+            DataError: A value is not a text; the message begins with ``place``.
+        """
         rows = [self._bytes_of(each, place=place, row=row) for row, each in enumerate(values)]
         joined = np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), self.width)
         return torch.from_numpy(joined.copy())
@@ -231,11 +222,11 @@ class TextColumn(Ranged):
         return whole.decode("utf-8", errors="ignore").encode().ljust(self.width, b"\0")
 
 
-AnyColumn: TypeAlias = NumberColumn | CategoryColumn | TextColumn
-Schema: TypeAlias = Mapping[str, AnyColumn]
+Column: TypeAlias = NumberColumn | CategoryColumn | TextColumn
+Schema: TypeAlias = Mapping[str, Column]
 """The columns of every client's table, by name."""
 
-COLUMNS: Mapping[str, type[AnyColumn]] = {
+COLUMNS: Mapping[str, type[Column]] = {
     each.kind: each for each in (NumberColumn, CategoryColumn, TextColumn)
 }
 
@@ -273,14 +264,21 @@ class ClientTable:
         """
         of_whom = f"client {owner}: " if owner else ""
         encoded: dict[str, Tensor] = {}
-        names = [str(each) for each in values]
+        # Iterating over a frame of Polars yields columns, not their names.
+        names = {str(each): each for each in getattr(values, "columns", values)}
         for name, column in schema.items():
             if name not in names:
                 raise DataError(
                     f"{of_whom}the table has no column {name!r}; "
-                    f"{did_you_mean(name, names)}it has {', '.join(names[:20]) or 'none'}"
+                    f"{did_you_mean(name, names)}it has {', '.join(list(names)[:20]) or 'none'}"
                 )
-            encoded[name] = column.encode(values[name], place=f"{of_whom}column {name!r}")
+            place, found = f"{of_whom}column {name!r}", values[names[name]]
+            if (num_dimensions := getattr(found, "ndim", 1)) != 1:
+                raise DataError(
+                    f"{place} has {num_dimensions} dimensions, as if there were several of this "
+                    "name; give one value a row"
+                )
+            encoded[name] = column.encode(found, place=place)
         lengths = {name: len(each) for name, each in encoded.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"{of_whom}columns have different lengths: {lengths}; make them equal")

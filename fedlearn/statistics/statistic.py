@@ -70,8 +70,6 @@ class Statistic(Ranged):
         CategoryColumn,
         TextColumn,
     )
-    #: Whether values need a public range, if clients' sums must have a bound.
-    needs_range: ClassVar[bool] = False
 
     columns: Annotated[tuple[str, ...], doc("Names of the columns.")] = ()
     weight: Annotated[

@@ -1,0 +1,351 @@
+"""Statistics in whole runs: secure sums, noise and its stated error, charges, resume, results."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import fedlearn as fl
+from fedlearn.errors import ConfigError, DataError
+from fedlearn.statistics import ClientTable, StatisticsPlan
+from tests.e2e.noise import has_scale
+
+COLUMNS: Mapping[str, Mapping[str, Any]] = {
+    "age": {"kind": "number", "low": 0, "high": 100},
+    "bmi": {"kind": "number", "low": 10, "high": 60},
+    "sex": {"kind": "category", "values": ["f", "m"]},
+    "dx": {"kind": "text", "width": 5},
+}
+ONE_ROUND: Sequence[Mapping[str, Any]] = [
+    {"kind": "count", "columns": ["age"]},
+    {"kind": "missing", "columns": ["age", "sex"]},
+    {"kind": "mean", "columns": ["age", "bmi"]},
+    {"kind": "histogram", "columns": ["age"], "edges": [0, 40, 60, 100]},
+    {"kind": "correlation", "columns": ["age", "bmi"]},
+    {"kind": "groups", "columns": ["sex"], "threshold": 0},
+]
+SEVERAL: Sequence[Mapping[str, Any]] = [
+    {
+        "kind": "quantiles",
+        "columns": ["age"],
+        "levels": [0.1, 0.5],
+        "branches": 32,
+        "num_rounds": 3,
+    },
+    {"kind": "frequent", "columns": ["dx"], "threshold": 5, "most": 4},
+]
+MODULAR = {"mode": "complete", "simulate_as": "modular_sum"}
+
+
+@pytest.fixture(autouse=True)
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a directory of its own, without settings from outside."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def draw_tables(num_clients: int = 6) -> dict[str, pd.DataFrame]:
+    rng = np.random.default_rng(1)
+    tables = {}
+    for client in range(num_clients):
+        n = 20 + 5 * client
+        age = rng.normal(50.0, 15.0, n).round().clip(0.0, 100.0)
+        tables[f"ward {client}, <ü>"] = pd.DataFrame(
+            {
+                "age": np.where(rng.random(n) < 0.1, np.nan, age),
+                "bmi": (20.0 + 0.1 * age + rng.normal(0.0, 2.0, n)).clip(10.0, 60.0),
+                "sex": rng.choice(np.array(["f", "m", None], object), n),
+                "dx": rng.choice(["übel", "üb", "Hust"], n),
+            }
+        )
+    return tables
+
+
+def plan_of(*statistics: Mapping[str, Any], max_examples: int | None = 50) -> dict[str, Any]:
+    found: dict[str, Any] = {"columns": COLUMNS, "statistics": statistics}
+    return found if max_examples is None else found | {"max_examples": max_examples}
+
+
+def pooled() -> pd.DataFrame:
+    return pd.concat(draw_tables().values(), ignore_index=True)
+
+
+def values_of(result: fl.StatisticsResult) -> dict[tuple[str, str, str], float | None]:
+    return {(row.statistic, row.column, row.item): row.value for row in result.rows}
+
+
+WAYS: Sequence[Any] = [
+    pytest.param({}, id="plain"),
+    pytest.param({"engine": {"transport": "memory"}}, id="sessions", marks=pytest.mark.slow),
+    pytest.param({"secure_aggregation": MODULAR}, id="modular"),
+    pytest.param(
+        {"secure_aggregation": {"mode": "complete"}, "engine": {"transport": "memory"}},
+        id="protocol",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param({"engine": {"num_workers": 2}}, id="workers", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_statistics_are_those_of_the_pooled_tables(way: dict[str, Any]) -> None:
+    """Counts are whole and exact, also from secure sums, which round."""
+    result = fl.run_statistics(plan_of(*ONE_ROUND, *SEVERAL), draw_tables(), **way)
+    found, frame = values_of(result), pooled()
+    rtol = 1e-5 if "secure_aggregation" in way else 1e-11
+    assert result.num_clients == 6
+    assert result.num_examples == len(frame)
+    assert result.charge is None
+    assert not any(row.standard_error is not None for row in result.rows)
+    age, ages = frame["age"], frame["age"].dropna()
+    exact = {
+        ("count", "", "rows"): len(frame),
+        ("count", "age", "values"): age.count(),
+        ("missing", "age", "missing"): age.isna().sum(),
+        ("missing", "sex", "missing"): frame["sex"].isna().sum(),
+        ("histogram", "age", "[0, 40)"): (ages < 40).sum(),
+        ("histogram", "age", "[60, 100]"): (ages >= 60).sum(),
+        ("groups", "sex", "f"): (frame["sex"] == "f").sum(),
+    }
+    exact |= {("frequent", "dx", text): n for text, n in frame["dx"].value_counts().items()}
+    assert {place: found[place] for place in exact} == exact
+    near = {
+        ("mean", "age", "mean"): age.mean(),
+        ("mean", "age", "variance"): age.var(ddof=0),
+        ("mean", "bmi", "std"): frame["bmi"].std(ddof=0),
+        ("correlation", "age", "bmi"): frame[["age", "bmi"]].dropna().corr().iloc[0, 1],
+    }
+    assert {place: found[place] for place in near} == pytest.approx(near, rel=rtol)
+    median = result["quantiles", "age"]["0.5"]
+    assert median.value == pytest.approx(np.quantile(ages, 0.5, method="inverted_cdf"), abs=0.002)
+
+
+def test_one_client_is_enough() -> None:
+    (name, table), *_ = draw_tables().items()
+    result = fl.run_statistics(plan_of(*ONE_ROUND, max_examples=None), {name: table})
+    assert result.num_clients == 1
+    assert result["mean", "age"]["mean"].value == pytest.approx(table["age"].mean())
+
+
+# ---- Privacy ----------------------------------------------------------------------------------
+
+PRIVATE: Sequence[Any] = [
+    pytest.param("central", {}, id="central"),
+    pytest.param("distributed", {"secure_aggregation": MODULAR}, id="distributed"),
+]
+SEEDS: Sequence[Any] = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
+
+
+def draw_many() -> list[Mapping[str, Any]]:
+    """Return the tables of enough clients for noise not to drown a person's correlation."""
+    rng = np.random.default_rng(2)
+    age = rng.normal(50.0, 20.0, (40, 50)).clip(0.0, 100.0)
+    bmi = (10.0 + 0.4 * age + rng.normal(0.0, 6.0, age.shape)).clip(10.0, 60.0)
+    sex = rng.choice(["f", "m"], age.shape)
+    dx = rng.choice(["übel", "üb", "Hust"], age.shape)
+    return [
+        {"age": age[c], "bmi": bmi[c], "sex": sex[c], "dx": dx[c].tolist()} for c in range(len(age))
+    ]
+
+
+def private(mode: str, multiplier: float, **more: Any) -> dict[str, Any]:
+    return {"mode": mode, "noise_multiplier": multiplier, "target_delta": 1e-3, **more}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("mode", "way"), PRIVATE)
+def test_noise_is_as_large_as_stated(mode: str, way: dict[str, Any], seed: int) -> None:
+    """Errors in units of the stated ones are about 1; no result is far outside."""
+    tables = draw_many()
+    plan = plan_of(*ONE_ROUND)
+    truth = values_of(fl.run_statistics(plan, tables))
+    errors = list[float]()
+    privacy = private(mode, 0.04, reproducible=True)
+    result = fl.run_statistics(plan, tables, seed=seed, privacy=privacy, **way)
+    assert result.charge is None, "noise from a public seed promises nothing"
+    for row in result.rows:
+        true = truth[(row.statistic, row.column, row.item)]
+        assert true is not None
+        assert row.value is not None, row
+        assert row.low is not None
+        assert row.high is not None
+        if row.standard_error is not None:
+            errors.append((row.value - true) / row.standard_error)
+        else:
+            assert row.item == "std"
+            assert row.low < row.value < row.high
+    assert max(map(abs, errors)) < 4.5
+    assert 0.6 < np.sqrt(np.mean(np.square(errors))) < 1.5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("mode", "way"), PRIVATE)
+def test_quantiles_and_texts_with_noise_are_within_their_stated_error(
+    mode: str, way: dict[str, Any], seed: int
+) -> None:
+    tables = draw_many()
+    ages = np.concatenate([each["age"] for each in tables])
+    counts = pd.Series([text for each in tables for text in each["dx"]]).value_counts().to_dict()
+    privacy = private(mode, 0.04, reproducible=True)
+    result = fl.run_statistics(plan_of(*SEVERAL), tables, seed=seed, privacy=privacy, **way)
+    for level, row in result["quantiles", "age"].items():
+        assert row.rank_error is not None
+        assert row.value is not None
+        assert 0.0 < row.rank_error < 0.2
+        assert abs((ages <= row.value).mean() - float(level)) <= row.rank_error
+    found = result["frequent", "dx"]
+    assert found.keys() == counts.keys(), "no text that is only noise"
+    for text, row in found.items():
+        assert row.value is not None
+        assert row.standard_error is not None
+        assert 0.0 < abs(row.value - counts[text]) < 4.5 * row.standard_error
+
+
+def test_the_stated_error_is_that_of_many_sums() -> None:
+    """Of empty bins; the control has a tenth less."""
+    edges = list(range(5000))
+    asked = {"kind": "histogram", "columns": ["age"], "edges": edges}
+    nobody = {name: [None] * 3 for name in COLUMNS}
+    ways: Any = (("central", {}, 3), ("distributed", {"secure_aggregation": MODULAR}, 12))
+    for mode, way, num_clients in ways:
+        privacy = private(mode, 1.0, reproducible=True)
+        plan = plan_of(ONE_ROUND[0], asked)
+        result = fl.run_statistics(plan, [nobody] * num_clients, privacy=privacy, **way)
+        bins = [row for row in result.rows if row.statistic == "histogram"]
+        noise = torch.tensor([row.value for row in bins], dtype=torch.float64)
+        assert bins[0].standard_error is not None
+        assert has_scale(noise, bins[0].standard_error)
+        assert not has_scale(noise, 0.9 * bins[0].standard_error), "the control"
+
+
+def test_a_plan_of_one_round_is_one_charge_to_the_ledger_and_a_second_run_adds_to_it() -> None:
+    plan, tables = plan_of(*ONE_ROUND), draw_tables()
+    first = fl.run_statistics(plan, tables, privacy=private("central", 2.0))
+    assert first.charge is not None
+    assert first.charge.num_rounds == 1
+    assert first.charge.hidden == "one user added or removed"
+    again = fl.run_statistics(plan, tables, privacy=private("central", 2.0))
+    assert again.charge is not None
+    assert again.charge.num_rounds == 1
+    assert again.charge.epsilon > first.charge.epsilon, "both are in the same ledger"
+    assert "1 round charged" in str(again)
+
+
+def test_rounds_that_nothing_needs_are_neither_asked_nor_charged() -> None:
+    """Noise drowns all texts in the first of five rounds."""
+    plan = plan_of({"kind": "frequent", "columns": ["dx"], "threshold": 1000})
+    result = fl.run_statistics(plan, draw_tables(), privacy=private("central", 1.0))
+    assert result.charge is not None
+    assert result.charge.num_rounds == 1
+    assert result.rows == ()
+
+
+def test_noise_that_drowns_a_value_leaves_it_undefined() -> None:
+    result = fl.run_statistics(
+        plan_of(*ONE_ROUND, SEVERAL[0]),
+        draw_tables(2),
+        privacy=private("central", 20.0, reproducible=True),
+    )
+    for place, item in ((("mean", "age"), "mean"), (("quantiles", "age"), "0.5")):
+        assert result[place][item].value is None
+        assert result[place][item].note == "too few values for the noise"
+
+
+@pytest.mark.parametrize("name", ["privacy", "secure_aggregation"])
+def test_without_a_bound_there_are_neither_noise_nor_secure_sums(name: str) -> None:
+    table = private("central", 1.0) if name == "privacy" else MODULAR
+    settings: Any = {name: table}
+    with pytest.raises(ConfigError, match=f"max_examples is missing, and {name.replace('_', ' ')}"):
+        fl.run_statistics(plan_of(*ONE_ROUND, max_examples=None), draw_tables(), **settings)
+
+
+# ---- Runs and results -------------------------------------------------------------------------
+
+
+class Crash:
+    """Ends the process of a run after some rounds, once."""
+
+    def __init__(self, after: int) -> None:
+        self.after: int | None = after
+
+    def __repr__(self) -> str:
+        return "Crash()"
+
+    def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
+        if record.round_num + 1 == self.after:
+            self.after = None
+            raise KeyboardInterrupt
+
+
+def test_a_run_resumes_to_the_same_result() -> None:
+    plan, tables = plan_of(*ONE_ROUND, *SEVERAL), draw_tables()
+    settings: Any = {"store": {"checkpoint_every_s": 0.001}, "callbacks": [Crash(2)]}
+    with pytest.raises(KeyboardInterrupt):
+        fl.run_statistics(plan, tables, name="first", **settings)
+    resumed = fl.run_statistics(plan, tables, resume="first", **settings)
+    assert resumed.rows == fl.run_statistics(plan, tables).rows
+
+
+def test_a_result_is_json_a_table_and_html() -> None:
+    plan = plan_of(ONE_ROUND[0], {"kind": "frequent", "columns": ["dx"], "threshold": 5})
+    tables = draw_tables() | {
+        "x": pd.DataFrame({"age": [1.0] * 9, "bmi": 20, "sex": "f", "dx": "<b>"})
+    }
+    result = fl.run_statistics(plan, tables)
+    assert fl.StatisticsResult.from_json(result.to_json()) == result
+    header, *rows = result.table()
+    assert header == ("statistic", "column", "item", "value", "±", "note")
+    assert ("frequent", "dx", "<b>", "9", "", "") in rows
+    text = str(result)
+    assert text.endswith(f"7 clients, {len(pooled()) + 9} examples")
+    assert "<b>" in text
+    assert "&lt;b&gt;" in result._repr_html_()
+    assert "<b>" not in result._repr_html_()
+    with pytest.raises(KeyError, match=r"there is no \('mean', 'age'\); there are \('count', ''\)"):
+        _ = result["mean", "age"]
+
+
+def test_suppressed_counts_are_counted_and_shown_as_such() -> None:
+    tables = {
+        "a": {"age": [1.0] * 12, "bmi": [20.0] * 12, "sex": ["f"] * 9 + ["m"] * 3, "dx": [""] * 12}
+    }
+    asked = {"kind": "groups", "columns": ["sex"], "threshold": 5}
+    result = fl.run_statistics(plan_of(asked), tables)
+    assert result.num_suppressed == 2
+    assert "2 counts suppressed" in str(result)
+    assert [row[3] for row in result.table()[1:]] == ["suppressed", "suppressed"]
+    assert result.num_examples is None, "the plan does not ask for it"
+
+
+def test_tables_of_clients_may_be_made_before() -> None:
+    plan = StatisticsPlan.of(plan_of(*ONE_ROUND))
+    made = {name: ClientTable.of(each, plan.columns) for name, each in draw_tables().items()}
+    assert fl.run_statistics(plan, made).rows == fl.run_statistics(plan, draw_tables()).rows
+
+
+NOBODY: Mapping[str, Any] = {name: [] for name in COLUMNS}
+BAD_CALLS: Sequence[tuple[Any, Mapping[str, Any], type[Exception], str]] = [
+    ({}, {}, DataError, "there are no tables"),
+    ("a.csv", {}, ConfigError, "tables is a str; give the clients' tables by name"),
+    ({"a": [1, 2]}, {}, ConfigError, "the table of client a is a list; give a data frame"),
+    ({"a": {}}, {}, DataError, "client a: the table has no column 'age'; it has none"),
+    ({1: NOBODY, "1": NOBODY}, {}, ConfigError, "two clients have the name 1"),
+    (None, {"num_rounds": 3}, ConfigError, "num_rounds is given, but all clients take part"),
+    (None, {"cohort": {"num_wanted": 2}}, ConfigError, "cohort is given, but all clients"),
+]
+
+
+@pytest.mark.parametrize(("tables", "settings", "error", "said"), BAD_CALLS)
+def test_a_call_that_cannot_be_answered_is_refused(
+    tables: Any, settings: Mapping[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        fl.run_statistics(
+            plan_of(*ONE_ROUND), draw_tables() if tables is None else tables, **settings
+        )
