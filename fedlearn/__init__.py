@@ -158,6 +158,8 @@ if TYPE_CHECKING:
     from fedlearn.simulation.partition import Iid as Iid
     from fedlearn.simulation.partition import LognormalSizes as LognormalSizes
     from fedlearn.simulation.partition import Shards as Shards
+    from fedlearn.simulation.readers import from_csv as from_csv
+    from fedlearn.simulation.readers import from_frame as from_frame
     from fedlearn.simulation.sources import Examples as Examples
     from fedlearn.simulation.sources import TrainTest as TrainTest
     from fedlearn.statistics.plan import StatisticsPlan as StatisticsPlan
@@ -248,6 +250,7 @@ _HOME = {
         "from_arrays from_dataset from_examples from_npz from_parquet"
     ),
     "simulation.partition": "Dirichlet DirichletSizes FewClasses Iid LognormalSizes Shards",
+    "simulation.readers": "from_csv from_frame",
     "simulation.sources": "Examples TrainTest",
     "statistics.plan": "StatisticsPlan",
     "training.csv_columns": "CsvFormat NamedColumns read_csv",

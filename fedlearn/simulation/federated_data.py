@@ -54,6 +54,7 @@ from fedlearn.simulation.population import (
 from fedlearn.simulation.sources import (
     Examples,
     TrainTest,
+    labels_of,
     larger,
     npz,
     num_classes_of,
@@ -129,6 +130,19 @@ class FederatedData:
         ``names[k]`` is the user, writer or hospital that records and errors call client k.
         """
         return client_names(self.population)
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """The classes' names in the data, by label; ``None``: they have no names.
+
+        Text labels are numbered in ascending order over all clients.
+        """
+        return self.test.class_names
+
+    @property
+    def feature_names(self) -> tuple[str, ...] | None:
+        """The features' names in the data, by column; ``None``: they have no names."""
+        return self.test.feature_names
 
     @property
     def feature_shape(self) -> tuple[int, ...]:
@@ -214,7 +228,10 @@ class FederatedData:
                 f"there are tests of {len(parts)} clients, but {self.population.num_clients} "
                 "clients; give one pair of features and labels for each client"
             )
-        joined = _join_examples(parts)
+        known = self.class_names or ()
+        joined = _join_examples(
+            [each if each.class_names is None else each.with_classes(known) for each in parts]
+        )
         sizes = offsets_of(np.asarray([len(part.labels) for part in parts], np.int64))
         population = ArrayPopulation(
             features=joined.features,
@@ -380,7 +397,8 @@ def from_arrays(
             to the dtype that the model takes: see :mod:`fedlearn.training.input_dtypes`. A tuple
             of such arrays are the positional arguments of the model's forward, a dict the keyword
             arguments; one of several inputs may be boolean, a mask.
-        labels: Integers for classes, floats to regress on: [N, ...].
+        labels: Integers or texts for classes, floats to regress on: [N, ...]. Texts are numbered in
+            ascending order: see :attr:`FederatedData.class_names`.
         partition: How the training examples are divided among clients.
         seed: Chooses the test examples and the partition.
         test: Features and labels of the central test set, of the same form.
@@ -415,7 +433,7 @@ def from_arrays(
     assert held_out is not None  # one of the two is given
     if test_groups is not None and not isinstance(held_out, Examples):
         raise DataError(_GROUPS_WITHOUT_TEST)
-    data = _divide(train, held_out, partition=partition, seed=seed)
+    data = divide_examples(train, held_out, partition=partition, seed=seed)
     return data if test_groups is None else data.with_test_groups(test_groups)
 
 
@@ -453,18 +471,24 @@ def _examples(
         tensor_of(arrays[name], what=name, keeps_dtype=True, keeps_masks=has_several)
         for name in arrays
     ]
-    values = tensor_of(labels, what="labels")
+    values, class_names = labels_of(labels, what="labels")
     return Examples.of(
         features=rebuild_inputs(inputs, like=features),
         labels=values,
         groups=None if groups is None else require_ids(groups, num_examples=len(values)),
+        class_names=class_names,
     )
 
 
-def _divide(
+def divide_examples(
     train: Examples, test: Examples | float, *, partition: Division, seed: int
 ) -> FederatedData:
-    """Divide examples; ``test`` is a test set, or the share of the examples to hold out."""
+    """Divide examples; ``test`` is a test set, or the share of the examples to hold out.
+
+    Raises:
+        ValueError: The share is not in (0, 1).
+        DataError: The examples cannot be divided as asked.
+    """
     if isinstance(test, Examples):
         data = TrainTest.of(train, test)
     else:
@@ -727,9 +751,9 @@ def from_npz(
     if not isinstance(test, tuple):
         if test_groups is not None:
             raise DataError(_GROUPS_WITHOUT_TEST)
-        return _divide(train, test, partition=partition, seed=seed)
+        return divide_examples(train, test, partition=partition, seed=seed)
     held_out = read(features=test[0], labels=test[1], groups=test_groups)
-    data = _divide(train, held_out, partition=partition, seed=seed)
+    data = divide_examples(train, held_out, partition=partition, seed=seed)
     return data if held_out.groups is None else data.with_test_groups(held_out.groups)
 
 

@@ -60,10 +60,12 @@ class Examples(CheckedExamples):
         labels: int64 classes, or finite floats to regress on: [N, *L].
         groups: The natural client of each example, integers or strings: [N]; ``None`` if unknown.
         num_classes: Labels are below it; ``None`` if they are not classes.
+        class_names: The classes' names in the data, by label; ``None`` if they have no names.
+        feature_names: The features' names in the data, by column; ``None`` if they have no names.
 
     Raises:
         DataError: The lengths differ, a dtype is wrong, a feature or label is not finite,
-            or a label is out of range.
+            a label is out of range, or there is not one name for each class.
 
     Example:
         >>> import torch
@@ -74,9 +76,16 @@ class Examples(CheckedExamples):
     """
 
     groups: NDArray[Any] | None = field(repr=False)  # integers or strings, as the data has them
+    class_names: tuple[str, ...] | None = field(default=None, repr=False)
+    feature_names: tuple[str, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.class_names is not None and len(self.class_names) != self.num_classes:
+            raise DataError(
+                f"{len(self.class_names)} class_names for {self.num_classes} classes; give one "
+                "name for each"
+            )
         if self.groups is not None and self.groups.shape != (len(self.labels),):
             raise DataError(
                 f"groups of shape {self.groups.shape} for {len(self.labels)} examples; give one "
@@ -85,15 +94,49 @@ class Examples(CheckedExamples):
 
     @classmethod
     def of(
-        cls, *, features: Features, labels: Tensor, groups: NDArray[Any] | None = None
+        cls,
+        *,
+        features: Features,
+        labels: Tensor,
+        groups: NDArray[Any] | None = None,
+        class_names: tuple[str, ...] | None = None,
     ) -> "Examples":
         """Create examples, with the number of classes found from integer labels.
 
         Raises:
             DataError: There are no examples, or they are invalid: see the class.
         """
-        num_classes = num_classes_of(labels)
-        return cls(features=features, labels=labels, groups=groups, num_classes=num_classes)
+        return cls(
+            features=features,
+            labels=labels,
+            groups=groups,
+            num_classes=num_classes_of(labels),
+            class_names=class_names,
+        )
+
+    def with_classes(self, class_names: tuple[str, ...]) -> "Examples":
+        """Return the examples with the labels that these names have.
+
+        Raises:
+            DataError: The classes have no names, or one has another name.
+        """
+        if self.class_names is None:
+            raise DataError(
+                "labels are numbers in one part of the data and texts in another; make them alike"
+            )
+        unknown = [name for name in self.class_names if name not in class_names]
+        if unknown:
+            raise DataError(
+                f"the label {unknown[0]!r} is none of the classes {list(class_names)}; correct it, "
+                "or add an example with it to the training or the test data"
+            )
+        numbers = torch.tensor([class_names.index(name) for name in self.class_names])
+        return replace(
+            self,
+            labels=numbers[self.labels],
+            num_classes=len(class_names),
+            class_names=class_names,
+        )
 
     def split(self, *, fraction: float, seed: Seed) -> "TrainTest":
         """Hold out a test set: the same fraction of each class, or of all examples without classes.
@@ -170,9 +213,15 @@ class TrainTest:
     def of(cls, train: Examples, test: Examples) -> "TrainTest":
         """Combine two parts; both get the larger number of classes.
 
+        Classes with names are numbered anew, in the order of the names in both parts.
+
         Raises:
-            DataError: One part's labels are classes, the other's are numbers to regress on.
+            DataError: One part's labels are classes, the other's are numbers to regress on, or only
+                one part's classes have names.
         """
+        if train.class_names != test.class_names:
+            names = tuple(sorted({*(train.class_names or ()), *(test.class_names or ())}))
+            train, test = train.with_classes(names), test.with_classes(names)
         num_classes = larger(train.num_classes, test.num_classes)
         return cls(
             train=replace(train, num_classes=num_classes),
@@ -221,6 +270,51 @@ def larger(train: int | None, test: int | None) -> int | None:
             "for classes, or both floats for regression"
         )
     return None
+
+
+def number_texts(
+    columns: Sequence[NDArray[Any]],
+) -> tuple[tuple[str, ...], list[NDArray[np.int64]]]:
+    """Number the distinct texts of several columns together, in ascending order.
+
+    Returns:
+        The texts, and the numbers of each column.
+
+    Example:
+        >>> number_texts([np.array(["no", "yes"]), np.array(["maybe"])])
+        (('maybe', 'no', 'yes'), [array([1, 2]), array([0])])
+    """
+    names = sorted({text for column in columns for text in column.tolist()})
+    numbers = {text: number for number, text in enumerate(names)}
+    encoded = [
+        np.fromiter(map(numbers.__getitem__, column.tolist()), np.int64, len(column))
+        for column in columns
+    ]
+    return tuple(names), encoded
+
+
+def labels_of(values: ArrayLike, *, what: str) -> tuple[Tensor, tuple[str, ...] | None]:
+    """Copy labels into a tensor, as :func:`tensor_of` does; number texts in ascending order.
+
+    Returns:
+        The labels, and the names of the classes if they are texts.
+
+    Raises:
+        DataError: As for :func:`tensor_of`.
+
+    Example:
+        >>> labels_of(["no", "yes", "no"], what="labels")
+        (tensor([0, 1, 0]), ('no', 'yes'))
+    """
+    if not isinstance(values, Tensor):
+        array = np.asarray(values, dtype=object if isinstance(values, list | tuple) else None)
+        is_text = array.dtype.kind == "U" or (
+            array.dtype.kind == "O" and all(isinstance(each, str) for each in array.ravel())
+        )
+        if is_text and array.ndim == 1 and array.size:
+            names, [numbers] = number_texts([array])
+            return torch.from_numpy(numbers), names
+    return tensor_of(values, what=what), None
 
 
 def tensor_of(
@@ -385,10 +479,12 @@ def npz(path: Path, *, features: Inputs[str], labels: str, groups: str | None = 
         return tensor_of(arrays[name], what=what, keeps_dtype=True, keeps_masks=not is_only)
 
     try:
+        values, class_names = labels_of(arrays[labels], what=f"array {labels!r}")
         return Examples.of(
             features=map_inputs(read, features),
-            labels=tensor_of(arrays[labels], what=f"array {labels!r}"),
+            labels=values,
             groups=arrays[groups] if groups else None,
+            class_names=class_names,
         )
     except DataError as error:
         raise DataError(f"arrays {features!r} and {labels!r} of {path}: {error}") from error

@@ -110,19 +110,24 @@ class NamedColumns:
 
     Attributes:
         client: The client's name.
+        source: Where they come from, for messages, such as a file's name.
         columns: Arrays by name, all of shape [N]: int64, float64 with NaN for a missing value,
             bool, or objects that are ``str``, with ``None`` for a missing one.
         place: Formats a row, 0..N-1, for a message.
 
     Example:
         >>> ages = NamedColumns(
-        ...     client="aachen", columns={"age": np.array([61, 47])}, place="row {}".format
+        ...     client="aachen",
+        ...     source="aachen.csv",
+        ...     columns={"age": np.array([61, 47])},
+        ...     place="row {}".format,
         ... )
         >>> ages.columns["age"].mean()
         np.float64(54.0)
     """
 
     client: str
+    source: str
     columns: Mapping[str, NDArray[Any]]
     place: Place
 
@@ -347,6 +352,7 @@ def _with_types(files: Sequence[_TextFile], csv_format: CsvFormat) -> list[Named
     return [
         NamedColumns(
             client=_client_of(file.path),
+            source=file.path.name,
             columns={
                 name: _convert(texts, kinds[name], csv_format)
                 for name, texts in file.columns.items()

@@ -1,0 +1,258 @@
+"""Federated data sets from CSV files and data frames."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.types as pt
+from numpy.typing import NDArray
+
+from fedlearn.core.calls import explain_calls
+from fedlearn.errors import DataError
+from fedlearn.simulation.columns import ColumnRoles, Missing, train_test_of
+from fedlearn.simulation.federated_data import Division, FederatedData, Natural, divide_examples
+from fedlearn.training.csv_columns import CsvFormat, NamedColumns, read_csv
+
+
+@explain_calls
+def from_csv(
+    path: Path | str,
+    *,
+    label: str,
+    test: float | Path | str,
+    seed: int,
+    features: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    one_hot: Sequence[str] = (),
+    missing: Missing = "error",
+    regression: bool = False,
+    client: str | None = None,
+    partition: Division | None = None,
+    csv_format: CsvFormat | None = None,
+) -> FederatedData:
+    r"""Build a federated data set from CSV files: one file for each client, named like it.
+
+    Text labels become classes, in ascending order: see :attr:`FederatedData.class_names`. Features
+    become float32, one column each, with the names in :attr:`FederatedData.feature_names`.
+
+    Args:
+        path: A folder with a file for each client, or one file.
+        label: Column of the label: text or whole numbers for classes, other numbers to regress on.
+        test: The share of all rows to hold out for the central test, in (0, 1); or a CSV file, or a
+            folder with one for each client, which is then evaluated on its own.
+        seed: Chooses the test rows and the partition.
+        features: Columns of features; ``None``: all columns of numbers with no other role.
+        exclude: Instead of ``features``, columns that are none, such as a patient's number.
+        one_hot: Columns of categories. Each category becomes a feature that is 0 or 1.
+        missing: What is done with a missing value: ``"error"``, ``"drop"`` leaves its row out, or
+            the value to fill in, for all columns or by column.
+        regression: Whether to regress on labels that are whole numbers.
+        client: Column with the client of each row; ``None``: each file is a client.
+        partition: How the rows are divided among clients; ``None``: each file or each value in the
+            client column is one.
+        csv_format: How the files are written; ``None``: see :class:`CsvFormat`.
+
+    Raises:
+        ValueError: The share to hold out is not in (0, 1).
+        DataError: A file is missing or damaged, a column is missing or has two roles, a value is
+            missing, not finite or of the wrong type, or the division is impossible.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> import fedlearn as fl
+        >>> rows = "age,sex,ill\n61,m,yes\n47,f,no\n52,f,yes\n40,m,no\n"
+        >>> with TemporaryDirectory() as folder:
+        ...     for name in ("aachen", "berlin"):
+        ...         _ = Path(folder, f"{name}.csv").write_text(rows)
+        ...     data = fl.from_csv(folder, label="ill", one_hot=["sex"], test=0.25, seed=0)
+        >>> data.names, data.class_names, data.feature_names
+        (array(['aachen', 'berlin'], dtype='<U6'), ('no', 'yes'), ('age', 'sex=f', 'sex=m'))
+    """
+    roles = ColumnRoles(
+        label=label,
+        features=features,
+        exclude=exclude,
+        one_hot=one_hot,
+        missing=missing,
+        regression=regression,
+    )
+    has_clients = client is not None or Path(path).is_dir()
+    return _build(
+        read_csv(path, csv_format=csv_format),
+        read_csv(test, csv_format=csv_format) if isinstance(test, str | Path) else test,
+        roles=roles,
+        client=client,
+        partition=_find_partition(partition, has_clients=has_clients),
+        is_test_grouped=isinstance(test, str | Path) and Path(test).is_dir(),
+        seed=seed,
+    )
+
+
+@explain_calls
+def from_frame(
+    frame: Any,  # of pandas, polars, or any library that exports Arrow tables
+    *,
+    label: str,
+    test: Any,  # a share, or like frame
+    seed: int,
+    client: str | None = None,
+    features: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    one_hot: Sequence[str] = (),
+    missing: Missing = "error",
+    regression: bool = False,
+    partition: Division | None = None,
+) -> FederatedData:
+    """Build a federated data set from data frames of pandas, polars or pyarrow.
+
+    Args:
+        frame: One frame with a client column, or a mapping from clients' names to frames.
+        label: As in :func:`from_csv`, and likewise the arguments that are not described here.
+        test: The share of all rows to hold out for the central test, in (0, 1); or a frame; or a
+            mapping from clients' names to frames, on which they are then evaluated.
+        seed: Chooses the test rows and the partition.
+        client: Column with the client of each row: integers or strings.
+        features: Columns of features; ``None``: all columns of numbers with no other role.
+        exclude: Instead of ``features``, columns that are none.
+        one_hot: Columns of categories.
+        missing: What is done with a missing value.
+        regression: Whether to regress on labels that are whole numbers.
+        partition: How the rows are divided among clients.
+
+    Raises:
+        ValueError: The share to hold out is not in (0, 1).
+        DataError: A frame is none, a column is missing or has two roles, a value is missing, not
+            finite or of the wrong type, or the division is impossible.
+
+    Example:
+        >>> import pyarrow as pa
+        >>> import fedlearn as fl
+        >>> frame = pa.table({"age": [61, 47, 52, 40], "ill": [1, 0, 1, 0], "site": [7, 7, 9, 9]})
+        >>> data = fl.from_frame(frame, label="ill", client="site", test=frame, seed=0)
+        >>> data.names, data.feature_names
+        (array([7, 9]), ('age',))
+    """
+    roles = ColumnRoles(
+        label=label,
+        features=features,
+        exclude=exclude,
+        one_hot=one_hot,
+        missing=missing,
+        regression=regression,
+    )
+    has_clients = client is not None or isinstance(frame, Mapping)
+    return _build(
+        _read_frames(frame, what="the frame"),
+        test if isinstance(test, float | int) else _read_frames(test, what="the test frame"),
+        roles=roles,
+        client=client,
+        partition=_find_partition(partition, has_clients=has_clients),
+        is_test_grouped=isinstance(test, Mapping),
+        seed=seed,
+    )
+
+
+def _find_partition(partition: Division | None, *, has_clients: bool) -> Division:
+    if partition is not None:
+        return partition
+    if not has_clients:
+        raise DataError(
+            "one table does not say which rows belong to which client; name the column with the "
+            "clients, client=..., or give a partition, such as fl.Iid(num_clients=10)"
+        )
+    return Natural()
+
+
+def _build(
+    train: Sequence[NamedColumns],
+    test: float | Sequence[NamedColumns],
+    *,
+    roles: ColumnRoles,
+    client: str | None,
+    partition: Division,
+    is_test_grouped: bool,
+    seed: int,
+) -> FederatedData:
+    is_natural = isinstance(partition, Natural)
+    if is_test_grouped and not is_natural:
+        raise DataError(
+            f"there are test rows of each client, but {type(partition).__name__} does not divide "
+            "by these clients; leave partition out, or give all test rows in one table"
+        )
+    tables = None if isinstance(test, float | int) else test
+    examples, held_out = train_test_of(
+        train,
+        tables,
+        roles=roles,
+        client=client,
+        is_grouped=is_natural,
+        is_test_grouped=is_test_grouped,
+    )
+    if held_out is None:
+        assert isinstance(test, float | int)
+        return divide_examples(examples, test, partition=partition, seed=seed)
+    data = divide_examples(examples, held_out, partition=partition, seed=seed)
+    return data if held_out.groups is None else data.with_test_groups(held_out.groups)
+
+
+def _read_frames(frames: Any, *, what: str) -> list[NamedColumns]:  # Any: not looked at yet
+    if not isinstance(frames, Mapping):
+        return [read_frame(frames, client="", source=what)]
+    if not frames:
+        raise DataError(f"{what} is an empty mapping; give a frame for each client")
+    return [
+        read_frame(each, client=str(name), source=f"{what} of {name!r}")
+        for name, each in frames.items()
+    ]
+
+
+def read_frame(frame: Any, *, client: str, source: str) -> NamedColumns:
+    """Read the columns of a data frame of pandas, polars or pyarrow.
+
+    Args:
+        frame: The frame; an index of pandas is not read.
+        client: Name of its client.
+        source: Where it comes from, for messages.
+
+    Raises:
+        DataError: It is no frame, or a column has values of several types.
+    """
+    if not hasattr(frame, "__arrow_c_stream__") or not hasattr(frame, "columns"):
+        raise DataError(
+            f"{source} is a {type(frame).__name__}; give a data frame of pandas, polars or "
+            "pyarrow, or a mapping from clients' names to frames"
+        )
+    try:
+        table = pa.table(frame)
+    except pa.ArrowException as error:
+        raise DataError(f"{source}: {error}; give each column values of one type") from error
+    index = (table.schema.pandas_metadata or {}).get("index_columns", ())
+    columns = {
+        name: _to_numpy(values)
+        for name, values in zip(table.column_names, table.columns, strict=True)
+        if name not in index
+    }
+    return NamedColumns(
+        client=client,
+        source=source,
+        columns=columns,
+        place=lambda row: f"row {row} of {source}",
+    )
+
+
+def _to_numpy(values: Any) -> NDArray[Any]:  # Any: pyarrow has no types
+    if pt.is_dictionary(values.type):
+        values = values.cast(values.type.value_type)
+    is_number = pt.is_integer(values.type) or pt.is_boolean(values.type)
+    if (
+        pt.is_floating(values.type)
+        or pt.is_decimal(values.type)
+        or (is_number and values.null_count)
+    ):
+        return np.array(values.cast(pa.float64()).to_numpy())
+    if is_number:
+        return np.array(values.to_numpy())
+    return np.asarray(values.to_pylist(), object)
