@@ -163,6 +163,9 @@ if TYPE_CHECKING:
     from fedlearn.simulation.sources import Examples as Examples
     from fedlearn.simulation.sources import TrainTest as TrainTest
     from fedlearn.statistics.plan import StatisticsPlan as StatisticsPlan
+    from fedlearn.trackers.mlflow import MLflowTracker as MLflowTracker
+    from fedlearn.trackers.tensorboard import TensorBoardTracker as TensorBoardTracker
+    from fedlearn.trackers.wandb import WandbTracker as WandbTracker
     from fedlearn.training.csv_columns import CsvFormat as CsvFormat
     from fedlearn.training.csv_columns import NamedColumns as NamedColumns
     from fedlearn.training.csv_columns import read_csv as read_csv
@@ -254,6 +257,9 @@ _HOME = {
     "simulation.sources": "Examples TrainTest",
     "statistics.plan": "StatisticsPlan",
     "training.csv_columns": "CsvFormat NamedColumns read_csv",
+    "trackers.mlflow": "MLflowTracker",
+    "trackers.tensorboard": "TensorBoardTracker",
+    "trackers.wandb": "WandbTracker",
     "training.local_data": "Columns",
 }
 

@@ -13,6 +13,7 @@ from fedlearn.algorithms.per_client import PerClient
 from fedlearn.algorithms.sampling import draws_each_alone
 from fedlearn.algorithms.settings import require_travels
 from fedlearn.algorithms.strategy import Strategy
+from fedlearn.assembly.callbacks import LoggedCallback
 from fedlearn.assembly.components import Deployment
 from fedlearn.assembly.private import add_privacy
 from fedlearn.assembly.root_training import add_root_training
@@ -64,7 +65,7 @@ def build_deployment(config: Config, *, data_dir: Path) -> Deployment:
             draw=load_roster_draw(config),
             config=config,
             by_round=config.client.settings_by_round(),
-            callbacks=config.round_callbacks(),
+            callbacks=tuple(LoggedCallback(each) for each in config.round_callbacks()),
         )
     )
     components = add_root_training(

@@ -9,7 +9,6 @@ from operator import index
 from typing import Any, cast
 
 import numpy as np
-import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -24,9 +23,9 @@ from fedlearn.algorithms.informed_sampling import (
     as_informed,
 )
 from fedlearn.algorithms.sampling import SeededSampler
+from fedlearn.assembly.callbacks import call_callback
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.messages import ClientId
-from fedlearn.core.own_lines import describe_error
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError
@@ -298,38 +297,3 @@ class AfterRound:
             answers = [call_callback(each, record, model.eval()) for each in self.callbacks]
             ends = any(answers)
         return self.cluster.broadcast(ends)
-
-
-@dataclass(frozen=True)
-class LoggedCallback:
-    """A callback of a deployed run, whose errors are logged and do not end the run.
-
-    The clients have done the work of the round: it must not be lost because an experiment tracker
-    is down.
-    """
-
-    callback: RoundCallback
-
-    def after_round(self, record: RoundRecord, model: nn.Module) -> bool:
-        """Return whether the run ends here."""
-        try:
-            return call_callback(self.callback, record, model)
-        except Exception as error:  # noqa: BLE001 - custom code raises anything
-            structlog.get_logger(__name__).warning(
-                "callback_failed",
-                callback=type(self.callback).__name__,
-                round=record.round_num + 1,
-                error=describe_error(error),
-            )
-            return False
-
-
-def call_callback(callback: RoundCallback, record: RoundRecord, model: nn.Module) -> bool:
-    """Call a callback and return whether it ends the run; raises like :class:`AfterRound`."""
-    answer = callback.after_round(record, model)
-    if not isinstance(answer, bool | np.bool_ | None):
-        raise ConfigError(
-            f"callbacks: {type(callback).__name__}.after_round returned {answer!r}; return True to "
-            "end the run, or nothing"
-        )
-    return bool(answer)

@@ -57,6 +57,7 @@ TABLES: Final[Mapping[str, Use]] = {
     "early_stopping": Use.NONE,
     "engine": Use.RESTART,
     "callbacks": Use.NONE,
+    "trackers": Use.RESTART,
     "store": Use.SERVING | Use.RESTART,
     "coordinator": Use.SERVING | Use.RESTART,
     "flower": Use.SIMULATED,

@@ -50,6 +50,7 @@ from fedlearn.config.staleness import StalenessSection
 from fedlearn.config.store import StoreSection
 from fedlearn.config.tables import Use
 from fedlearn.config.toml import quote
+from fedlearn.config.trackers import TrackersSection
 from fedlearn.config.training import (
     ALGORITHMS,
     CLIENTS,
@@ -295,6 +296,10 @@ class Config(Section):
         description="Callbacks after each round, by a name of your choice: each function returns "
         "an object with after_round(record, model).",
     )
+    trackers: TrackersSection = Field(
+        TrackersSection(),
+        description="Experiment trackers that the run is logged to.",
+    )
     store: StoreSection = Field(StoreSection(), description="Where the record of the run goes.")
     coordinator: CoordinatorSection = Field(
         CoordinatorSection(),
@@ -311,12 +316,12 @@ class Config(Section):
         return self.model.kind != "none"
 
     def round_callbacks(self) -> tuple[RoundCallback, ...]:
-        """Build the callbacks that run after each round, in the order of the file.
+        """Build the trackers, and then the callbacks in the order of the file.
 
         Raises:
             ConfigError: A function cannot be imported or called, or returns something else.
         """
-        made = list[RoundCallback]()
+        made = list[RoundCallback](self.trackers.build())
         for name, each in self.callbacks.items():
             key = f"callbacks.{name}.factory"
             callback = bind_own_function(key, each.factory, each.args)()

@@ -269,7 +269,12 @@ class Coordinator:
                 # After these errors the run is not recorded as failed: its round can resume with
                 # the updates it has, later or once the model's file is put back.
                 resumable = (Parked, StoreError, ConfigError)
-                with report_outcome(stored, self.progress, resumable=resumable):
+                with report_outcome(
+                    stored,
+                    self.progress,
+                    callbacks=self.components.callbacks,
+                    resumable=resumable,
+                ):
                     self._leader.run(self._reach_clients(database, gateway), stored, record, lease)
             else:
                 self.progress.start(record, stored.path, (_ANOTHER_RUN,))

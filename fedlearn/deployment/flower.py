@@ -132,7 +132,8 @@ def run(
                 ) as lease:
                     # From here on, every write checks the lease.
                     stored = database.run(name, guard=lease.guard)
-                    with report_outcome(stored, progress), _record_stop(stored):
+                    outcome = report_outcome(stored, progress, callbacks=components.callbacks)
+                    with outcome, _record_stop(stored):
                         server.run(stored, lease)
         return Run(stored, components.make_model)
 

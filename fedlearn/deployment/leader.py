@@ -16,6 +16,7 @@ import structlog
 
 from fedlearn.algorithms.informed_sampling import ClientProperties
 from fedlearn.assembly import Deployment
+from fedlearn.assembly.callbacks import start_callbacks
 from fedlearn.assembly.client_link import ClientLink
 from fedlearn.assembly.own_code import check_own_sampler
 from fedlearn.assembly.server_jobs import FOLDER, TrainingHost
@@ -210,6 +211,9 @@ class Leader:
             )
         )
         self.progress.start(record, stored.path, (*clients.notes, *promised))
+        if self.components.callbacks:
+            history = patiently(stored.rounds)
+            start_callbacks(self.components.callbacks, record, stored.path, history)
         components = skip_lost_turns(self.components, num_lost=num_lost)
         # 3. Which clients keep failing.
         failing = FailingClients(

@@ -11,7 +11,7 @@ from fedlearn.algorithms.collector import ChannelCollector
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.client_link import ClientLink, build_collector
-from fedlearn.assembly.own_code import AfterRound, LoggedCallback
+from fedlearn.assembly.own_code import AfterRound
 from fedlearn.assembly.plan import (
     build_central_evaluator,
     build_initial_params,
@@ -112,7 +112,7 @@ def run_rounds(
     after_round = AfterRound(
         cluster=Alone(),
         progress=_ignore_round,  # the store reports each round, once it is durable
-        callbacks=[LoggedCallback(each) for each in components.callbacks],
+        callbacks=components.callbacks,
         make_model=components.make_model,
     )
     state = train(

@@ -31,6 +31,7 @@ from fedlearn.algorithms.sampling import DescribedSampler
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.torch_losses import as_objective
 from fedlearn.assembly import Components, Experiment, Simulation, build_experiment, build_simulation
+from fedlearn.assembly.callbacks import end_callbacks, start_callbacks
 from fedlearn.assembly.choices import choose_device, count_workers_used, resolve
 from fedlearn.assembly.own_code import AfterRound
 from fedlearn.assembly.server_jobs import FOLDER, TrainingHost
@@ -307,7 +308,7 @@ def simulate(
         by_round=by_round,
         sampler=sampler,
         devices=own_devices,
-        callbacks=tuple(callbacks),
+        callbacks=(*config.trackers.build(), *callbacks),
     )
     components = build_experiment(config, experiment, data_dir=addresses.data_dir)
     if resume is None:
@@ -616,12 +617,15 @@ def _execute(
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
             stored.finish(RunStatus.RUNNING, error="")
-            stack.enter_context(report_outcome(stored, site.progress))
+            callbacks = components.callbacks
+            stack.enter_context(report_outcome(stored, site.progress, callbacks=callbacks))
             num_finished = 0 if checkpoint is None else checkpoint.round_num
             notes, charging, num_lost = start_accounting(
                 components, stored, num_finished=num_finished, clock=site.clock
             )
             site.progress.start(stored.record, stored.path, (*components.notes, *notes))
+            if callbacks:
+                start_callbacks(callbacks, stored.record, stored.path, stored.rounds())
             if charging is not None:
                 stack.enter_context(closing(charging))
 
@@ -735,9 +739,13 @@ class _Follower:
 
 @contextmanager
 def report_outcome(
-    stored: StoredRun, progress: RunProgress, *, resumable: tuple[type[FedlearnError], ...] = ()
+    stored: StoredRun,
+    progress: RunProgress,
+    *,
+    callbacks: Sequence[RoundCallback] = (),
+    resumable: tuple[type[FedlearnError], ...] = (),
 ) -> Iterator[None]:
-    """Record a run's failure or interruption, and show how the run ended.
+    """Record a run's failure or interruption, show how the run ended, and tell the callbacks.
 
     If that cannot be written or read back, the original error is raised all the same. After a
     ``resumable`` error no failure is recorded and nothing is shown: the run will resume, and
@@ -763,6 +771,9 @@ def report_outcome(
         if is_over:
             with suppress(StoreError):
                 progress.end(_summary(stored))
+        if callbacks:
+            with suppress(StoreError):
+                end_callbacks(callbacks, stored.record)
 
 
 def _status_after(error: BaseException) -> tuple[RunStatus, str]:

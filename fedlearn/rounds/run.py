@@ -8,7 +8,8 @@ commit and, since every round is a function of the state and the seed, ends with
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from pathlib import Path
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from fedlearn.rounds.records import (
     Checkpoint,
     Outcome,
     RoundRecord,
+    RunRecord,
     RunStatus,
     RunStore,
 )
@@ -79,6 +81,25 @@ class RoundCallback(Protocol):
 
         Returns:
             Whether to end the run here, with the status done; ``None`` means no.
+        """
+
+
+@runtime_checkable
+class StartCallback(Protocol):
+    """A callback that is also called when the run starts or resumes."""
+
+    def before_run(self, run: RunRecord, folder: Path, history: Sequence[RoundRecord]) -> None:
+        """Prepare for the rounds after those in ``history``; ``folder`` is that of the run."""
+
+
+@runtime_checkable
+class EndCallback(Protocol):
+    """A callback that is also called when the run ends, stops or fails."""
+
+    def after_run(self, run: RunRecord) -> None:
+        """Handle the end of the run in this process; ``run.status`` and ``run.error`` tell how.
+
+        A deployed run that is still ``running`` resumes later, perhaps in another process.
         """
 
 

@@ -31,6 +31,15 @@ class Tracker:
         if name_fails(self.path):
             raise RuntimeError("the tracker is away")
 
+    def before_run(self, run, folder, history):
+        self.path.with_suffix(".log").write_text(f"{run.name} {folder.name} {len(history)}")
+
+    def after_run(self, run):
+        with self.path.with_suffix(".log").open("a") as file:
+            file.write(f" {run.status.value}")
+        if name_fails(self.path):
+            raise RuntimeError("the tracker is away")
+
 
 def name_fails(path):
     return path.name.startswith("failing")
@@ -73,6 +82,11 @@ def test_clients_train_with_the_settings_of_their_round_and_callbacks_hear_of_ea
     launcher: Launcher, tmp_path: Path
 ) -> None:
     """A failing callback is logged; the run continues, and so does the next callback."""
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import (  # noqa: PLC0415 (an extra)
+        EventAccumulator,
+    )
+
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     factory = f"factory='{tmp_path / 'tracker.py'}:Tracker'"
@@ -82,6 +96,7 @@ def test_clients_train_with_the_settings_of_their_round_and_callbacks_hear_of_ea
         "client.extra={phase = 'cold', way = 'short'}",
         f"callbacks.failing={{{factory}, args={{name='failing'}}}}",
         f"callbacks.tracker={{{factory}, args={{name='tracker'}}}}",
+        f"trackers.tensorboard='{tmp_path / 'tb'}'",
     )
     with site_in(launcher, tmp_path, *settings) as site:
         coordinator = site.serving()
@@ -99,4 +114,11 @@ def test_clients_train_with_the_settings_of_their_round_and_callbacks_hear_of_ea
     assert [(each["round"], each["reported"]) for each in tracked] == [(0, 2), (1, 2), (2, 2)]
     assert len({each["norm"] for each in tracked}) == 3, "the model of each round"
     assert lines(tmp_path / "failing.jsonl") == tracked
-    assert coordinator.said("callback_failed") == 3
+    assert coordinator.said("callback_failed") == 4
+    for name in ("tracker", "failing"):
+        assert (tmp_path / f"{name}.log").read_text() == "federation federation 0 done"
+    events = EventAccumulator(str(tmp_path / "tb" / "federation"))
+    events.Reload()
+    assert [(each.step, each.value) for each in events.Scalars("reported")] == [
+        (number, 2.0) for number in range(3)
+    ]

@@ -1,0 +1,70 @@
+"""Runs in Weights & Biases, read back from the files of its offline mode."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedlearn as fl
+from fedlearn.rounds.records import RunStatus
+from tests.records import RUN
+from tests.tracking import Time, track
+
+internal = pytest.importorskip(
+    "wandb.proto.wandb_internal_pb2", reason="the extra wandb is not installed"
+)
+
+pytestmark = [
+    pytest.mark.slow,  # it starts a process of its own
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # wandb's own
+]
+_BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
+
+
+def read(file: Path) -> Iterator[Any]:  # Any: its generated messages
+    """Yield the messages of a file: a LevelDB log after seven bytes that name the format."""
+    data, place, parts = file.read_bytes(), _FILE_HEADER, b""
+    while place + _HEADER <= len(data):
+        if (left := _BLOCK - place % _BLOCK) < _HEADER:
+            place += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + _HEADER])
+        parts += data[place + _HEADER : place + _HEADER + size]
+        place += _HEADER + size
+        if kind in (1, 4):  # a whole message, or the last part of one
+            yield internal.Record.FromString(parts)
+            parts = b""
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+
+
+def test_runs_are_logged_resumed_and_closed_as_they_ended(tmp_path: Path) -> None:
+    """In one test, because its process takes long to start."""
+    run = replace(RUN, config={"seed": 3, "data": {"args": {"token": "hidden"}}})
+    # The first process logged eight rounds and committed five. It is not killed here, since within
+    # one process wandb continues no run that is open.
+    for rounds, ends in ((range(8), RunStatus.INTERRUPTED), (range(5, 12), RunStatus.DONE)):
+        tracker = fl.WandbTracker("us/digits", clock=Time())
+        track(tracker, rounds, tmp_path, run=run, ends=ends)
+    files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+    first, second = (list(read(file)) for file in files)
+
+    found = [each.history for each in (*first, *second) if each.HasField("history")]
+    assert [each.step.num for each in found] == list(range(12))
+    values = [{item.nested_key[0]: item.value_json for item in each.item} for each in found]
+    assert [json.loads(each["accuracy"]) for each in values] == [
+        0.9 + number / 1000 for number in range(12)
+    ]
+    (began,) = (each.run for each in first if each.HasField("run"))
+    assert (began.entity, began.project, began.display_name) == ("us", "digits", RUN.name)
+    settings = {each.key: json.loads(each.value_json) for each in began.config.update}
+    assert (settings["seed"], settings["data.args.token"]) == (3, "***")
+    codes = [each.exit.exit_code for each in (*first, *second) if each.HasField("exit")]
+    assert codes == [1, 0]
