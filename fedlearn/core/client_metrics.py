@@ -208,7 +208,7 @@ class ClientMetrics:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Evaluation:
+class EvaluationOutcome:
     """The result of an evaluation.
 
     Attributes:

@@ -13,7 +13,7 @@ from fedlearn.algorithms.fine_tuning import FineTuning
 from fedlearn.algorithms.personal_models import has_personal_models, has_personal_update
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.client_metrics import ClientMetrics, Evaluation
+from fedlearn.core.client_metrics import ClientMetrics, EvaluationOutcome
 from fedlearn.core.distribution import Direction, average_by_examples, summarize_metrics
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest, Failure
 from fedlearn.core.reported_metrics import list_majority_names, select_recordable
@@ -24,7 +24,7 @@ from fedlearn.transport.base import Arrival, Channel, ask_once
 class Evaluator(Protocol):
     """Evaluates a model; the result goes into the record of the round."""
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         """Evaluate the model."""
 
 
@@ -43,14 +43,14 @@ class Evaluators:
     reveals_clients: bool
     names: Mapping[int, str] = field(default_factory=dict)
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         """Return the metrics of all parts, and what single clients measured."""
         found = [part.evaluate(model) for part in self.parts]
         metrics = {name: value for each in found for name, value in each.metrics.items()}
         clients = next((each.clients for each in found if each.clients is not None), None)
         if clients is None or not self.reveals_clients:
-            return Evaluation(metrics=metrics)
-        return Evaluation(metrics=metrics, clients=clients.with_names(self.names))
+            return EvaluationOutcome(metrics=metrics)
+        return EvaluationOutcome(metrics=metrics, clients=clients.with_names(self.names))
 
 
 def build_evaluate_request(
@@ -121,12 +121,12 @@ class ChannelEvaluator:
     fine_tuning: FineTuning | None = None
     weighs: bool = False
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         """Return each metric of the clients that answered in time, and its distribution."""
         round_num = model.round_num
         cohort = self.cohort(round_num)
         if not cohort:
-            return Evaluation(metrics={})
+            return EvaluationOutcome(metrics={})
         # One object for all clients, so that a channel encodes the model only once.
         request = build_evaluate_request(model, self.strategy, cohort, fine_tuning=self.fine_tuning)
         requests = dict.fromkeys(cohort, request)
@@ -140,14 +140,14 @@ class ChannelEvaluator:
                 replies[arrival.client_id] = reply
         clients = _tabulate(replies, round_num=round_num, directions=self.directions)
         if clients is None:
-            return Evaluation(metrics={})
+            return EvaluationOutcome(metrics={})
         spread = summarize_metrics(clients.metrics, directions=self.directions)
         if self.weighs:
             num_examples = np.asarray(clients.num_examples)
             spread |= average_by_examples(
                 clients.metrics, dict.fromkeys(clients.metrics, num_examples)
             )
-        return Evaluation(metrics=spread, clients=clients)
+        return EvaluationOutcome(metrics=spread, clients=clients)
 
 
 def _tabulate(

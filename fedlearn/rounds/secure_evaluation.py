@@ -9,7 +9,7 @@ import structlog
 from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.algorithms.fine_tuning import FineTuning
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.client_metrics import Evaluation
+from fedlearn.core.client_metrics import EvaluationOutcome
 from fedlearn.core.distribution import NUM_CLIENTS
 from fedlearn.core.messages import ClientId, SecureEvaluateRequest
 from fedlearn.errors import AggregationAborted, ConfigError
@@ -59,7 +59,7 @@ class SecureEvaluator:
     strategy: Strategy
     fine_tuning: FineTuning | None = None
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         """Return ``clients/NAME_mean`` and ``_num_clients`` per metric that some client reported.
 
         Empty if too few clients completed the session, or if the sum is implausible.
@@ -93,9 +93,9 @@ class SecureEvaluator:
         for name, mean in means.items():
             found[f"clients/{name}_mean"] = mean.value
             found[f"clients/{name}_{NUM_CLIENTS}"] = float(mean.num_clients)
-        return Evaluation(metrics=found)
+        return EvaluationOutcome(metrics=found)
 
 
-def _skip(round_num: int, reason: str) -> Evaluation:
+def _skip(round_num: int, reason: str) -> EvaluationOutcome:
     _log.warning("nothing_evaluated", round_num=round_num, reason=reason)
-    return Evaluation(metrics={})
+    return EvaluationOutcome(metrics={})

@@ -20,7 +20,7 @@ from fedlearn.algorithms.personal_models import (
     name_personal,
 )
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.client_metrics import ClientMetrics, Evaluation
+from fedlearn.core.client_metrics import ClientMetrics, EvaluationOutcome
 from fedlearn.core.cluster import Cluster, gather
 from fedlearn.core.distribution import Direction, summarize_metrics
 from fedlearn.core.features import Features, list_tensors, move_to_device, slice_rows
@@ -56,7 +56,7 @@ class CentralEvaluator:
     batch_size: int
     cluster: Cluster
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         """Compute the ``loss`` and each metric, as a mean over examples or on the whole set."""
         mine = _take_share(len(self.labels), self.cluster)
         found = self.model.measure(
@@ -72,7 +72,7 @@ class CentralEvaluator:
             sums = torch.stack([each.sum() for pair in weighted.values() for each in pair]).cpu()
             self.cluster.all_reduce([sums])
             means = dict(zip(weighted, (sums[::2] / sums[1::2]).tolist(), strict=True))
-        return Evaluation(metrics=means | self._whole(found.outputs, mine))
+        return EvaluationOutcome(metrics=means | self._whole(found.outputs, mine))
 
     def _whole(self, outputs: Tensor, mine: slice) -> dict[str, float]:
         """Compute the metrics that need the whole set, from the outputs of all workers."""
@@ -165,7 +165,7 @@ class ClientEvaluator:
     def _has_personal(self) -> bool:
         return self.fine_tuning is not None or has_personal_models(self.strategy)
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         """Compute the loss and each metric of the clients, and their distribution.
 
         If clients have personal models, these are measured as well. A client whose evaluation
@@ -196,7 +196,7 @@ class ClientEvaluator:
             directions=directions,
         )
         spread = summarize_metrics(clients.metrics, directions=directions)
-        return Evaluation(metrics=spread, clients=clients)
+        return EvaluationOutcome(metrics=spread, clients=clients)
 
     def _measure_each(
         self, model: GlobalModel, client_ids: NDArray[np.int64], reasons: dict[int, str]

@@ -26,12 +26,12 @@ _NAME = re.compile(r"round-(\d{6,})\.json")
 
 
 @dataclass(frozen=True)
-class _Head:
+class _ClientsHead:
     format: int
 
 
 @dataclass(frozen=True)
-class _File:
+class _ClientsFile:
     measured_after: int
     client_ids: list[int]
     names: list[str | None]
@@ -40,7 +40,7 @@ class _File:
     metrics: dict[str, list[float | None]]
 
 
-_HEADS, _FILES = TypeAdapter(_Head), TypeAdapter(_File)
+_HEADS, _FILES = TypeAdapter(_ClientsHead), TypeAdapter(_ClientsFile)
 
 
 def write_clients(clients: ClientMetrics, *, folder: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedlearn.cli.failures import RUN_FAILED
+from fedlearn.experiment.run import Run
 from fedlearn.rounds import evaluation
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.lease import find_deployment
@@ -55,6 +56,12 @@ def test_a_run_goes_on_after_a_stop_and_after_a_kill(site: Site) -> None:
     third = site.coordinator()
     assert third.wait() == 0, third.tail()
     assert load_stored_rounds(site) == (RunStatus.DONE, list(range(NUM_ROUNDS)))
+    with site.database() as database:
+        run = Run(database.run("federation"))
+        clients, metrics = run.clients, run.history[-1].metrics
+    assert clients.measured_after == NUM_ROUNDS
+    assert {each["name"] for each in clients} <= {"client-0", "client-1"}
+    assert clients.mean("accuracy") == metrics["clients/accuracy_mean"]
     until(lambda: site.log("client-*").count("the run is done") == NUM_CLIENTS)
 
 

@@ -27,7 +27,7 @@ from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.staleness import StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import Strategy
-from fedlearn.core.client_metrics import Evaluation
+from fedlearn.core.client_metrics import EvaluationOutcome
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.params import Params
@@ -344,9 +344,9 @@ class Commits:
 class Length:
     """Evaluates a model by its norm."""
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         assert model.round_num > 0
-        return Evaluation(metrics={"accuracy": float(model.params.vector.norm())})
+        return EvaluationOutcome(metrics={"accuracy": float(model.params.vector.norm())})
 
 
 MOMENTUM = FedAvgM(LOCAL, server_learning_rate=0.7, server_momentum=0.5)

@@ -24,7 +24,7 @@ from fedlearn.algorithms.recipes import FedAvg
 from fedlearn.algorithms.sampling import without
 from fedlearn.algorithms.staleness import Staleness, StalenessWeight
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
-from fedlearn.core.client_metrics import Evaluation
+from fedlearn.core.client_metrics import EvaluationOutcome
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId, Request, TrainReply, TrainRequest
 from fedlearn.core.params import Params
@@ -329,8 +329,8 @@ class Opening:
 class Nobody:
     """An evaluator without metrics."""
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
-        return Evaluation(metrics={})
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
+        return EvaluationOutcome(metrics={})
 
 
 def live(world: World, kind: Kind) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from fedlearn.algorithms.collector import GlobalModel
 from fedlearn.algorithms.local import LocalSgd
 from fedlearn.algorithms.recipes import FedAvg
-from fedlearn.core.client_metrics import Evaluation
+from fedlearn.core.client_metrics import EvaluationOutcome
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, EvaluateReply, EvaluateRequest
@@ -109,8 +109,8 @@ class Constant:
     def __init__(self, name: str, value: float) -> None:
         self.metric = {name: value}
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
-        return Evaluation(
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
+        return EvaluationOutcome(
             metrics={name: value + model.round_num for name, value in self.metric.items()}
         )
 

@@ -18,7 +18,7 @@ from fedlearn.algorithms.recipes import Algorithm, FedAvg, FedAvgM, FedYogi
 from fedlearn.algorithms.sampling import UniformSampler
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
 from fedlearn.algorithms.strategy import State, StepResult
-from fedlearn.core.client_metrics import Evaluation
+from fedlearn.core.client_metrics import EvaluationOutcome
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.codec import decode, encode
@@ -97,8 +97,8 @@ class Scripted:
     values: Sequence[float]
     metric: str = "accuracy"
 
-    def evaluate(self, model: GlobalModel) -> Evaluation:
-        return Evaluation(metrics={self.metric: self.values[model.round_num]})
+    def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
+        return EvaluationOutcome(metrics={self.metric: self.values[model.round_num]})
 
 
 def linear(value: float = 0.0) -> Params:
