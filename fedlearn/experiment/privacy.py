@@ -154,7 +154,8 @@ def start_accounting(
     """Set up the privacy accounting of a run with ``num_finished`` committed rounds.
 
     Raises:
-        ConfigError: The run and what was spent before have no common guarantee.
+        ConfigError: The run and what was spent before have no common guarantee, or the budget is
+            not enough for all rounds of a query.
         StoreError: The ledger cannot be read.
     """
     plan, section = components.privacy, components.config.privacy
@@ -200,6 +201,13 @@ def start_accounting(
             "post-processing, which costs no ε, but its own examples are not protected"
         )
     affordable = charging.count_affordable(due) if due > 0 else due
+    if affordable < due and not num_finished and not components.config.has_model:
+        # Training makes use of each round; what is charged for a part of a query is lost.
+        raise ConfigError(
+            f"privacy.epsilon: the budget is enough for {affordable} of the {due} rounds that the "
+            "query needs, so none was asked; raise it, ask for what needs fewer rounds, or, if the "
+            "data are others', say so in privacy.other_data_because"
+        )
     if affordable < due:
         notes.append(f"the privacy budget is enough for {affordable} of the {due} rounds left")
     # A round is charged before any client is asked. Charges beyond the committed rounds belong to

@@ -27,7 +27,7 @@ from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.tables import from_tables
 from fedlearn.statistics.counts import RowCount
 from fedlearn.statistics.plan import StatisticsPlan
-from fedlearn.statistics.query import ANSWERS, StatisticsQuery
+from fedlearn.statistics.query import ANSWERS, NUM_OPEN, StatisticsQuery
 from fedlearn.statistics.schema import ClientTable
 from fedlearn.statistics.statistic import ResultRow
 
@@ -71,6 +71,8 @@ class StatisticsResult:
         run: Name of the run.
         num_clients: Clients in the sums; of several rounds, in that with the fewest.
         num_examples: Rows that counted, if the plan asks for a count; else ``None``.
+        num_unfinished: Statistics that needed more rounds than the run had, such as when the
+            privacy budget ended.
         charge: The charge to the privacy ledger; ``None``: there is no privacy.
         rows: The numbers, in the order of the plan.
 
@@ -93,6 +95,7 @@ class StatisticsResult:
     num_examples: float | None
     charge: StatisticsCharge | None
     rows: tuple[ResultRow, ...]
+    num_unfinished: int = 0
 
     @property
     def num_suppressed(self) -> int:
@@ -127,6 +130,7 @@ class StatisticsResult:
             num_examples=values["num_examples"],
             charge=None if charge is None else StatisticsCharge(**charge),
             rows=tuple(ResultRow(**each) for each in values["rows"]),
+            num_unfinished=values["num_unfinished"],
         )
 
     def table(self) -> list[tuple[str, ...]]:
@@ -140,6 +144,8 @@ class StatisticsResult:
             found.append(f"{self.num_examples:,.0f} examples")
         if self.num_suppressed:
             found.append(f"{self.num_suppressed} counts suppressed")
+        if self.num_unfinished:
+            found.append(f"{self.num_unfinished} statistics unfinished, since the run ended before")
         if self.charge is not None:
             charge = self.charge
             found.append(
@@ -220,7 +226,7 @@ def run_statistics(
         (46.0, 3.0)
     """
     parsed = plan if isinstance(plan, StatisticsPlan) else StatisticsPlan.of(plan)
-    for name in ("cohort", "num_rounds", "stragglers"):
+    for name in ("cohort", "num_rounds", "stragglers", "centralized"):
         if name in settings:
             raise ConfigError(
                 f"run_statistics(): {name} is given, but all clients take part in each round of "
@@ -260,6 +266,7 @@ def result_of(run: Run, plan: StatisticsPlan) -> StatisticsResult:
         num_examples=counted[0] if counted else None,
         charge=None if spent is None else StatisticsCharge.of(spent),
         rows=rows,
+        num_unfinished=round(rounds[-1].metrics[NUM_OPEN]),
     )
 
 
@@ -287,7 +294,7 @@ class _StopWhenFinished:
         record: RoundRecord,
         model: nn.Module,  # noqa: ARG002 - there is none
     ) -> bool:
-        return record.metrics["num_open"] == 0.0
+        return record.metrics[NUM_OPEN] == 0.0
 
 
 def _read_tables(

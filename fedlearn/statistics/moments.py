@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fedlearn.algorithms.strategy import State
+from fedlearn.errors import DataError
 from fedlearn.statistics.schema import ClientTable, NumberColumn, Schema
 from fedlearn.statistics.statistic import ResultRow, Statistic, count_of, estimate, make_row
 
@@ -29,6 +30,8 @@ _FEW = "too few values for the noise"
 _NONE = "there are no values"
 #: A count below so many standard deviations of its noise may be zero, so nothing is divided by it.
 _LEAST_SIGMAS = 3.0
+#: Largest sum of squares of a client: larger ones leave no digits to the variance.
+_LARGEST = 1e16
 _CONSTANT = "a column is constant"
 #: Rounding leaves a constant column a variance of about 1e-16 of its mean square, not 0.
 _LEAST_SHARE = 1e-13
@@ -172,7 +175,13 @@ def _scale(table: ClientTable, schema: Schema, name: str) -> Tensor:
     """Return a column's values in units of its range: in [-1, 1], or NaN."""
     column = schema[name]
     assert isinstance(column, NumberColumn)  # the plan has checked what the statistic takes
-    return (column.clip(table.columns[name]) - column.center) / column.radius
+    scaled = (column.clip(table.columns[name]) - column.center) / column.radius
+    if float(scaled.square().nansum()) > _LARGEST:
+        raise DataError(
+            f"column {name!r} has numbers so large that their squares lose digits; give the column "
+            "low and high, which scale them"
+        )
+    return scaled
 
 
 def _place(schema: Schema, name: str) -> tuple[float, float]:

@@ -84,6 +84,11 @@ class StatisticsPlan:
             )
         for place, statistic in enumerate(self.statistics):
             self._check(statistic, f"statistics[{place}]")
+            if (first := self.statistics.index(statistic)) < place:
+                raise ConfigError(
+                    f"statistics[{place}] repeats statistics[{first}], which would divide the "
+                    "noise budget for nothing; leave one out"
+                )
         self._require_no_margins()
 
     @classmethod

@@ -25,6 +25,8 @@ from fedlearn.statistics.statistic import ResultRow
 
 #: The only sum.
 ANSWERS = "answers"
+#: The metric that counts the statistics that need another round.
+NUM_OPEN = "num_open"
 _ROUND = "round_num"
 
 
@@ -105,7 +107,7 @@ class StatisticsQuery(Query):
             not each.is_done(own, schema=plan.columns, round_num=round_num)
             for each, own in zip(plan.statistics, states, strict=True)
         ]
-        return _join(states, round_num=round_num + 1), {"num_open": float(sum(is_open))}
+        return _join(states, round_num=round_num + 1), {NUM_OPEN: float(sum(is_open))}
 
     def result_rows(self, state: State, *, sigma: float | None) -> Iterator[ResultRow]:
         """Yield the numbers of all statistics from the state after the last round.

@@ -34,7 +34,8 @@ class NumberColumn:
     """Real numbers.
 
     With a range, values outside count as its nearest end in means, correlations and quantiles. The
-    range is public, so choose it without looking at the data.
+    range is public, so choose it without looking at the data. It also keeps the digits of the
+    variance of large numbers, such as times.
 
     Raises:
         ConfigError: Only one end is given, or they are not finite numbers in order.

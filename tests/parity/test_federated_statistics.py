@@ -237,6 +237,32 @@ def test_a_plan_of_one_round_is_one_charge_to_the_ledger_and_a_second_run_adds_t
     assert "1 round charged" in str(again)
 
 
+def test_a_plan_that_the_budget_cannot_pay_to_its_end_is_not_begun() -> None:
+    """With the first two of five rounds, the budget would be gone and quantiles unknown."""
+    plan, tables = plan_of(*ONE_ROUND, *SEVERAL), draw_tables()
+    privacy = private("central", 1.2, epsilon=4.0)
+    with pytest.raises(ConfigError, match="enough for 2 of the 5 rounds that the query needs"):
+        fl.run_statistics(plan, tables, privacy=privacy)
+    done = fl.run_statistics(plan_of(*ONE_ROUND), tables, privacy=privacy)  # the control
+    assert done.charge is not None
+    assert done.charge.num_rounds == 1
+    assert done.charge.epsilon < 4.0, "nothing was charged before"
+
+
+def test_a_run_that_is_ended_early_says_what_is_not_finished() -> None:
+    class End:
+        def after_round(self, record: fl.RoundRecord, model: nn.Module) -> bool:
+            return True
+
+    result = fl.run_statistics(plan_of(*ONE_ROUND, *SEVERAL), draw_tables(), callbacks=[End()])
+    assert result.num_unfinished == 2
+    assert "2 statistics unfinished" in str(result)
+    assert fl.StatisticsResult.from_json(result.to_json()) == result
+    whole = fl.run_statistics(plan_of(*ONE_ROUND, *SEVERAL), draw_tables())
+    assert whole.num_unfinished == 0
+    assert result["mean", "age"] == whole["mean", "age"]
+
+
 def test_rounds_that_nothing_needs_are_neither_asked_nor_charged() -> None:
     """Noise drowns all texts in the first of five rounds."""
     plan = plan_of({"kind": "frequent", "columns": ["dx"], "threshold": 1000})
@@ -337,6 +363,7 @@ BAD_CALLS: Sequence[tuple[Any, Mapping[str, Any], type[Exception], str]] = [
     ({"a": {}}, {}, DataError, "client a: the table has no column 'age'; it has none"),
     ({1: NOBODY, "1": NOBODY}, {}, ConfigError, "two clients have the name 1"),
     (None, {"num_rounds": 3}, ConfigError, "num_rounds is given, but all clients take part"),
+    (None, {"centralized": True}, ConfigError, "centralized is given, but all clients take part"),
     (None, {"cohort": {"num_wanted": 2}}, ConfigError, "cohort is given, but all clients"),
 ]
 

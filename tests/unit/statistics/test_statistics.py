@@ -436,6 +436,16 @@ BAD_PLANS: Sequence[tuple[Mapping[str, Any], str]] = [
     ({"statistics": [MEAN | {"columns": ["agee"]}]}, "has 'agee', which is not one of the columns"),
     ({"statistics": [MEAN | {"columns": ["sex"]}]}, "has 'sex', a category column, but mean takes"),
     ({"statistics": [MEAN | {"columns": ["age", "age"]}]}, "name each once"),
+    ({"statistics": [MEAN, MEAN]}, "statistics[1] repeats statistics[0]"),
+    (
+        {
+            "statistics": [
+                MEAN | {"kind": "histogram", "edges": [1, 2], "threshold": 5},
+                MEAN | {"kind": "quantiles", "levels": [0.5]},
+            ]
+        },
+        "suppresses counts below 5, but statistics[1] (quantiles) counts 'age' as well",
+    ),
     ({"statistics": [MEAN | {"weight": 0}]}, "statistics[0].weight is 0; give a number > 0"),
     ({"statistics": [MEAN | {"weight": "1"}]}, "statistics[0].weight is '1'; give a number"),
     ({"statistics": [MEAN | {"edges": [1]}]}, "statistics[0] has the unknown key 'edges'"),
@@ -490,6 +500,15 @@ def test_a_plan_that_cannot_be_answered_is_refused(changes: Mapping[str, Any], s
     StatisticsPlan.of(values)  # the control
     with pytest.raises(ConfigError, match=re.escape(said)):
         StatisticsPlan.of(values | dict(changes))
+
+
+def test_numbers_whose_squares_lose_digits_need_a_range() -> None:
+    times = {"age": [1.7e9, 1.7e9 + 1.0, 1.7e9 + 3.0]}
+    with pytest.raises(DataError, match="column 'age' has numbers so large that their squares"):
+        answer(plan_of(MEAN, columns={"age": {"kind": "number"}}), [times])
+    ranged = {"age": {"kind": "number", "low": 1.6e9, "high": 1.8e9}}
+    found = values_of(answer(plan_of(MEAN, columns=ranged), [times]))
+    assert found[("age", "mean")] == pytest.approx(np.mean(times["age"]), rel=1e-15)
 
 
 def test_without_a_bound_there_is_no_privacy() -> None:
