@@ -91,6 +91,12 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
             )
         self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
 
+    def list_epochs(self, name: str) -> range:
+        """Return the first epochs for the head, and the others for the rest."""
+        if self._is_head(name):
+            return range(self.head_epochs)
+        return range(self.head_epochs, self.work.epochs)
+
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:

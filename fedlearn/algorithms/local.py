@@ -458,6 +458,21 @@ class Drifting(Protocol):
         """Update ``memory`` as [K] calls of ``step`` would, each with gradients for all tensors."""
 
 
+@runtime_checkable
+class Phased(Protocol):
+    """A local update that takes the steps of another one, but of each parameter in some epochs.
+
+    In the other epochs neither the parameter nor the inner update's memory along it changes.
+    """
+
+    @property
+    def inner(self) -> LocalUpdate:
+        """The update whose steps it takes."""
+
+    def list_epochs(self, name: str) -> range:
+        """Return the epochs of a round that train the parameter of this name."""
+
+
 class ClientModel(Protocol):
     """One client's model, in its own loss."""
 

@@ -884,7 +884,7 @@ class Training:
         is_whole = len(own) == len(grads)
         affine = None
         if self._short_cut is not None:
-            affine = self._short_cut(Moment(self._round_num, self.num_steps))
+            affine = self._short_cut(self._moment(batches, loss=loss))
         if affine is not None and affine.keep == 1.0 and not (affine.pull or affine.shift):
             reached = (
                 self._model.trainable if is_whole else _select_reached(self._model.trainable, grads)

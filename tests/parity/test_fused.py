@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.lanes import LaneSpec, Over
 from fedlearn.algorithms.local import (
+    Affine,
     LocalSgd,
     LocalUpdate,
     LocalUpdateWrapper,
@@ -189,6 +191,20 @@ def difference(one: TrainedBlock, other: TrainedBlock) -> float:
     return max(found)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HalfAffine(LocalSgd):
+    """SGD whose steps are not affine in the middle of a round."""
+
+    def affine(self, moment: Moment) -> Affine | None:
+        is_early = bool((moment.epochs_K < 1).any())
+        return None if is_early is (moment.step % 2 == 0) else super().affine(moment)
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
+    ) -> None:
+        super().step(x, grads, memory, broadcast=broadcast, moment=moment)
+
+
 CONTROLLED = ControlVariates(inner=replace(PLAIN, epochs=2), control_bound=None)
 RULES: dict[str, LocalUpdate] = {
     "plain": PLAIN,
@@ -202,6 +218,7 @@ RULES: dict[str, LocalUpdate] = {
     "control variates, bounded": replace(CONTROLLED, control_bound=0.3),
     "control variates, pulled": Proximal(inner=CONTROLLED, proximal=0.5),
     "kept velocity": replace(PLAIN, momentum=0.7, keep_momentum=True),
+    "some steps affine": HalfAffine(epochs=3, batch_size=4, learning_rate=0.1),
     "everything": Proximal(
         inner=replace(PLAIN, momentum=0.5, weight_decay=0.1, keep_momentum=True, epochs=2),
         proximal=0.2,
@@ -216,6 +233,71 @@ def test_a_block_equals_the_reference_to_float32_rounding(model: str, rule: str)
     work = work_for(model, RULES[rule], num_examples=[11, 8, 6, 4, 1], dtype=torch.float32)
     trained = fused_executor(model, work).train(work)
     assert difference(trained, by_reference(model, work)) <= 1e-6
+
+
+PULLED = Proximal(inner=replace(PLAIN, epochs=3, weight_decay=0.1), proximal=0.5)
+
+
+@pytest.mark.parametrize(
+    "inner", [PULLED, replace(PLAIN, epochs=3, momentum=0.5)], ids=["affine", "momentum"]
+)
+@pytest.mark.parametrize("head_epochs", [0, 1])
+@pytest.mark.parametrize(
+    ("model", "head"),
+    [
+        ("mlp", "2.*"),
+        ("mlp", "0.*"),
+        ("mlp", "0.weight 2.bias"),
+        ("logistic regression", "bias"),
+        ("pooled cnn", "0.bias 3.*"),
+        ("written by hand", "conv.* head.weight"),
+    ],
+)
+def test_parts_that_train_in_turn_equal_the_reference(
+    model: str, head: str, head_epochs: int, inner: LocalUpdate
+) -> None:
+    """Clients change parts at different steps."""
+    local = HeadThenBody(inner=inner, head=head, head_epochs=head_epochs)
+    work = work_for(model, local, num_examples=[11, 8, 6, 4, 1], dtype=torch.float32)
+    trained = fused_executor(model, work).train(work)
+    assert difference(trained, by_reference(model, work)) <= 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeverSteps(LocalSgd):
+    """SGD whose affine steps have to be enough."""
+
+    def affine(self, moment: Moment) -> Affine | None:
+        return super().affine(moment)
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
+    ) -> None:
+        raise AssertionError
+
+
+def test_parts_that_train_in_turn_take_affine_steps() -> None:
+    """So no gradient is stored, and none is computed of what does not train."""
+    sgd = NeverSteps(epochs=2, batch_size=4, learning_rate=0.1)
+    local = HeadThenBody(inner=sgd, head="2.*", head_epochs=1)
+    work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
+    assert fused_executor("mlp", work).train(work).deltas_KP.ne(0).all()
+
+
+def test_the_loss_of_a_batch_is_unknown_before_an_affine_step() -> None:
+    """The fused executor takes the step together with the gradient."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class AsksLoss(NeverSteps):
+        def affine(self, moment: Moment) -> Affine | None:
+            return None if moment.losses_K.isnan().any() else super().affine(moment)
+
+        step = LocalSgd.step
+
+    local = AsksLoss(epochs=1, batch_size=4, learning_rate=0.1)
+    work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
+    with pytest.raises(ValueError, match="not known in affine; read it in step"):
+        fused_executor("mlp", work).train(work)
 
 
 @settings(max_examples=40)

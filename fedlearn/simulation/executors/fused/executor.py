@@ -19,6 +19,7 @@ from fedlearn.algorithms.local import (
     Affine,
     Memory,
     Moment,
+    Phased,
     PointGradient,
     Tensors,
     drift_of,
@@ -43,6 +44,7 @@ from fedlearn.simulation.executors.base import (
     refuse_global_draws,
 )
 from fedlearn.simulation.executors.fused.chain import Chain
+from fedlearn.simulation.executors.fused.layers import Spans
 from fedlearn.simulation.executors.fused.workspace import Workspace
 
 #: Why this executor cannot train with an update that calls ``Moment.gradient_at``.
@@ -148,7 +150,7 @@ class FusedExecutor:
         work.local.begin(params, memory, broadcast=broadcast, moment=early)
         stack.refresh(num_clients)
         rules = _make_rules(work)
-        has_drift = rules is not None and any(rule.shift for rule in rules)
+        has_drift = any(rule is not None and rule.shift for rule in rules)
         drifting = drift_of(work.local) if has_drift else None
         losses_K = _train(
             work,
@@ -163,8 +165,8 @@ class FusedExecutor:
         if drifting is not None:
             drifting.count_steps(memory, num_steps=work.num_steps())
         # Without a report nothing else reads the rows, and deltas() can take the copies instead.
-        is_settled = rules is None or has_report(work.local)
-        if rules is not None and is_settled:
+        is_settled = rules[-1] is None or has_report(work.local)
+        if rules[-1] is not None and is_settled:
             stack.settle(num_clients)
         draws.fill(memory, REPORT)
         report = report_of(
@@ -216,7 +218,7 @@ def _train(
     draws: Draws,
     *,
     broadcast: Memory,
-    rules: Sequence[Affine] | None,
+    rules: Sequence[Affine | None],
     drift: Sequence[Tensor],
     objective: Objective,
 ) -> NDArray[np.float64]:
@@ -230,18 +232,24 @@ def _train(
     if weights_TKB is not plan.weights_TKB:  # ignored examples may have a label outside the classes
         labels_TKB = torch.where(weights_TKB > 0.0, labels_TKB, 0)
     likelihoods_TKB = torch.zeros_like(plan.weights_TKB)  # log-likelihoods of the labels
+    spans_T = _find_spans(work)
     sizes = zip(plan.active_T.tolist(), plan.counts_TK.max(1).tolist(), strict=True)
     for step, (num_clients, batch_size) in enumerate(sizes):
         part = (step, slice(num_clients), slice(batch_size))
-        workspace.program(num_clients, batch_size, in_place=rules is not None).run(
+        rule, spans = rules[step], None if rules[step] is None else spans_T[step]
+        if rule is None and step and rules[step - 1] is not None:
+            # Of all clients, since those that have taken their last step changed copies, too.
+            stack.settle(len(work.client_ids))
+        workspace.program(num_clients, batch_size, in_place=rule is not None).run(
             features_NF,
             rows_KB=plan.rows_TKB[part],
             labels_KB=labels_TKB[part],
             weights_KB=weights_TKB[part],
             likelihoods_KB=likelihoods_TKB[part],
-            rule=_WRITE_DOWN if rules is None else rules[step],
+            rule=rule or _WRITE_DOWN,
+            spans=spans,
         )
-        if rules is None:
+        if rule is None:
             own = {name: [value[:num_clients] for value in each] for name, each in memory.items()}
             draws.fill(own, step)
             work.local.step(
@@ -258,10 +266,10 @@ def _train(
             )
             stack.refresh(num_clients)
             continue
-        if rules[step].pull:
-            stack.pull(work.start, num_clients=num_clients, by=rules[step].pull)
-        if rules[step].shift:
-            stack.shift(drift, num_clients=num_clients, by=rules[step].shift)
+        if rule.pull:
+            stack.pull(work.start, num_clients=num_clients, by=rule.pull, spans=spans)
+        if rule.shift:
+            stack.shift(drift, num_clients=num_clients, by=rule.shift)
     own_TKB = likelihoods_TKB
     if weights_TKB is not plan.weights_TKB:
         counts_TK1 = torch.from_numpy(plan.counts_TK).to(weights_TKB).unsqueeze(2)
@@ -298,15 +306,50 @@ def _refuse_gradients(point: Tensors) -> PointGradient:  # noqa: ARG001 - as Blo
     raise EngineError(FURTHER_GRADIENTS)
 
 
-def _make_rules(work: Work) -> Sequence[Affine] | None:
+def _make_rules(work: Work) -> Sequence[Affine | None]:
     """Return each step as an affine rule, which the backward pass can apply in place.
 
-    ``None``: some step is not affine, so the local update needs the gradients in memory.
+    ``None``: the step is not affine, so the local update needs the gradients in memory.
     """
-    affine_at, num_steps = find_affine_step(work.local), work.schedule.num_steps
+    local, num_steps = work.local, work.schedule.num_steps
+    is_phased = isinstance(local, Phased)
+    affine_at = find_affine_step(local.inner if isinstance(local, Phased) else local)
     if affine_at is None:
-        return None
-    found = [affine_at(Moment(work.round_num, step)) for step in range(num_steps)]
-    rules = [rule for rule in found if rule is not None]
-    # All steps or none: the rows and the copies would take turns in being out of date.
-    return rules if len(rules) == num_steps else None
+        return [None] * num_steps
+    found = [affine_at(_moment_of_rule(work, step)) for step in range(num_steps)]
+    # An update counts the steps of its drift at the end: all of them, and of all parameters.
+    has_drift = any(rule is not None and rule.shift for rule in found)
+    return [None] * num_steps if has_drift and (is_phased or None in found) else found
+
+
+def _moment_of_rule(work: Work, step: int) -> Moment:
+    num_clients = int(work.schedule.active_T[step])
+    return _moment(work, step, num_clients=num_clients, compute_losses=_refuse_loss)
+
+
+def _refuse_loss() -> Tensor:
+    raise ValueError(
+        "moment.losses_K is the loss of a batch, which is not known in affine; read it in step, "
+        "and return None from affine"
+    )
+
+
+def _find_spans(work: Work) -> Sequence[Spans | None]:
+    """Return which clients train which parameter, in each step; ``None``: all train all."""
+    num_steps = work.schedule.num_steps
+    if not isinstance(work.local, Phased):
+        return [None] * num_steps
+    epochs_of = {name: work.local.list_epochs(name) for name in work.params.layout.trainable_names}
+    per_epoch_K, steps_T1 = work.steps_per_epoch().cpu(), torch.arange(num_steps)[:, None]
+    # Clients with more steps come first and reach an epoch later: those before it are the first.
+    num_before = {
+        epoch: (steps_T1 < epoch * per_epoch_K).sum(1).tolist()
+        for epoch in {each for span in epochs_of.values() for each in (span.start, span.stop)}
+    }
+    return [
+        {
+            name: slice(num_before[span.start][step], num_before[span.stop][step])
+            for name, span in epochs_of.items()
+        }
+        for step in range(num_steps)
+    ]

@@ -9,7 +9,7 @@ unless a neighboring layer needs them.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ aten = torch.ops.aten
 
 #: Largest tensor, in elements, for which a copy costs less than it saves in each product.
 _LARGEST_COPY = 1 << 16
+
+#: By name of a parameter, the clients of a step that train it.
+Spans: TypeAlias = Mapping[str, slice]
 
 
 class ParameterStack:
@@ -81,18 +84,21 @@ class ParameterStack:
         for name, copy in self._copies.items():
             self._rows[name][:num_clients].copy_(copy[:num_clients])
 
-    def pull(self, start: Tensor, *, num_clients: int, by: float) -> None:
+    def pull(
+        self, start: Tensor, *, num_clients: int, by: float, spans: Spans | None = None
+    ) -> None:
         """Add a multiple of the start models to the first clients' models, for steps in place.
 
         Args:
             start: The argument of :meth:`load`.
             num_clients: Number of clients.
             by: The factor.
+            spans: Which of them train which parameter; ``None``: all train all.
         """
-        if start.dim() > 1:
-            start = start[:num_clients]
         for name, value in self._layout.views(start).items():
-            self._values[name][:num_clients].add_(value, alpha=by)
+            rows = slice(num_clients) if spans is None else spans[name]
+            own = value[rows] if start.dim() > 1 else value
+            self._values[name][rows].add_(own, alpha=by)
 
     def shift(self, drift: Sequence[Tensor], *, num_clients: int, by: float) -> None:
         """Add a multiple of each client's drift to the first clients' models, for steps in place.
@@ -207,10 +213,11 @@ class LayerOperator(Protocol):
     def input_gradient(self, x: Tensor, y: Tensor, d: Tensor, /) -> Tensor:
         """Return the gradient of the loss with respect to ``x``, given the one for ``y``, ``d``."""
 
-    def update(self, x: Tensor, d: Tensor, rule: Affine, /) -> None:
+    def update(self, x: Tensor, d: Tensor, rule: Affine, spans: Spans | None, /) -> None:
         """Apply the gradient of the layer's parameters; call it after :meth:`input_gradient`.
 
-        With ``rule`` it takes the step on the parameters, or stores the gradient.
+        With ``rule`` it takes the step on the parameters, or stores the gradient; for the clients
+        in ``spans``, or for all.
         """
 
 
@@ -246,8 +253,17 @@ def _add(target: Tensor, gradient: Tensor, rule: Affine) -> None:
         target.mul_(rule.keep).add_(gradient, alpha=rule.scale)
 
 
+def _add_rows(
+    target: Tensor, gradient: Tensor, rule: Affine, *, name: str, spans: Spans | None
+) -> None:
+    """Add the gradient of the clients that train the parameter of this name."""
+    if spans is not None:
+        target, gradient = target[spans[name]], gradient[spans[name]]
+    _add(target, gradient, rule)
+
+
 class _WithoutParameters:
-    def update(self, x: Tensor, d: Tensor, rule: Affine) -> None:
+    def update(self, x: Tensor, d: Tensor, rule: Affine, spans: Spans | None) -> None:
         pass
 
 
@@ -255,6 +271,7 @@ class _Linear:
     """``y = x W^T + b``, with one batched product in each direction."""
 
     def __init__(self, specs: Mapping[str, TensorSpec], place: OperatorMemory) -> None:
+        self._names = {own: spec.name for own, spec in specs.items()}
         self._weight, self._weight_target = place.parameter(specs["weight"])
         self._weight_t = self._weight.transpose(1, 2)
         self._bias = self._bias_target = None
@@ -272,11 +289,16 @@ class _Linear:
     def input_gradient(self, _x: Tensor, _y: Tensor, d: Tensor) -> Tensor:
         return torch.bmm(d, self._weight, out=self._dx)
 
-    def update(self, x: Tensor, d: Tensor, rule: Affine) -> None:
+    def update(self, x: Tensor, d: Tensor, rule: Affine, spans: Spans | None) -> None:
+        target, own_d = self._weight_target, d
+        if spans is not None:
+            rows = spans[self._names["weight"]]
+            target, own_d, x = target[rows], d[rows], x[rows]
         # w <- keep * w + scale * d^T x: the gradient and the step in one product.
-        self._weight_target.baddbmm_(d.transpose(1, 2), x, beta=rule.keep, alpha=rule.scale)
+        target.baddbmm_(own_d.transpose(1, 2), x, beta=rule.keep, alpha=rule.scale)
         if self._bias_target is not None:
-            _add(self._bias_target, d.sum(1), rule)
+            name = self._names["bias"]
+            _add_rows(self._bias_target, d.sum(1), rule, name=name, spans=spans)
 
 
 class _Conv:
@@ -285,6 +307,7 @@ class _Conv:
     def __init__(
         self, conv: nn.Conv2d, specs: Mapping[str, TensorSpec], place: OperatorMemory
     ) -> None:
+        self._names = {own: spec.name for own, spec in specs.items()}
         kernels, self._weight_target = place.parameter(specs["weight"])
         # [k, out, in, ...] becomes [k * out, in, ...]: group i of the convolution is client i.
         self._weight, self._groups = kernels.flatten(0, 1), place.num_clients
@@ -303,11 +326,13 @@ class _Conv:
         gradient: Tensor = self._backward(x, d, (True, False, False))[0]
         return gradient
 
-    def update(self, x: Tensor, d: Tensor, rule: Affine) -> None:
-        _, kernel, bias = self._backward(x, d, (False, True, self._bias is not None))
-        _add(self._weight_target, kernel.view(self._weight_target.shape), rule)
-        if self._bias_target is not None:
-            _add(self._bias_target, bias.view(self._bias_target.shape), rule)
+    def update(self, x: Tensor, d: Tensor, rule: Affine, spans: Spans | None) -> None:
+        _, *found = self._backward(x, d, (False, True, self._bias is not None))
+        targets = {"weight": self._weight_target, "bias": self._bias_target}
+        for (own, target), gradient in zip(targets.items(), found, strict=True):
+            if target is not None:
+                rows = gradient.view(target.shape)
+                _add_rows(target, rows, rule, name=self._names[own], spans=spans)
 
     def _backward(self, x: Tensor, d: Tensor, wanted: tuple[bool, bool, bool]) -> list[Tensor]:
         gradients: list[Tensor] = aten.convolution_backward(

@@ -16,6 +16,7 @@ from fedlearn.simulation.executors.fused.layers import (
     OperatorMemory,
     ParameterStack,
     Scratch,
+    Spans,
     make_operator,
 )
 
@@ -104,7 +105,7 @@ class Workspace:
                 )
                 for index, layer in enumerate(layers)
             ],
-            num_fixed=next(index for index, layer in enumerate(layers) if layer.specs),
+            parameters=[[spec.name for spec in layer.specs.values()] for layer in layers],
             head=CrossEntropyHead(shapes[-1][0], place=places[-1]),
         )
 
@@ -116,13 +117,13 @@ class Program:
     Attributes:
         gather: Gathers the examples.
         operators: The layers.
-        num_fixed: Number of layers before the first one with parameters; they need no gradient.
+        parameters: Names of each layer's parameters.
         head: The loss.
     """
 
     gather: GatherMatrices | GatherImages
     operators: Sequence[LayerOperator]
-    num_fixed: int
+    parameters: Sequence[Sequence[str]]
     head: CrossEntropyHead
 
     def run(
@@ -134,21 +135,34 @@ class Program:
         weights_KB: Tensor,
         likelihoods_KB: Tensor,
         rule: Affine,
+        spans: Spans | None = None,
     ) -> None:
-        """Run the forward pass, then the backward pass, which applies gradients by ``rule``."""
+        """Run the forward pass, then the backward pass, which applies gradients by ``rule``.
+
+        It ends at the first layer with parameters that some client trains by ``spans``.
+        """
         values = [self.gather(features_NF, rows_KB)]
         for operator in self.operators:
             values.append(operator.forward(values[-1]))
         d = self.head.gradient(
             values[-1], labels_KB=labels_KB, weights_KB=weights_KB, likelihoods_KB=likelihoods_KB
         )
-        for index in range(len(self.operators) - 1, self.num_fixed, -1):
+        trained = self._find_trained(spans)
+        for index in range(len(self.operators) - 1, trained[0] - 1, -1):
             operator, x = self.operators[index], values[index]
             # First the gradient of the input: the update may change the weights that it reads.
-            below = operator.input_gradient(x, values[index + 1], d)
-            operator.update(x, d, rule)
+            below = operator.input_gradient(x, values[index + 1], d) if index > trained[0] else d
+            if index in trained:
+                operator.update(x, d, rule, spans)
             d = below
-        self.operators[self.num_fixed].update(values[self.num_fixed], d, rule)
+
+    def _find_trained(self, spans: Spans | None) -> Sequence[int]:
+        """Return the places of the layers with parameters that some client trains."""
+        return [
+            place
+            for place, names in enumerate(self.parameters)
+            if any(spans is None or spans[name].start < spans[name].stop for name in names)
+        ]
 
 
 def _arrange(chain: Chain, example_shape: Shape) -> tuple[Chain, tuple[Shape, ...]]:
