@@ -37,6 +37,7 @@ from annotated_types import doc
 from fedlearn.algorithms.lanes import Over
 from fedlearn.algorithms.local import (
     MODEL,
+    Affine,
     LocalUpdateWrapper,
     Memory,
     MemorySpec,
@@ -119,16 +120,26 @@ class LearnedStart(Ranged, LocalUpdateWrapper):
         keep_own_model(memory, broadcast=broadcast, name=_PERSONAL, flag=_HAS_PERSONAL)
         torch._foreach_copy_(list(x), _mix(broadcast[MODEL], memory))
 
+    def affine(self, moment: Moment) -> Affine | None:
+        """Return the inner update's affine step, once no client learns its weights any more."""
+        return None if self._find_learners(moment).any() else super().affine(moment)
+
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Step the weights of clients that still learn them, and the models of the others."""
-        steps_per_epoch_K = moment.num_steps_K / self.work.epochs
-        learns_K = moment.step < self.mixing_share * steps_per_epoch_K
+        learns_K = self._find_learners(moment)
         if not learns_K.any():
             self.inner.step(x, grads, memory, broadcast=broadcast, moment=moment)
             return
         self._learn(grads, memory, broadcast=broadcast, moment=moment, learns_K=learns_K)
+        if learns_K.all():
+            # Nothing else has moved yet: a client's first steps are those that learn.
+            for place, name in enumerate(moment.names):
+                if matches_pattern(name, self.adaptive):
+                    own, distance = memory[_PERSONAL][place], memory[_DISTANCE][place]
+                    x[place].copy_(torch.lerp(broadcast[MODEL][place], own, distance))
+            return
         mixed = _mix(broadcast[MODEL], memory)
         changing = [
             (list(memory[name]), [each.clone() for each in memory[name]])
@@ -151,6 +162,10 @@ class LearnedStart(Ranged, LocalUpdateWrapper):
     def personal(self, x: Tensors, memory: Memory) -> Tensors:
         """Return the mixture of the client's last model and ``x``."""
         return _mix(x, memory)
+
+    def _find_learners(self, moment: Moment) -> torch.Tensor:
+        """Return which clients learn their weights in this step: bool [K]."""
+        return moment.step < self.mixing_share * (moment.num_steps_K / self.work.epochs)
 
     def _learn(
         self,

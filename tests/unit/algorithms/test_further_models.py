@@ -14,7 +14,14 @@ from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.fedala import FedALA, LearnedStart
 from fedlearn.algorithms.knn_per import KnnPer
-from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Moment, PointGradient, Tensors
+from fedlearn.algorithms.local import (
+    LocalSgd,
+    LocalUpdate,
+    Moment,
+    PointGradient,
+    Tensors,
+    find_affine_step,
+)
 from fedlearn.algorithms.moon import MOON
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.per_fedavg import MetaGradient, PerFedAvg
@@ -140,6 +147,18 @@ class Cubic:
 
     client_ids = names = ()
     epochs_K = num_steps_K = losses_K = torch.zeros(1)
+
+
+def test_a_step_of_fedala_is_affine_once_nobody_learns_weights() -> None:
+    """So the fused executor can take it in place. Here clients learn for 2 and for 1 steps."""
+    local = _fedala(mixing_share=0.5).local
+    moments = [
+        Moment(0, step, info=KnownSteps(torch.tensor([8.0, 4.0]), names=("head",)))
+        for step in range(3)
+    ]
+    affine_at = find_affine_step(local)
+    assert affine_at is not None
+    assert [affine_at(moment) for moment in moments] == [None, None, SGD.affine(moments[2])]
 
 
 def test_the_difference_of_gradients_is_the_product_with_the_hessian() -> None:
