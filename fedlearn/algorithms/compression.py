@@ -2,7 +2,7 @@
 
 A :class:`Compressor` turns the trained part of an update into a few tensors, its *parts*, and back.
 A client sends the parts. The coordinator restores the update from them, before any check. The
-simulation engine restores the updates of a block directly. All three call the same two methods,
+simulation engine restores the updates of a block directly. All three compute by the same methods,
 so they agree, and what the clients keep for the next round is what the coordinator did not see.
 
 Running statistics and other lanes are sent whole.
@@ -98,9 +98,10 @@ class Target:
 
     def draw_uniform(self, count: int, *, like: Tensor) -> Tensor:
         """Draw numbers in [0, 1), which depend on the round and the client alone: [B, count]."""
-        rows = [self.seed.at(each).torch() for each in self.client_ids]
-        drawn = [torch.rand(count, generator=each, dtype=like.dtype) for each in rows]
-        return torch.stack(drawn).to(like.device)
+        drawn_BN = torch.empty(len(self.client_ids), count, dtype=like.dtype)
+        for client_id, row in zip(self.client_ids, drawn_BN, strict=True):
+            row.uniform_(generator=self.seed.at(client_id).torch())
+        return drawn_BN.to(like.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +174,16 @@ class Compressor(Ranged):
             UnusableResult: The values cannot come from :meth:`compress`.
         """
 
+    def compress_and_restore(
+        self, updates_BQ: Tensor, target: Target, kept: Parts
+    ) -> tuple[Parts, Parts, Tensor]:
+        """Return what :meth:`compress` returns, and what :meth:`decompress` makes of the parts.
+
+        A simulation does both. Override it if they share work, such as random positions.
+        """
+        parts, kept = self.compress(updates_BQ, target, kept)
+        return parts, kept, self.decompress(parts, target)
+
     def list_kept_sizes(self, shapes: Shapes) -> dict[str, int]:
         """Return the size of each vector that a client keeps from round to round, by name."""
         size = sum(math.prod(shape) for shape in shapes)
@@ -200,8 +211,7 @@ class Compressor(Ranged):
         )
         if self.error_feedback and _RESIDUAL in kept:
             trained_BQ = trained_BQ + kept[_RESIDUAL].to(trained_BQ)
-        parts, kept = self.compress(trained_BQ, target, kept)
-        restored_BQ = self.decompress(parts, target)
+        parts, kept, restored_BQ = self.compress_and_restore(trained_BQ, target, kept)
         if self.error_feedback:
             kept = {**kept, _RESIDUAL: trained_BQ - restored_BQ}
         delta = restored_BQ

@@ -87,15 +87,15 @@ class Quantized(Compressor):
         zeros_BS = updates_BQ.new_zeros(len(updates_BQ), len(buckets))
         index_BQ = index_Q.expand(len(updates_BQ), -1)
         scales_BS = zeros_BS.scatter_reduce(1, index_BQ, updates_BQ.abs(), "amax")
-        steps_BQ = (scales_BS / self._num_levels)[:, index_Q]
+        steps_BQ = (scales_BS / self._num_levels).index_select(1, index_Q)
         # A bucket of zeros has steps of 0, and its numbers stay 0.
         exact_BQ = torch.where(steps_BQ > 0, updates_BQ / steps_BQ, 0)
         draws_BQ = target.draw_uniform(updates_BQ.shape[1], like=updates_BQ)
         # Floor of the number plus a uniform one: up with the probability of the rest.
-        levels_BQ = (exact_BQ + draws_BQ).floor()
+        levels_BQ = exact_BQ.add_(draws_BQ).floor_()
         # The division may round to just above s, and an update that is not finite has any level.
         most = self._num_levels
-        levels_BQ = levels_BQ.nan_to_num(nan=0.0).clamp(-most, most)
+        levels_BQ = levels_BQ.nan_to_num_(nan=0.0).clamp_(-most, most)
         return {"levels": self._pack(levels_BQ.to(torch.int8)), "scales": scales_BS}, {}
 
     def decompress(self, parts: Parts, target: Target) -> Tensor:
@@ -107,7 +107,8 @@ class Quantized(Compressor):
         if bool((levels_BQ < -self._num_levels).any()):
             raise UnusableResult(f"a level of the update is below {-self._num_levels}")
         index_Q = _index(self._buckets(target.shapes), device=scales_BS.device)
-        return levels_BQ.to(target.dtype) * (scales_BS / self._num_levels)[:, index_Q]
+        steps_BQ = (scales_BS / self._num_levels).index_select(1, index_Q)
+        return steps_BQ.mul_(levels_BQ)
 
     @property
     def _num_levels(self) -> int:

@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 from annotated_types import doc
 from torch import Tensor
@@ -64,25 +65,36 @@ class RandomK(Compressor):
 
     def compress(self, updates_BQ: Tensor, target: Target, kept: Parts) -> tuple[Parts, Parts]:
         """Return the values at the clients' positions."""
-        positions_BK = self._positions(target, like=updates_BQ)
-        values_BK = updates_BQ.gather(1, positions_BK)
-        if not self.error_feedback:
-            values_BK = values_BK * (updates_BQ.shape[1] / positions_BK.shape[1])
-        return {"values": values_BK}, {}
+        return self._pick(updates_BQ, self._positions(target, like=updates_BQ)), {}
 
     def decompress(self, parts: Parts, target: Target) -> Tensor:
         """Return zeros with the values at the clients' positions."""
         return scatter(self._positions(target, like=parts["values"]), parts["values"], target)
 
+    def compress_and_restore(
+        self, updates_BQ: Tensor, target: Target, kept: Parts
+    ) -> tuple[Parts, Parts, Tensor]:
+        """Compress and restore the updates by the same positions, which take most of the time."""
+        positions_BK = self._positions(target, like=updates_BQ)
+        parts = self._pick(updates_BQ, positions_BK)
+        return parts, {}, scatter(positions_BK, parts["values"], target)
+
+    def _pick(self, updates_BQ: Tensor, positions_BK: Tensor) -> Parts:
+        values_BK = updates_BQ.gather(1, positions_BK)
+        if not self.error_feedback:
+            values_BK = values_BK * (updates_BQ.shape[1] / positions_BK.shape[1])
+        return {"values": values_BK}
+
     def _positions(self, target: Target, *, like: Tensor) -> Tensor:
         """Return each client's positions, in rising order: [B, K]."""
         size = sum(target.sizes)
         k = self.describe_parts(target.shapes, target.dtype)["values"].size
-        rows = [
-            torch.randperm(size, generator=target.seed.at(each).torch())[:k].sort().values
+        drawn = [
+            torch.randperm(size, generator=target.seed.at(each).torch())[:k].numpy()
             for each in target.client_ids
         ]
-        return torch.stack(rows).to(like.device)
+        # NumPy sorts whole numbers several times as fast as torch.
+        return torch.from_numpy(np.sort(np.stack(drawn), axis=1)).to(like.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+import numpy as np
 import torch
 from annotated_types import doc
 from torch import Tensor
@@ -62,13 +63,15 @@ class TopK(Compressor):
         spec = self.describe_parts(target.shapes, target.dtype)["positions"]
         # A value that is not finite counts as largest, so that the client fails instead of hiding
         # it.
-        sizes_BQ = updates_BQ.abs().nan_to_num(nan=math.inf)
-        least_B1 = sizes_BQ.topk(spec.size, dim=1, sorted=True).values[:, -1:]
-        # `topk` chooses among equal numbers as it likes. Take the first ones, on every device.
-        is_kept = sizes_BQ > least_B1
-        is_tie = sizes_BQ == least_B1
-        num_missing_B1 = spec.size - is_kept.sum(dim=1, keepdim=True)
-        is_kept |= is_tie & (is_tie.cumsum(dim=1) <= num_missing_B1)
+        sizes_BQ = updates_BQ.abs().nan_to_num_(nan=math.inf)
+        least_B1 = _find_kth_largest(sizes_BQ, spec.size)
+        is_kept = sizes_BQ >= least_B1
+        if int(is_kept.sum()) > len(is_kept) * spec.size:
+            # Too many are equal to the least one. Take the first of them, on every device.
+            is_kept = sizes_BQ > least_B1
+            is_tie = sizes_BQ == least_B1
+            num_missing_B1 = spec.size - is_kept.sum(dim=1, keepdim=True)
+            is_kept |= is_tie & (is_tie.cumsum(dim=1) <= num_missing_B1)
         positions_BK = is_kept.nonzero()[:, 1].view(len(updates_BQ), spec.size)
         values_BK = updates_BQ.gather(1, positions_BK)
         return {"positions": positions_BK.to(spec.dtype), "values": values_BK}, {}
@@ -76,6 +79,16 @@ class TopK(Compressor):
     def decompress(self, parts: Parts, target: Target) -> Tensor:
         """Return zeros with the values at their positions."""
         return scatter(parts["positions"].long(), parts["values"], target)
+
+
+def _find_kth_largest(values_BQ: Tensor, k: int) -> Tensor:
+    """Return the k-th largest number of each row: [B, 1]."""
+    if values_BQ.device.type == "cpu" and values_BQ.dtype in (torch.float32, torch.float64):
+        # NumPy's selection takes about a tenth of the time of torch's.
+        place = values_BQ.shape[1] - k
+        found = np.partition(values_BQ.numpy(), place, axis=1)[:, place : place + 1]
+        return torch.from_numpy(found)
+    return values_BQ.topk(k, dim=1, sorted=True).values[:, -1:]
 
 
 def position_dtype(size: int) -> torch.dtype:

@@ -162,12 +162,24 @@ def test_settings_describe_a_compressor(compressor: Compressor) -> None:
     assert transforms_from(settings_of(SGD, [compressor])) == (compressor,)
 
 
-def test_top_k_takes_the_first_of_equal_numbers() -> None:
-    """On every device and in every block, whatever torch's own top-k does."""
-    delta = torch.tensor([[1.0, -1.0, 1.0, 0.5, -1.0], [0.0, 0.0, 0.0, 0.0, -0.0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_top_k_takes_the_first_of_equal_numbers(dtype: torch.dtype) -> None:
+    """On every device and in every block, whatever torch's or NumPy's own selection does."""
+    delta = torch.tensor([[1.0, -1.0, 1.0, 0.5, -1.0], [0.0, 0.0, 0.0, 0.0, -0.0]], dtype=dtype)
     block = fl.Updates(CLIENTS[:2], torch.ones(2), {"delta": delta}, based_on=[0, 0])
     found = fl.TopK(fraction=0.4)(block).lanes["delta"]
     assert stack_rows(found).tolist() == [[1.0, -1.0, 0.0, 0.0, 0.0], [0.0] * 5]
+
+
+@every_compressor
+def test_compressing_and_restoring_at_once_gives_the_same(compressor: Compressor) -> None:
+    """With random positions, for example, that are drawn once instead of twice."""
+    updates_BQ, _ = updates().delta_parts()
+    target = Target(client_ids=CLIENTS, shapes=SHAPES, dtype=updates_BQ.dtype, seed=SEED)
+    parts, kept, restored_BQ = compressor.compress_and_restore(updates_BQ, target, {})
+    again, kept_again = compressor.compress(updates_BQ, target, {})
+    torch.testing.assert_close((parts, kept), (again, kept_again), rtol=0.0, atol=0.0)
+    assert torch.equal(restored_BQ, compressor.decompress(parts, target))
 
 
 def test_top_k_of_everything_is_the_update() -> None:
