@@ -425,7 +425,9 @@ def _adapt_config(
     tree["num_rounds"] = num_rounds
     tree["stragglers"] |= {"over_selection": 1.0, "deadline_s": "none", "min_reports": "half"}
     tree["devices"] = {"kind": "ideal"}
-    tree["evaluation"] |= {"clients": 0}
+    # A canary has a single example, which it trains on.
+    no_clients = {"clients": 0, "client_test_fraction": None, "fine_tune_epochs": 0}
+    tree["evaluation"] |= no_clients
     tree["early_stopping"] = {}
     tree["privacy"] |= {
         # The run's own noise. With an ε instead, it would be calibrated again, to the audit's
