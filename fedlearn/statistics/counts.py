@@ -13,7 +13,14 @@ from torch import Tensor
 from fedlearn.algorithms.strategy import State
 from fedlearn.core.ranges import Count, Whole, is_number
 from fedlearn.statistics.schema import CategoryColumn, ClientTable, NumberColumn, Schema
-from fedlearn.statistics.statistic import ResultRow, Statistic, count_of, estimate, make_row
+from fedlearn.statistics.statistic import (
+    ResultRow,
+    Statistic,
+    count_of,
+    estimate,
+    find_why_undefined,
+    make_row,
+)
 from fedlearn.statistics.suppression import suppress_small_cells
 
 #: Most cells of a table of groups.
@@ -88,18 +95,17 @@ class MissingValues(Statistic):
         """Yield ``missing`` and ``share`` of each column, and ``outside`` if it has a range."""
         sigma = None if sigmas is None else sigmas[0]
         sums = state["sums"]
+        why_not = find_why_undefined(count_of(float(sums[0]), sigma), sigma, what="rows")
         for place, name in enumerate(self.columns):
             column, (missing, outside) = schema[name], sums[1 + 2 * place :][:2].tolist()
             yield make_row((self.kind, name, "missing"), count_of(missing, sigma), sigma)
             both = torch.stack([sums[0], sums[1 + 2 * place]])
-            ((share, error),) = estimate(lambda pair: pair[1:] / pair[:1], both, sigma)
-            yield make_row((self.kind, name, "share"), share, error, note=_if_no_rows(share))
+            share, error = math.nan, None
+            if not why_not:
+                ((share, error),) = estimate(lambda pair: pair[1:] / pair[:1], both, sigma)
+            yield make_row((self.kind, name, "share"), share, error, note=why_not)
             if isinstance(column, NumberColumn) and column.has_range:
                 yield make_row((self.kind, name, "outside"), count_of(outside, sigma), sigma)
-
-
-def _if_no_rows(share: float) -> str:
-    return "" if math.isfinite(share) else "there are no rows"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,12 +24,16 @@ from torch import Tensor
 from fedlearn.algorithms.strategy import State
 from fedlearn.errors import DataError
 from fedlearn.statistics.schema import ClientTable, NumberColumn, Schema
-from fedlearn.statistics.statistic import ResultRow, Statistic, count_of, estimate, make_row
+from fedlearn.statistics.statistic import (
+    ResultRow,
+    Statistic,
+    count_of,
+    estimate,
+    find_why_undefined,
+    make_row,
+)
 
-_FEW = "too few values for the noise"
-_NONE = "there are no values"
-#: A count below so many standard deviations of its noise may be zero, so nothing is divided by it.
-_LEAST_SIGMAS = 3.0
+_DROWNED = "the noise is larger than a correlation can be"
 #: Largest sum of squares of a client: larger ones leave no digits to the variance.
 _LARGEST = 1e16
 _CONSTANT = "a column is constant"
@@ -81,10 +85,9 @@ class MeanAndVariance(Statistic):
                 variance = sums[2] / sums[0] - mean.square()
                 return torch.stack([center + radius * mean, radius**2 * variance])
 
-            enough = count > _LEAST_SIGMAS * (sigma or 0.0)
+            note = find_why_undefined(count, sigma, what="values")
             undefined: list[tuple[float, float | None]] = [(math.nan, None)] * 2
-            mean, variance = estimate(moments, known, sigma) if enough else undefined
-            note = "" if enough else _NONE if sigma is None else _FEW
+            mean, variance = undefined if note else estimate(moments, known, sigma)
             yield make_row((self.kind, name, "mean"), *mean, note=note)
             row = make_row((self.kind, name, "variance"), *variance, note=note)
             # Noise and rounding may make it negative; the interval holds what is possible of it.
@@ -145,19 +148,21 @@ class Correlation(Statistic):
         known = torch.cat([torch.tensor([count], dtype=torch.float64), sums[1:]])
         upper = torch.triu_indices(d, d).tolist()
         at = {pair: d + 1 + place for place, pair in enumerate(zip(*upper, strict=True))}
-        enough = count > _LEAST_SIGMAS * (sigma or 0.0)
+        why_not = find_why_undefined(count, sigma, what="rows")
         for a, b in combinations(range(d), 2):
             first, second = self.columns[a], self.columns[b]
             # n, Σ u, Σ v, Σ u², Σ v², Σ u v of the pair.
             pair = known[[0, 1 + a, 1 + b, at[a, a], at[b, b], at[a, b]]]
-            varies = enough and bool((_variances(pair) > _LEAST_SHARE * pair[3:5] / pair[0]).all())
-            ((value, error),) = (
-                estimate(_correlation, pair, sigma) if varies else [(math.nan, None)]
-            )
-            why_not = (_NONE if not enough else _CONSTANT) if sigma is None else _FEW
-            limited = max(-1.0, min(1.0, value)) if varies else value
-            note = "" if varies else why_not
-            yield make_row((self.kind, first, second), limited, error, note=note)
+            place, value, error = (self.kind, first, second), math.nan, None
+            note = why_not
+            if not why_not and bool((_variances(pair) > _LEAST_SHARE * pair[3:5] / pair[0]).all()):
+                ((value, error),) = estimate(_correlation, pair, sigma)
+            elif not why_not:
+                note = _CONSTANT if sigma is None else _DROWNED
+            if error is not None and error >= 1.0:
+                value, note = math.nan, _DROWNED
+            limited = max(-1.0, min(1.0, value)) if math.isfinite(value) else value
+            yield make_row(place, limited, error, note=note)
 
 
 def _variances(pair: Tensor) -> Tensor:
