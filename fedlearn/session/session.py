@@ -316,6 +316,9 @@ class ClientSession:
         if request.settings and hasattr(self.trainer, "own_updates"):
             settings, _ = split_settings(request.settings)
             local = update_from(settings, known=self.trainer.own_updates)
+        if local is None and not (request.local or request.fine_tuning):
+            # Only the local update knows the personal model: do not report the global one as it.
+            return reply
         tensors = build_personal_model(
             request.tensors,
             kept.find_counted(request, self.client_id),

@@ -1,7 +1,7 @@
 """A client session: one request in, one reply out, and the state between them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import safetensors.torch
@@ -9,6 +9,9 @@ import structlog
 import torch
 from torch import Tensor
 
+import fedlearn as fl
+from fedlearn.algorithms.apfl import APFL
+from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import (
     ClientId,
@@ -114,6 +117,20 @@ def test_an_evaluation_returns_metrics_and_no_tensors() -> None:
     reply = decode(session(Counting()).handle(request, b"")[0])
     assert isinstance(reply, EvaluateReply)
     assert (reply.round_num, reply.num_examples, reply.metrics) == (2, 3, {"loss": 3.0})
+
+
+def test_a_trainer_without_the_local_update_reports_no_personal_model() -> None:
+    """It would be the global one. Control: of tensors that stay local, a client knows it."""
+    sgd = fl.LocalSgd(epochs=1, batch_size=1, learning_rate=0.1)
+    local = APFL(sgd, personal_learning_rate=0.1, mixing=0.5, adapts_mixing=False).local
+    known = EvaluateRequest(round_num=2, tensors=MODEL, settings=settings_of(local), trained=("w",))
+    for request, names in (
+        (known, {"loss"}),
+        (replace(known, local=("w",)), {"loss", "personal_loss"}),
+    ):
+        reply = decode(session(Counting()).handle(encode(request), b"")[0])
+        assert isinstance(reply, EvaluateReply)
+        assert reply.metrics.keys() == names
 
 
 @pytest.mark.parametrize(
