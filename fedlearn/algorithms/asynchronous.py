@@ -12,7 +12,7 @@ from typing import Annotated
 from annotated_types import doc
 
 from fedlearn.algorithms.staleness import Staleness
-from fedlearn.algorithms.strategy import Strategy
+from fedlearn.algorithms.strategy import Strategy, StrategyWrapper
 from fedlearn.core.ranges import Count
 
 
@@ -89,6 +89,8 @@ class Buffered:
 def require_asynchronous(strategy: Strategy) -> None:
     """Raise ValueError, with the reason, if a strategy is valid in synchronous rounds only."""
     if strategy.needs_same_round:
+        while isinstance(strategy, StrategyWrapper) and strategy.inner.needs_same_round:
+            strategy = strategy.inner  # name the one that has the reason
         raise ValueError(
             f"{type(strategy).__name__} cannot be asynchronous: {strategy.needs_same_round}; use "
             "an algorithm whose step is a function of the mean update, such as FedAvg or FedAdam"

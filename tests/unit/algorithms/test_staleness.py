@@ -66,7 +66,8 @@ def test_what_is_told_by_the_model_of_a_round_cannot_be_asynchronous() -> None:
     assert isinstance(limits, Asynchrony)
     for refused in (scaffold, StrategyWrapper(scaffold)):
         with pytest.raises(
-            ValueError, match=r"cannot be asynchronous: the server's control variate"
+            ValueError,
+            match=r"ScaffoldAveraging cannot be asynchronous: the server's control variate",
         ):
             Buffered(refused, limits)
     require_asynchronous(FedAvg(SGD))
