@@ -400,8 +400,9 @@ def _time_block_sizes(job: TrainingJob, usual: Choice, clock: Clock) -> dict[str
         client_ids = pick_spread_clients(job.population, size)
         num_examples = job.local.work.num_processed(job.population.num_examples(client_ids)).sum()
         try:
-            executor = executors.setdefault(kind, make_executor(job, kind))
-            seconds = _time_executor(executor, job.work(client_ids), clock)
+            if kind not in executors:
+                executors[kind] = make_executor(job, kind)
+            seconds = _time_executor(executors[kind], job.work(client_ids), clock)
         except (DataError, EngineError):
             return {}
         found[f"{kind.value} {size}"] = seconds * size / int(num_examples)
