@@ -42,4 +42,5 @@ def FedBABU(
     patterns = join_patterns(head_layers, name="head_layers")
     body = HeadThenBody(inner=local, head=patterns, head_epochs=0)
     # The head is the same on all clients, so it need not travel.
-    return KeepLocal(FedAvg(body, weight_by_examples=weight_by_examples), tuple(head_layers))
+    shared = FedAvg(body, weight_by_examples=weight_by_examples)
+    return KeepLocal(shared, tuple(head_layers), named_by="head_layers")

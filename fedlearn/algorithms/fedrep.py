@@ -156,4 +156,5 @@ def FedRep(
     require_update(local, name="local")
     patterns = join_patterns(head_layers, name="head_layers")
     in_turn = HeadThenBody(inner=local, head=patterns, head_epochs=head_epochs)
-    return KeepLocal(FedAvg(in_turn, weight_by_examples=weight_by_examples), tuple(head_layers))
+    shared = FedAvg(in_turn, weight_by_examples=weight_by_examples)
+    return KeepLocal(shared, tuple(head_layers), named_by="head_layers")

@@ -6,7 +6,7 @@ A client keeps its own values as client state, under the name :data:`LOCAL`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import TypeVar
@@ -42,6 +42,7 @@ class KeepLocal(StrategyWrapper):
         patterns: Patterns of names in ``Module.state_dict()``, such as ``"head.*"``, or of classes
             of layers, such as ``"type:BatchNorm*"``, with the wildcards of :mod:`fnmatch`. A class
             also matches by the name of its base class.
+        named_by: What error messages call the patterns: the algorithm or its argument.
 
     Example:
         >>> import fedlearn as fl
@@ -56,12 +57,13 @@ class KeepLocal(StrategyWrapper):
     """
 
     patterns: Sequence[str]
+    named_by: str = field(default="keep_local", kw_only=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         patterns: object = self.patterns
         if isinstance(patterns, str) or not all(isinstance(each, str) for each in self.patterns):
             raise ConfigError(
-                f'keep_local is {patterns!r}; give a list of patterns, such as ["head.*"]'
+                f'{self.named_by} is {patterns!r}; give a list of patterns, such as ["head.*"]'
             )
 
     @property
@@ -70,10 +72,27 @@ class KeepLocal(StrategyWrapper):
         return (*self.inner.keep_local, *self.patterns)
 
 
-def find_local_names(module: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
+def name_patterns(strategy: Strategy) -> dict[str, str]:
+    """Return what error messages call each pattern of a strategy's ``keep_local``."""
+    found = dict[str, str]()
+    while isinstance(strategy, StrategyWrapper):
+        if isinstance(strategy, KeepLocal):
+            found |= dict.fromkeys(strategy.patterns, strategy.named_by)
+        strategy = strategy.inner
+    return found
+
+
+def find_local_names(
+    module: nn.Module, patterns: Sequence[str], *, named_by: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
     """Return the names of the tensors that match a pattern, in the order of the model's vector.
 
     Frozen tensors may match as well; they are the same for all clients in any case.
+
+    Args:
+        module: The model.
+        patterns: The patterns.
+        named_by: What error messages call each pattern; ``None``: "keep_local".
 
     Raises:
         ConfigError: A pattern matches nothing that training changes, or nothing is left to share.
@@ -108,9 +127,11 @@ def find_local_names(module: nn.Module, patterns: Sequence[str]) -> tuple[str, .
         matched &= layout.by_name.keys()
         if not matched:
             some = ", ".join(repr(name) for name in list(layout.by_name)[:6])
+            more = ", ..." if len(layout.by_name) > 6 else ""  # noqa: PLR2004 - shown above
+            who = (named_by or {}).get(pattern, "keep_local")
             raise ConfigError(
-                f"keep_local has the pattern {pattern!r}, which matches no tensor that training "
-                f"changes; the model has {some}{', ...' if len(layout.by_name) > 6 else ''}"  # noqa: PLR2004 - shown above
+                f"{who} has the pattern {pattern!r}, which matches no tensor that training "
+                f"changes; the model, {type(module).__name__}, has {some}{more}"
             )
         found |= matched
     if all(spec.name in found for spec in layout.trainable):
@@ -130,15 +151,12 @@ def require_local_parts_allowed(strategy: Strategy, params: Params) -> None:
     """
     if not params.local:
         return
-    along = [lane.name for lane in strategy.lanes if isinstance(lane.over, Over) and lane != DELTA]
-    along += [
-        name
-        for name in strategy.broadcast(strategy.init(params))
-        if isinstance(extent_of(name, strategy.broadcasts), Over)
-    ]
-    if along:
+    if along := _list_along_parameters(strategy, params):
+        inner = strategy
+        while isinstance(inner, StrategyWrapper) and _list_along_parameters(inner.inner, params):
+            inner = inner.inner  # name the one that exchanges it
         raise ConfigError(
-            f"keep_local is {list(strategy.keep_local)}, but {type(strategy).__name__} exchanges "
+            f"keep_local is {list(strategy.keep_local)}, but {type(inner).__name__} exchanges "
             f"{along[0]!r}, with a value for each trained parameter, also for those that stay "
             "local; use an algorithm that exchanges only the model, such as FedAvg or FedProx"
         )
@@ -147,6 +165,16 @@ def require_local_parts_allowed(strategy: Strategy, params: Params) -> None:
             f"keep_local is on, and the local update has memory called {LOCAL!r}, the name of the "
             "parts that stay local; rename it"
         )
+
+
+def _list_along_parameters(strategy: Strategy, params: Params) -> list[str]:
+    """Return the names of all lanes and broadcast values along parameters, but the model's."""
+    lanes = (each for each in strategy.lanes if isinstance(each.over, Over) and each != DELTA)
+    return [lane.name for lane in lanes] + [
+        name
+        for name in strategy.broadcast(strategy.init(params))
+        if isinstance(extent_of(name, strategy.broadcasts), Over)
+    ]
 
 
 def insert_local(

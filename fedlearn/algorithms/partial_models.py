@@ -35,7 +35,8 @@ def FedPer(
         <https://arxiv.org/abs/1912.00818>`_, algorithms 1 and 2. As there, clients train the base
         and their own layers together.
     """
-    return KeepLocal(FedAvg(local, weight_by_examples=weight_by_examples), personal_layers)
+    shared = FedAvg(local, weight_by_examples=weight_by_examples)
+    return KeepLocal(shared, personal_layers, named_by="personal_layers")
 
 
 @explain_calls
@@ -52,7 +53,8 @@ def FedBN(local: Local, *, weight_by_examples: ByExamples = True) -> KeepLocal:
         Normalization <https://arxiv.org/abs/2102.07623>`_, algorithm 1. As there, clients count
         by their numbers of examples unless ``weight_by_examples`` is false.
     """
-    return KeepLocal(FedAvg(local, weight_by_examples=weight_by_examples), ("type:_BatchNorm",))
+    shared = FedAvg(local, weight_by_examples=weight_by_examples)
+    return KeepLocal(shared, ("type:_BatchNorm",), named_by="FedBN")
 
 
 @explain_calls
@@ -72,4 +74,5 @@ def LGFedAvg(
         Representations <https://arxiv.org/abs/2001.01523>`_, algorithm 1, without its optional
         auxiliary losses.
     """
-    return KeepLocal(FedAvg(local, weight_by_examples=weight_by_examples), representation_layers)
+    shared = FedAvg(local, weight_by_examples=weight_by_examples)
+    return KeepLocal(shared, representation_layers, named_by="representation_layers")

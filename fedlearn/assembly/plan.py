@@ -7,7 +7,11 @@ import torch
 
 from fedlearn.algorithms.collector import Collector
 from fedlearn.algorithms.informed_sampling import InformedSampler
-from fedlearn.algorithms.local_parts import find_local_names, require_local_parts_allowed
+from fedlearn.algorithms.local_parts import (
+    find_local_names,
+    name_patterns,
+    require_local_parts_allowed,
+)
 from fedlearn.assembly.components import Components
 from fedlearn.assembly.own_code import SharedNoise
 from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
@@ -39,7 +43,8 @@ def build_initial_params(components: Components, device: torch.device) -> Params
         model = components.make_model()
         params = Params.of(model)
     algorithm = components.algorithm
-    params = params.keep_local(find_local_names(model, algorithm.keep_local))
+    named_by = name_patterns(algorithm)
+    params = params.keep_local(find_local_names(model, algorithm.keep_local, named_by=named_by))
     require_local_parts_allowed(algorithm, params)
     constants = {name: value.to(device) for name, value in params.constants.items()}
     return replace(params, vector=params.vector.to(device), constants=constants)

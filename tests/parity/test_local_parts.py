@@ -242,13 +242,19 @@ def test_a_secure_sum_leaves_the_local_parts_alone(simulate_as: str) -> None:
         (fl.KeepLocal(fl.FedAvg(SGD), ["*"]), "leave some parameters to share"),
         (
             fl.KeepLocal(fl.Scaffold(SGD, num_clients=NUM_CLIENTS, server_learning_rate=1.0), HEAD),
-            "exchanges 'control', with a value for each trained parameter",
+            "ScaffoldAveraging exchanges 'control', with a value for each trained parameter",
         ),
+        (fl.FedPer(SGD, personal_layers=("hed.*",)), "^personal_layers has the pattern 'hed"),
     ],
 )
 def test_what_cannot_stay_local_is_refused(algorithm: fl.KeepLocal, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         simulate(algorithm)
+
+
+def test_fedbn_without_batch_norm_names_itself_and_the_model() -> None:
+    with pytest.raises(ConfigError, match=r"^FedBN has the pattern .*; the model, Sequential, has"):
+        simulate(fl.FedBN(SGD), make=make_plain_model)
 
 
 def test_a_pooled_run_keeps_nothing_local() -> None:
