@@ -35,7 +35,7 @@ class StatisticsQuery(Query):
     """Asks clients for the statistics of a plan; it takes the plan's number of rounds.
 
     Raises:
-        ConfigError: The plan is not valid.
+        ValueError: The plan is not valid.
 
     Example:
         >>> query = StatisticsQuery(plan='{"columns": {"age": {"kind": "number"}}, '
@@ -47,7 +47,10 @@ class StatisticsQuery(Query):
     plan: Annotated[str, doc("The plan as JSON.")]
 
     def __post_init__(self) -> None:
-        _ = self.parsed
+        try:
+            _ = self.parsed
+        except ConfigError as error:  # at a client, the coordinator's settings are wrong
+            raise ValueError(f"plan: {error}") from error
 
     @classmethod
     def of(cls, plan: StatisticsPlan) -> "StatisticsQuery":
@@ -142,7 +145,7 @@ def _parse(text: str) -> StatisticsPlan:
     try:
         values = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"plan is not JSON: {error}; give StatisticsPlan.to_json()") from error
+        raise ConfigError(f"it is not JSON: {error}; give StatisticsPlan.to_json()") from error
     return StatisticsPlan.of(values)
 
 

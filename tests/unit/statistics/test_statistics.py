@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import torch
 
-from fedlearn.errors import ConfigError, DataError
+from fedlearn.algorithms.settings import settings_of, update_from
+from fedlearn.errors import ConfigError, DataError, SettingsRefused
 from fedlearn.statistics import ClientTable, ResultRow, StatisticsPlan, StatisticsQuery
 from fedlearn.statistics.suppression import suppress_small_cells
 
@@ -520,6 +521,12 @@ def test_without_a_bound_there_is_no_privacy() -> None:
         plan.require_bound(reason="privacy")
 
 
-def test_what_is_not_json_is_no_plan() -> None:
-    with pytest.raises(ConfigError, match="plan is not JSON"):
+def test_a_client_refuses_a_plan_that_it_cannot_read() -> None:
+    """Such as one of a later version, with a kind of statistic that it does not know."""
+    known = settings_of(StatisticsQuery.of(plan_of(MEAN)))
+    update_from(known, known=[StatisticsQuery])  # the control
+    newer = {**known, "plan": str(known["plan"]).replace('"mean"', '"skewness"')}
+    with pytest.raises(SettingsRefused, match=r"plan: statistics\[0\]\.kind is 'skewness'"):
+        update_from(newer, known=[StatisticsQuery])
+    with pytest.raises(ValueError, match="plan: it is not JSON"):
         StatisticsQuery(plan="{")
