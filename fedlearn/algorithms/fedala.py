@@ -92,6 +92,11 @@ class LearnedStart(Ranged, LocalUpdateWrapper):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_patterns(self.adaptive, name="adaptive_layers")
+        if self.work.max_steps is not None:
+            raise ValueError(
+                f"max_steps is {self.work.max_steps}, but FedALA learns a client's start in its "
+                "first epoch and trains in the others; leave max_steps out"
+            )
         if self.work.epochs == 1:
             raise ValueError(
                 "epochs is 1, but FedALA needs batches of the first epoch to learn a client's "

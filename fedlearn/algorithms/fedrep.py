@@ -75,6 +75,11 @@ class HeadThenBody(Ranged, LocalUpdateWrapper):
                 f"head_epochs is {self.head_epochs}, but a client trains for {self.work.epochs} "
                 "epochs, so none is left for the shared part; give fewer head_epochs or more epochs"
             )
+        if self.head_epochs and self.work.max_steps is not None:
+            raise ValueError(
+                f"max_steps is {self.work.max_steps}, but FedRep trains its head for whole epochs; "
+                "leave max_steps out"
+            )
         require_patterns(self.head, name="head_layers")
 
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:

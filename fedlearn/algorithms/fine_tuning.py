@@ -42,8 +42,8 @@ def build_fine_tuning(local: LocalUpdate, *, num_epochs: int, seed: Seed) -> Fin
         >>> algorithm = fl.FedBABU(local, head_layers=["head.*"])
         >>> tuning = build_fine_tuning(algorithm.local, num_epochs=1, seed=fl.Seed(0))
         >>> tuning.local
-        LocalSgd(epochs=1, batch_size=10, shuffle=True, drop_last=False, learning_rate=0.1, \
-momentum=0.0, weight_decay=0.0, keep_momentum=False)
+        LocalSgd(epochs=1, batch_size=10, shuffle=True, drop_last=False, max_steps=None, \
+learning_rate=0.1, momentum=0.0, weight_decay=0.0, keep_momentum=False)
     """
     if num_epochs == 0:
         return None
@@ -53,7 +53,7 @@ momentum=0.0, weight_decay=0.0, keep_momentum=False)
             f"evaluation.fine_tune_epochs is {num_epochs}, but {type(optimizer).__name__} does not "
             "inherit from LocalWork, so its epochs cannot be set; inherit from it, or give 0"
         )
-    tuned: LocalUpdate = replace(optimizer, epochs=num_epochs)
+    tuned: LocalUpdate = replace(optimizer, epochs=num_epochs, max_steps=None)
     for wrapper in wrappers:
         if isinstance(wrapper, ClippedGradients | ExtraSettings):
             tuned = replace(wrapper, inner=tuned)

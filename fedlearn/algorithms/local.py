@@ -276,6 +276,13 @@ class LocalWork(Ranged):
             "client with fewer examples than a batch trains on all of them in one step."
         ),
     ] = False
+    max_steps: Annotated[
+        Count | None,
+        doc(
+            "Most steps per round: training ends then, also within an epoch. With more epochs than "
+            "any client needs, all clients take this number of steps. Not set: no limit."
+        ),
+    ] = None
 
     @property
     def work(self) -> "LocalWork":
@@ -299,7 +306,8 @@ class LocalWork(Ranged):
 
     def num_steps(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of steps in a round by the clients' example counts, element-wise."""
-        return self.steps_per_epoch(num_examples) * self.epochs
+        num_steps = self.steps_per_epoch(num_examples) * self.epochs
+        return num_steps if self.max_steps is None else np.minimum(num_steps, self.max_steps)
 
     def steps_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of steps in one epoch, element-wise."""
@@ -309,8 +317,6 @@ class LocalWork(Ranged):
 
     def count_used_per_epoch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of examples used in one epoch, element-wise: all without ``drop_last``.
-
-        A client's weight in the aggregate is based on this number.
 
         Example:
             >>> work = LocalWork(epochs=2, batch_size=4, drop_last=True)
@@ -323,9 +329,33 @@ class LocalWork(Ranged):
         full = num_examples // self.batch_size * self.batch_size
         return np.where(full > 0, full, num_examples)
 
+    def count_used(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of different examples used in a round, element-wise.
+
+        A client's weight in the aggregate is based on this number. It is less than
+        :meth:`count_used_per_epoch` if ``max_steps`` ends the first epoch.
+        """
+        used: NDArray[np.int64] = np.minimum(
+            self.count_used_per_epoch(num_examples), self.num_processed(num_examples)
+        )
+        return used
+
     def num_processed(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the number of examples processed in all epochs, element-wise."""
-        return self.count_used_per_epoch(num_examples) * self.epochs
+        """Return the number of examples processed in all steps of a round, element-wise.
+
+        Example:
+            >>> work = LocalWork(epochs=10, batch_size=4, max_steps=4)
+            >>> work.num_processed(np.array([3, 9, 100])).tolist()  # 9: 4 + 4 + 1, and 4 again
+            [12, 13, 16]
+        """
+        per_epoch = self.count_used_per_epoch(num_examples)
+        if self.max_steps is None:
+            return per_epoch * self.epochs
+        # A client without examples takes no steps.
+        steps_per_epoch = np.maximum(self.steps_per_epoch(num_examples), 1)
+        epochs, steps = np.divmod(self.num_steps(num_examples), steps_per_epoch)
+        processed: NDArray[np.int64] = epochs * per_epoch + steps * (self.batch_size or 0)
+        return processed
 
     def last_batch(self, num_examples: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the size of an epoch's last batch, element-wise."""
@@ -1123,7 +1153,10 @@ def batch_positions(
     size = work.batch_size or num_examples
     # drop_last leaves out the end of the shuffled order, so other examples in each epoch.
     num_used = int(work.count_used_per_epoch(np.asarray(num_examples)))
+    steps_left = int(work.num_steps(np.asarray(num_examples)))
     for epoch in range(work.epochs):
+        if not steps_left:
+            return
         order = np.arange(num_examples)
         if work.shuffle:
             order = shuffle_positions(
@@ -1133,5 +1166,7 @@ def batch_positions(
                 epoch=epoch,
                 num_examples=num_examples,
             )
-        for start in range(0, num_used, size):
+        starts = range(0, num_used, size)[:steps_left]
+        for start in starts:
             yield order[start : min(start + size, num_used)]
+        steps_left -= len(starts)

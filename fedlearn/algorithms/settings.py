@@ -105,6 +105,10 @@ _NOISED = frozenset({"noised_gradients", "noised_update"})
 #: Former names of renamed fields. Settings use them, so that older clients can read them.
 _TRAVELS_AS = {"gradient_clip_norm": "max_gradient_norm", "update_clip_norm": "max_update_norm"}
 
+#: Fields of standard updates that are sent only if they are set, since clients of earlier versions
+#: refuse a setting that they do not know.
+_ADDED = frozenset({"max_steps"})
+
 _INNER = "inner"
 #: Prefix of the name of a custom transform.
 _TRANSFORM = "transform:"
@@ -183,6 +187,8 @@ def _settings_of(components: Sequence[object], *, num_transforms: int) -> Settin
                     f"local setting {name!r} is a {type(value).__name__}, which cannot be sent; "
                     "give a number, a string, a boolean or None"
                 )
+            if name in _ADDED and value == field.default:
+                continue
             settings[name] = value
     return {COMPONENTS: " ".join(names), **settings}
 

@@ -303,8 +303,8 @@ def _estimate_flop(simulation: Simulation, params: Params) -> float:
     """Estimate the floating-point operations of all local training, assuming dense layers."""
     config, population = simulation.config, simulation.population
     sample = torch.arange(min(64, population.num_clients)).numpy()
-    mean_examples = float(population.num_examples(sample).mean())
-    examples = mean_examples * simulation.algorithm.local.work.epochs
+    work = simulation.algorithm.local.work
+    examples = float(work.num_processed(population.num_examples(sample)).mean())
     # 6 per parameter and example: 2 in the forward pass and 4 in the backward pass.
     return 6.0 * params.num_elements * examples * simulation.policy.num_wanted * config.num_rounds
 

@@ -135,7 +135,7 @@ _OPTIONAL: Mapping[str, Mapping[str, object]] = {
     _FORMS[TrainReply][0]: {"encoding": ""},
 }
 #: Settings that version 4 does not have, each with the value that leaves training unchanged.
-_NEW_SETTINGS: Mapping[str, Scalar] = {"drop_last": False}
+_NEW_SETTINGS: Mapping[str, Scalar] = {"drop_last": False, "max_steps": None}
 _WITHOUT_TENSORS: Mapping[str, type[Reply]] = {
     _FORMS[each][0]: each for each in (EvaluateReply, Failure, Accusation)
 }

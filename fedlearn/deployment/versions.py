@@ -8,7 +8,7 @@ def explain_newest_protocol(components: Deployment) -> str:
 
     Clients of protocol 2 hash requests for secure aggregation differently, include running
     statistics in the norms of their updates, do not learn whether their last update counted, and
-    have no ``drop_last``. They cannot restore a compressed model either.
+    have no ``drop_last`` or ``max_steps``. They cannot restore a compressed model either.
     """
     local = components.algorithm.local
     if components.secure is not None:
@@ -23,4 +23,6 @@ def explain_newest_protocol(components: Deployment) -> str:
         return "its clients keep a part of the model for themselves"
     if local.work.drop_last:
         return "client.drop_last is on"
+    if local.work.max_steps is not None:
+        return "client.max_steps is set"
     return ""

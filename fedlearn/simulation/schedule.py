@@ -28,14 +28,14 @@ class Schedule:
         weights_TKB: 1 / (size of the batch), 0 where padded.
         counts_TK: Examples in each batch; 0 once a client has finished.
         active_T: Clients that still train at each step: always a prefix.
-        num_epochs: Number of epochs of every client.
+        steps_per_epoch_K: Number of batches in an epoch of each client.
     """
 
     rows_TKB: Tensor
     weights_TKB: Tensor
     counts_TK: NDArray[np.int64]
     active_T: NDArray[np.int64]
-    num_epochs: int
+    steps_per_epoch_K: NDArray[np.int64]
 
     @property
     def num_steps(self) -> int:
@@ -65,22 +65,25 @@ def schedule(
     that of the weights.
     """
     sizes_K = rows.num_examples()
-    steps_K = work.steps_per_epoch(sizes_K)
+    steps_K, num_steps_K = work.steps_per_epoch(sizes_K), work.num_steps(sizes_K)
     largest = int(sizes_K.max())
     batch = min(work.batch_size or largest, largest)
-    num_steps = int(steps_K.max()) * work.epochs
-    step_T = np.arange(num_steps)[:, None]
+    step_T = np.arange(int(num_steps_K.max()))[:, None]
     epoch_TK, within_TK = step_T // steps_K, step_T % steps_K
     positions_TKB = (within_TK * batch)[:, :, None] + np.arange(batch)
     used_K = work.count_used_per_epoch(sizes_K)
-    real_TKB = (positions_TKB < used_K[:, None]) & (epoch_TK < work.epochs)[:, :, None]
+    real_TKB = (positions_TKB < used_K[:, None]) & (step_T < num_steps_K)[:, :, None]
     # Padding points to the first row, which exists, with a weight of zero.
     positions_TKB = np.where(real_TKB, positions_TKB, 0)
     if work.shuffle:
-        order_KEN = _orders(work, sizes_K, client_ids, round_num=round_num, seed=seed)
+        # With max_steps, clients may not get to all epochs.
+        num_epochs = int((-(-num_steps_K // steps_K)).max())
+        order_KEN = _orders(
+            sizes_K, client_ids, num_epochs=num_epochs, round_num=round_num, seed=seed
+        )
         client_K = np.arange(len(sizes_K))[:, None]
         # Clients that have finished step past their last epoch; their rows are masked out below.
-        epochs_TK1 = np.minimum(epoch_TK, work.epochs - 1)[:, :, None]
+        epochs_TK1 = np.minimum(epoch_TK, num_epochs - 1)[:, :, None]
         positions_TKB = order_KEN[client_K, epochs_TK1, positions_TKB]
     if rows.num_reads_K is not None:  # each epoch has its own copy of the examples
         reading_TK = np.minimum(epoch_TK, rows.num_reads_K - 1)
@@ -93,7 +96,7 @@ def schedule(
         weights_TKB=torch.from_numpy(weights_TKB).to(device=device, dtype=dtype),
         counts_TK=counts_TK,
         active_T=(counts_TK > 0).sum(1),
-        num_epochs=work.epochs,
+        steps_per_epoch_K=steps_K,
     )
 
 
@@ -129,7 +132,7 @@ def training_rows(
         keyed = list(map(KeyedBatch, batches, keys.tolist()))
         # Batch after batch and epoch after epoch, in the order in which a deployed trainer derives
         # keys.
-        per_epoch = len(keyed) // work.epochs
+        per_epoch = int(work.steps_per_epoch(np.asarray(size)))
         return [keyed[first : first + per_epoch] for first in range(0, len(keyed), per_epoch)]
 
     return unread.read_epochs(epochs_of)
@@ -158,10 +161,10 @@ def rows_of_round(
 
 
 def _orders(
-    work: LocalWork,
     sizes_K: NDArray[np.int64],
     client_ids: NDArray[np.int64],
     *,
+    num_epochs: int,
     round_num: int | NDArray[np.int64],
     seed: Seed,
 ) -> NDArray[np.int64]:
@@ -175,7 +178,7 @@ def _orders(
     keys_KEN = seed.hash(
         round_num if isinstance(round_num, int) else round_num[:, None, None],
         client_ids[:, None, None],
-        np.arange(work.epochs)[None, :, None],
+        np.arange(num_epochs)[None, :, None],
         position_N[None, None, :],
     )
     # The largest key sorts the padding of smaller clients to the end.

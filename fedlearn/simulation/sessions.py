@@ -54,7 +54,7 @@ from fedlearn.training.trainer import LocalTrainer, require_trainer
 from fedlearn.transport.memory import Handler, MemoryChannel
 
 #: Settings that determine the amount of a client's work.
-_AMOUNTS = {"epochs", "batch_size", "drop_last"}
+_AMOUNTS = {"epochs", "batch_size", "drop_last", "max_steps"}
 
 
 @dataclass(frozen=True, kw_only=True)

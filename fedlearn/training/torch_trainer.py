@@ -515,16 +515,17 @@ class TorchTrainer:
     ) -> ClientRound:
         client_id, round_num = context.client_id, context.round_num
         steps_per_epoch = int(work.steps_per_epoch(np.asarray([len(self._data)]))[0])
+        num_steps = self._num_steps(work)
         return ClientRound(
             client_id=client_id,
             seed=client_seed(context.seed, round_num=round_num, client_id=client_id),
-            num_steps=self._num_steps(work),
+            num_steps=num_steps,
             steps_per_epoch=steps_per_epoch,
             read_epoch=partial(
                 self._batches,
                 work,
                 context,
-                num_steps=steps_per_epoch,
+                num_steps=min(num_steps, steps_per_epoch),
                 control=context.control,
                 processes=processes,
             ),

@@ -134,8 +134,8 @@ class Work(LocalTask):
         return self.params.vector if self.apart is None else self.apart.starts_KP
 
     def num_examples(self) -> NDArray[np.int64]:
-        """Return the number of examples that each client uses per epoch: shape [K]."""
-        return self.local.work.count_used_per_epoch(np.asarray([len(rows) for rows in self.rows_K]))
+        """Return the number of different examples that each client uses: shape [K]."""
+        return self.local.work.count_used(np.asarray([len(rows) for rows in self.rows_K]))
 
     def num_steps(self) -> Tensor:
         """Return the number of steps that each client takes: shape [K], of the model's dtype."""
@@ -144,8 +144,7 @@ class Work(LocalTask):
 
     def steps_per_epoch(self) -> Tensor:
         """Return the number of batches in an epoch of each client: int64 [K]."""
-        counts_K = (self.schedule.counts_TK > 0).sum(0) // self.schedule.num_epochs
-        return torch.from_numpy(counts_K).to(self.params.vector.device)
+        return torch.from_numpy(self.schedule.steps_per_epoch_K).to(self.params.vector.device)
 
     def draws(self) -> Draws:
         """Return the random draws of the clients' local updates in this round."""

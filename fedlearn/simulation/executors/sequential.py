@@ -99,13 +99,13 @@ class SequentialExecutor:
 def _client_round(work: Work, client: int, num_steps: int) -> ClientRound:
     """Describe the part of one client of the block in the round."""
     client_id = int(work.client_ids[client])
-    steps_per_epoch = num_steps // work.schedule.num_epochs
+    steps_per_epoch = int(work.schedule.steps_per_epoch_K[client])
     return ClientRound(
         client_id=client_id,
         seed=client_seed(work.seed, round_num=work.round_num, client_id=client_id),
         num_steps=num_steps,
         steps_per_epoch=steps_per_epoch,
-        read_epoch=partial(_read_epoch, work, client, steps_per_epoch),
+        read_epoch=partial(_read_epoch, work, client, min(num_steps, steps_per_epoch)),
     )
 
 

@@ -510,7 +510,7 @@ class StackedExecutor:
         return replace(stack, trainable=stack.trainable | moved)
 
     def _gradient_of_epoch(self, run: _Run, point: Tensors) -> PointGradient:
-        """Compute the mean over the batches of the first epoch, by examples."""
+        """Compute the mean over the batches of the first epoch that are trained, by examples."""
         schedule, names = run.work.schedule, self._gradient.trainable
         steps_K = run.work.steps_per_epoch().cpu().numpy()
         counts_TK = np.where(
@@ -518,8 +518,8 @@ class StackedExecutor:
         )
         shares_TK = torch.from_numpy(counts_TK / counts_TK.sum(0)).to(run.work.params.vector)
         losses_K, grads = torch.zeros_like(shares_TK[0]), [torch.zeros_like(x) for x in point]
-        for step in range(int(steps_K.max())):
-            active = int((steps_K > step).sum())  # a prefix: sorted by the number of steps
+        for step in range(min(int(steps_K.max()), schedule.num_steps)):
+            active = int((counts_TK[step] > 0).sum())  # a prefix: sorted by the number of steps
             for clients, size in self._split_by_size(run, counts_TK[step, :active]):
                 some = [each[clients] for each in point]
                 found = self._gradient_at(run, step, clients, some, size=size, names=names)

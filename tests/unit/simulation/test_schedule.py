@@ -41,6 +41,7 @@ locals_ = st.builds(
     learning_rate=st.just(0.1),
     shuffle=st.booleans(),
     drop_last=st.booleans(),
+    max_steps=st.none() | st.integers(1, 12),
 )
 sizes_ = st.lists(st.integers(1, 20), min_size=1, max_size=6)
 
@@ -72,12 +73,14 @@ def test_batches_are_those_of_a_data_loader(local: LocalSgd, size: int) -> None:
     loader: DataLoader[tuple[torch.Tensor, ...]] = DataLoader(
         TensorDataset(torch.zeros(size)), batch_size=batch_size, drop_last=drops
     )
-    want = [len(batch[0]) for batch in loader] * local.epochs
+    epoch = [len(batch[0]) for batch in loader]
+    want = (epoch * local.epochs)[: local.max_steps]
     counts = schedule_of(local, [size]).counts_TK[:, 0].tolist()
     assert counts == want
     assert int(local.num_steps(np.array(size))) == len(want)
     assert int(local.num_processed(np.array(size))) == sum(want)
-    assert int(local.last_batch(np.array(size))) == want[-1]
+    assert int(local.count_used(np.array(size))) == min(sum(epoch), sum(want))
+    assert int(local.last_batch(np.array(size))) == epoch[-1]
 
 
 @settings(max_examples=100)
