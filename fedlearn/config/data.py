@@ -6,18 +6,33 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedlearn.config.components import DeclaredSection, build_component, kind, kinds
+from fedlearn.config.components import (
+    DeclaredSection,
+    build_component,
+    find_problem,
+    kind,
+    kinds,
+)
 from fedlearn.config.own_functions import (
     OwnFunctionSection,
     bind_own_function,
     wrong_return_error,
 )
-from fedlearn.config.section import Arrays, Columns, Fraction, PathText, Problem
+from fedlearn.config.section import (
+    Arrays,
+    Columns,
+    Fraction,
+    MissingValues,
+    Names,
+    PathText,
+    Problem,
+)
 from fedlearn.config.tables import Use
 from fedlearn.config.toml import quote
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, DataError
 from fedlearn.simulation import sources
+from fedlearn.simulation.columns import ColumnRoles
 from fedlearn.simulation.feature_shift import (
     AffineShift,
     FeatureShift,
@@ -40,6 +55,8 @@ from fedlearn.simulation.partition import (
     LognormalSizes,
     Shards,
 )
+from fedlearn.simulation.readers import from_csv
+from fedlearn.training.csv_columns import CsvFormat
 
 
 class PartitionSection(DeclaredSection):
@@ -338,6 +355,85 @@ class ParquetSection(_PartitionedSection):
         )
 
 
+class CsvSection(_PartitionedSection):
+    """CSV files: a folder with one for each client, or one with a client column."""
+
+    path: PathText = Field(description="A folder with a file for each client, or one file.")
+    label_column: str = Field("label", description="Column with the labels; texts are classes.")
+    feature_columns: Names | Literal["all"] = Field(
+        "all", description='Columns with the features; "all" takes numbers with no other role.'
+    )
+    exclude: Names = Field(
+        (), description='Columns that are no features, with feature_columns = "all".'
+    )
+    one_hot: Names = Field(
+        (), description="Columns of categories, each of which becomes a feature that is 0 or 1."
+    )
+    missing: MissingValues = Field(
+        "error",
+        description='What is done with a missing value: "error", "drop" leaves its row out, or a '
+        "value to fill in, also by column.",
+    )
+    regression: bool = Field(
+        False, description="Whether to regress on labels that are whole numbers."
+    )
+    client_column: str | None = Field(
+        None, description="Column with each row's client; without it, each file is a client."
+    )
+    test_path: PathText | None = Field(
+        None,
+        description="The test file, or a folder with one for each client, which is then evaluated "
+        "on its own.",
+    )
+    test_fraction: Fraction | None = Field(
+        None, description="Share of the rows held out where there is no test file, (0, 1)."
+    )
+
+    def problems(self) -> Iterator[Problem]:
+        """Require exactly one kind of test set, roles that go together, and a possible format."""
+        if self.test_path is not None and self.test_fraction is not None:
+            text = f"is {self.test_fraction}, but there is a test file; remove one of the two"
+            yield Problem(("test_fraction", "test_path"), text)
+        elif self.test_path is None and self.test_fraction is None:
+            text = "there is no test set; set test_path or test_fraction"
+            yield Problem(("test_fraction", "source"), text)
+        yield from find_problem(self._csv_format)
+        try:
+            self._roles()
+        except DataError as error:
+            yield Problem(("label_column",), str(error))
+
+    def _csv_format(self) -> CsvFormat:
+        return build_component(CsvFormat, self)
+
+    def _roles(self) -> ColumnRoles:
+        return build_component(
+            ColumnRoles,
+            self,
+            label=self.label_column,
+            features=None if self.feature_columns == "all" else self.feature_columns,
+        )
+
+    def load(self, *, seed: int, data_dir: Path) -> FederatedData:
+        """Return the clients and the test set."""
+        roles, test = self._roles(), self.test_path or self.test_fraction
+        assert test is not None  # required above
+        return from_csv(
+            self.path,
+            label=roles.label,
+            test=test,
+            seed=seed,
+            features=roles.features,
+            exclude=roles.exclude,
+            one_hot=roles.one_hot,
+            missing=roles.missing,
+            regression=roles.regression,
+            client=self.client_column,
+            partition=None if self.partition.kind == "natural" else self.partition.build(),
+            csv_format=self._csv_format(),
+        )
+
+
 class PythonDataSection(OwnFunctionSection, _PartitionedSection):
     """A data set that a function of yours returns."""
 
@@ -386,6 +482,12 @@ DATA = kinds(
     ),
     kind("npz", "Arrays in a numpy npz file.", NpzSection),
     kind("parquet", "Columns of Parquet files; they may be larger than memory.", ParquetSection),
+    kind(
+        "csv",
+        "CSV files: a folder with one for each client, or one with a client column.",
+        CsvSection,
+        CsvFormat,
+    ),
     kind("python", "A data set that a function of yours returns.", PythonDataSection),
     kind(
         "none",

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import Annotated, Any, Generic, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -121,6 +121,13 @@ def describe_as(allowed: str, **schema: str) -> WithJsonSchema:
 Fraction: TypeAlias = Annotated[float, Field(gt=0, lt=1)]
 _Name: TypeAlias = Annotated[str, Field(min_length=1)]
 _Names: TypeAlias = Annotated[tuple[_Name, ...], Field(strict=False, min_length=1)]
+Names: TypeAlias = Annotated[
+    tuple[str, ...], Field(strict=False), describe_as("an array of names", type="array")
+]
+MissingValues: TypeAlias = Annotated[
+    Literal["error", "drop"] | float | dict[str, float | str],
+    describe_as('"error", "drop", a number, or a table of numbers and texts by column'),
+]
 _Argument: TypeAlias = Annotated[str, StringConstraints(pattern=r"^[^\W\d]\w*$")]
 Arrays: TypeAlias = Annotated[
     _Name | _Names | Annotated[dict[_Argument, _Name], Field(min_length=1)],
