@@ -106,6 +106,12 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
         is_off = isinstance(table, Mapping) and table.get("mode") in _OFF
         if not is_off and name not in hidden:
             yield name, _format_settings(table)
+    for label, names in (
+        ("classes", run.data_names.class_names),
+        ("features", run.data_names.feature_names),
+    ):
+        numbered = (f"{number}: {name}" for number, name in enumerate(names or ()))
+        yield label, replace_unprintable(", ".join(numbered))
     for file in run.stored.checkpoints():
         yield "checkpoint", _format_checkpoint(file)
     yield "path", replace_unprintable(str(run.path))
@@ -178,6 +184,7 @@ def run_object(run: Run) -> str:
         "error": record.error,
         "best": found,
         "metrics": summary.metrics,
+        "data_names": asdict(run.data_names),
         "participation": {**counts._asdict(), "clients": summary.num_clients},
         "failures": dict(summary.reasons),
         "missed": list(latest),

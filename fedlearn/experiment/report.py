@@ -31,6 +31,7 @@ from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import explain_hidden
+from fedlearn.experiment.data_names import DataNames
 from fedlearn.experiment.figures import Panel, add_shape, add_tooltip, render_svg
 from fedlearn.experiment.history import headline, headline_metric
 from fedlearn.experiment.plot import STATUS_COLORS, draw_clients, draw_staleness, panels
@@ -62,14 +63,15 @@ def report(
     *,
     privacy: Spending | None = None,
     clients: ClientMetrics | None = None,
+    data_names: DataNames | None = None,
 ) -> Path:
     """Write a run's figures, curves, clients by rounds, failures and configuration to ``path``.
 
     The run may be in any state, even without a finished round. ``privacy`` is its privacy spending,
-    and ``clients`` what single clients measured. An existing file is replaced as a whole. Returns
-    ``path``.
+    ``clients`` what single clients measured, and ``data_names`` the names in its data. An existing
+    file is replaced as a whole. Returns ``path``.
     """
-    page = render_page(record, rounds, privacy=privacy, clients=clients)
+    page = render_page(record, rounds, privacy=privacy, clients=clients, data_names=data_names)
     write_durably(path, page.encode(), raises=StoreError)
     return path
 
@@ -80,6 +82,7 @@ def render_page(
     *,
     privacy: Spending | None = None,
     clients: ClientMetrics | None = None,
+    data_names: DataNames | None = None,
 ) -> str:
     """Return the HTML of :func:`report`."""
     environment = Environment(
@@ -106,6 +109,7 @@ def render_page(
         client_tables={} if clients is None else _rank_clients(clients),
         hidden_clients=explain_hidden(record),
         client_map=_Map.of(rounds),
+        data_names=data_names or DataNames(),
         reasons=summary.reasons[:_SHOWN_REASONS],
         config=config,
         is_reproducible=is_reproducible,

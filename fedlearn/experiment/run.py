@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import explain_absence, load_clients
+from fedlearn.experiment.data_names import DataNames, load_data_names
 from fedlearn.experiment.spending import load_spending
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
@@ -76,6 +77,17 @@ class Run:
         return load_spending(self.stored)
 
     @property
+    def data_names(self) -> DataNames:
+        """The names of the classes and features in the data, if the data have names.
+
+        ``run.data_names.class_names[k]`` is the text that label k stands for.
+
+        Raises:
+            StoreError: Their file is damaged, or cannot be read.
+        """
+        return load_data_names(self.path)
+
+    @property
     def clients(self) -> "ClientMetrics":
         """What each evaluated client measured at the last evaluation, by name.
 
@@ -108,6 +120,7 @@ class Run:
             target,
             privacy=self.privacy,
             clients=load_clients(self.stored),
+            data_names=self.data_names,
         )
 
     def weights(self, *, best: bool = True) -> "dict[str, Tensor]":

@@ -55,6 +55,7 @@ from fedlearn.experiment.arguments import (
     require_settings,
     split_query,
 )
+from fedlearn.experiment.data_names import DataNames, keep_data_names
 from fedlearn.experiment.privacy import choose_ledger, skip_lost_turns, start_accounting
 from fedlearn.experiment.progress import RunProgress, choose_printer, raise_num_rounds
 from fedlearn.experiment.recorded import ARGUMENT_DATA, config_of
@@ -616,6 +617,10 @@ def _execute(
             stored.retention = build_component(Retention, components.config.store)
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
+            keep_data_names(
+                DataNames(components.test.class_names, components.test.feature_names),
+                folder=stored.path,
+            )
             stored.finish(RunStatus.RUNNING, error="")
             callbacks = components.callbacks
             stack.enter_context(report_outcome(stored, site.progress, callbacks=callbacks))

@@ -1,0 +1,66 @@
+"""Names of classes and features in a run's folder, in `fedlearn show` and in the report."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedlearn as fl
+from fedlearn.cli.overview import run_object, run_page
+from fedlearn.errors import DataError, StoreError
+from fedlearn.experiment.data_names import DataNames, keep_data_names, load_data_names
+
+
+def test_names_are_kept_and_shown(tmp_path: Path) -> None:
+    sites = tmp_path / "sites"
+    sites.mkdir(exist_ok=True)
+    for name in ("aachen", "berlin"):
+        (sites / f"{name}.csv").write_text("age,ill\n6,yes <b>\n4,no\n")
+    data = fl.from_csv(sites, label="ill", test=sites / "aachen.csv", seed=0)
+    run = fl.simulate(
+        lambda: torch.nn.Linear(1, 2),
+        data,
+        fl.FedSGD(learning_rate=0.1),
+        num_rounds=1,
+        store={"runs_dir": str(tmp_path / "runs")},
+    )
+    assert run.data_names == DataNames(("no", "yes <b>"), ("age",))
+    page = run_page(run, width=None)
+    assert "classes  0: no, 1: yes <b>" in page
+    assert "features  0: age" in page
+    assert json.loads(run_object(run))["data_names"]["class_names"] == ["no", "yes <b>"]
+    report = run.report().read_text()
+    assert "<td>class 1</td><td>yes &lt;b&gt;</td>" in report
+
+
+def test_a_run_does_not_resume_with_other_classes(tmp_path: Path) -> None:
+    names = DataNames(("no", "yes"), ("age",))
+    for _ in ("start", "resume"):
+        keep_data_names(names, folder=tmp_path)
+    assert load_data_names(tmp_path) == names
+    with pytest.raises(DataError, match=r"classes are \('new', 'no'\), but the run was started"):
+        keep_data_names(DataNames(("new", "no"), ("age",)), folder=tmp_path)
+    with pytest.raises(DataError, match=r"features are \('sex',\), but the run was started"):
+        keep_data_names(DataNames(("no", "yes"), ("sex",)), folder=tmp_path)
+    with pytest.raises(DataError, match="classes are None, but the run was started"):
+        keep_data_names(DataNames(), folder=tmp_path)
+
+
+def test_a_damaged_file_of_names_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data_names.json").write_text("{")
+    with pytest.raises(StoreError, match="the names of classes and features"):
+        load_data_names(tmp_path)
+
+
+def test_data_without_names_write_no_file(tmp_path: Path) -> None:
+    x, y = torch.eye(4), torch.arange(4) % 2
+    run = fl.simulate(
+        lambda: torch.nn.Linear(4, 2),
+        fl.from_arrays(x, y, partition=fl.Iid(2), test=(x, y), seed=0),
+        fl.FedSGD(learning_rate=0.1),
+        num_rounds=1,
+        store={"runs_dir": str(tmp_path)},
+    )
+    assert run.data_names == DataNames()
+    assert not (run.path / "data_names.json").exists()
