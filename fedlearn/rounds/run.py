@@ -21,7 +21,6 @@ from fedlearn.algorithms.late_updates import durations_from, durations_tensors
 from fedlearn.algorithms.pending_tasks import PendingTasks, tasks_from_tensors, tasks_to_tensors
 from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.algorithms.strategy import State, Strategy
-from fedlearn.core.client_metrics import ClientMetrics
 from fedlearn.core.clock import Clock
 from fedlearn.core.improvement import Goal
 from fedlearn.core.messages import ClientId, Scalar
@@ -80,7 +79,8 @@ class RoundCallback(Protocol):
         The model is a copy on the CPU, in evaluation mode. Changes to it do not affect the run.
 
         Returns:
-            Whether to end the run here, with the status done; ``None`` means no.
+            Whether to end the run here, with the status done; ``None`` means no. Its last model is
+            then evaluated, if it is not yet.
         """
 
 
@@ -286,11 +286,15 @@ def train(
         except BudgetExhausted:
             store.commit(_build_checkpoint(state))  # keep the rounds that the budget has paid for
             raise
+        # Custom code first: it sees the last round, too.
+        is_ended = after_round(record, state.server.params)
+        if is_ended and not plan.is_evaluated(state.server.round_num):
+            # The last figures of a run are those of its last model.
+            state, record = _evaluate(state, record, plan)
         store.append(record)
         # The operator may have asked for more rounds: look before the run is found to be over.
         plan = plan.with_extension(state)
-        # Custom code first: it sees the last round, too.
-        is_over = after_round(record, state.server.params) or plan.is_over(state)
+        is_over = is_ended or plan.is_over(state)
         if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
             store.commit(_build_checkpoint(state))
             committed_s = plan.clock.now_s()
@@ -327,27 +331,6 @@ def _run_next_round(
     server = replace(server, round_num=state.server.round_num + 1, begin_metrics={})
     state = replace(state, server=server, virtual_s=state.virtual_s + duration_s)
     state = state.note(collected)
-    clients: ClientMetrics | None = None
-    if plan.is_evaluated(server.round_num):
-        evaluated = plan.evaluator.evaluate(
-            GlobalModel(
-                params=server.params,
-                round_num=server.round_num,
-                client_states=server.client_states,
-                counted=server.counted,
-                sent_once=select_sent_once(
-                    plan.round.strategy, server.strategy_state, server.params
-                ),
-            )
-        )
-        clients = evaluated.clients
-        if both := sorted(metrics.keys() & evaluated.metrics.keys()):
-            raise RoundError(
-                f"the strategy's step names a metric {both[0]!r}, and so does the evaluation; give "
-                "the strategy's another name"
-            )
-        metrics = {**metrics, **evaluated.metrics}
-        state = _with_best(state, metrics, plan.early_stopping)
     record = RoundRecord(
         round_num=server.round_num - 1,
         attempt=attempt,
@@ -356,13 +339,36 @@ def _run_next_round(
         train_loss=collected.participations.mean_loss(),
         duration_s=duration_s,
         virtual_s=state.virtual_s,
-        seconds=plan.clock.now_s() - started_s,
+        seconds=0.0,  # set below, since the evaluation counts
         metrics={**plan.extra_metrics(), **metrics},
         train_metrics=collected.train_metrics,
         staleness=collected.staleness,
-        clients=clients,
     )
-    return state, record
+    if plan.is_evaluated(server.round_num):
+        state, record = _evaluate(state, record, plan)
+    return state, replace(record, seconds=plan.clock.now_s() - started_s)
+
+
+def _evaluate(state: RunState, record: RoundRecord, plan: RunPlan) -> tuple[RunState, RoundRecord]:
+    """Evaluate the model after a round, and add the result to the record of the round."""
+    server = state.server
+    evaluated = plan.evaluator.evaluate(
+        GlobalModel(
+            params=server.params,
+            round_num=server.round_num,
+            client_states=server.client_states,
+            counted=server.counted,
+            sent_once=select_sent_once(plan.round.strategy, server.strategy_state, server.params),
+        )
+    )
+    if both := sorted(record.metrics.keys() & evaluated.metrics.keys()):
+        raise RoundError(
+            f"the strategy's step names a metric {both[0]!r}, and so does the evaluation; give "
+            "the strategy's another name"
+        )
+    metrics = {**record.metrics, **evaluated.metrics}
+    state = _with_best(state, metrics, plan.early_stopping)
+    return state, replace(record, metrics=metrics, clients=evaluated.clients)
 
 
 def _count_changes(collected: CollectedRound) -> dict[str, float]:

@@ -575,6 +575,28 @@ def test_a_run_that_is_told_to_end_is_done_and_durable() -> None:
     assert [checkpoint.round_num for checkpoint, _ in store.commits] == [0, 2]
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_the_last_model_of_a_run_that_is_told_to_end_is_evaluated(*, ends: bool) -> None:
+    """Also in a round without an evaluation; it may be the best model. Control: no early end."""
+    plan = run_plan(script_round(), values=[0.0, 0.1, 0.2, 0.3, 0.4], num_rounds=4)
+    store = MemoryStore()
+
+    def after_round(record: RoundRecord, params: Params) -> bool:
+        return ends and record.round_num == 1
+
+    state = train(
+        replace(plan, evaluate_every=0),
+        linear(),
+        checkpoint=None,
+        store=store,
+        after_round=after_round,
+    )
+    metrics = [record.metrics for record in store.records]
+    expected = [{}, {"accuracy": 0.2}] if ends else [{}, {}, {}, {"accuracy": 0.4}]
+    assert metrics == expected
+    assert (state.best_round, state.best_value) == ((2, 0.2) if ends else (4, 0.4))
+
+
 def make_network(dtype: torch.dtype = torch.float32) -> nn.Module:
     """A network with everything that a checkpoint must hold: statistics, counters, dropout."""
     return nn.Sequential(
