@@ -207,21 +207,38 @@ def test_quantiles_and_texts_with_noise_are_within_their_stated_error(
         assert 0.0 < abs(row.value - counts[text]) < 4.5 * row.standard_error
 
 
-def test_the_stated_error_is_that_of_many_sums() -> None:
+@pytest.mark.parametrize(
+    ("mode", "way", "num_clients"),
+    [
+        pytest.param("central", {"privacy": {"reproducible": True}}, 3, id="central"),
+        pytest.param(
+            "distributed",
+            {"secure_aggregation": MODULAR, "privacy": {"reproducible": True}},
+            12,
+            id="distributed",
+        ),
+        pytest.param(
+            "distributed",
+            {"secure_aggregation": {"mode": "complete"}, "engine": {"transport": "memory"}},
+            8,
+            id="protocol",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_stated_error_is_that_of_many_sums(
+    mode: str, way: dict[str, Any], num_clients: int
+) -> None:
     """Of empty bins; the control has a tenth less."""
-    edges = list(range(5000))
-    asked = {"kind": "histogram", "columns": ["age"], "edges": edges}
+    asked = {"kind": "histogram", "columns": ["age"], "edges": list(range(5000))}
     nobody = {name: [None] * 3 for name in COLUMNS}
-    ways: Any = (("central", {}, 3), ("distributed", {"secure_aggregation": MODULAR}, 12))
-    for mode, way, num_clients in ways:
-        privacy = private(mode, 1.0, reproducible=True)
-        plan = plan_of(ONE_ROUND[0], asked)
-        result = fl.run_statistics(plan, [nobody] * num_clients, privacy=privacy, **way)
-        bins = [row for row in result.rows if row.statistic == "histogram"]
-        noise = torch.tensor([row.value for row in bins], dtype=torch.float64)
-        assert bins[0].standard_error is not None
-        assert has_scale(noise, bins[0].standard_error)
-        assert not has_scale(noise, 0.9 * bins[0].standard_error), "the control"
+    settings = {**way, "privacy": private(mode, 1.0, **way.get("privacy", {}))}
+    result = fl.run_statistics(plan_of(ONE_ROUND[0], asked), [nobody] * num_clients, **settings)
+    bins = [row for row in result.rows if row.statistic == "histogram"]
+    noise = torch.tensor([row.value for row in bins], dtype=torch.float64)
+    assert bins[0].standard_error is not None
+    assert has_scale(noise, bins[0].standard_error)
+    assert not has_scale(noise, 0.9 * bins[0].standard_error), "the control"
 
 
 def test_a_plan_of_one_round_is_one_charge_to_the_ledger_and_a_second_run_adds_to_it() -> None:
