@@ -194,10 +194,12 @@ def require_callable(
             "its features and labels"
         )
     methods = ("start", "round", "end")
-    if progress is not None and not all(_has_method(progress, each) for each in methods):
+    if not isinstance(progress, bool | None) and not all(
+        _has_method(progress, each) for each in methods
+    ):
         raise ConfigError(
             f"simulate(): progress is {progress!r}; give an object with the methods "
-            f"{', '.join(methods)}, or leave it out to print lines"
+            f"{', '.join(methods)}, False to show nothing, or leave it out to print lines"
         )
 
 

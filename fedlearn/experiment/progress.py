@@ -5,6 +5,7 @@ colors are rendered once, at the start.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,13 @@ from fedlearn.experiment.history import (
     headline,
     headline_metric,
 )
+from fedlearn.experiment.notebook import (
+    Cell,
+    render_bar,
+    render_box,
+    render_notes,
+    render_table,
+)
 from fedlearn.experiment.summary import Counts, Summary
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
 
@@ -37,6 +45,7 @@ _NAME_CHARACTERS = 20
 #: of the newest round in the mean.
 _LONG_S, _REDRAW_S, _NEWEST_WEIGHT = 3.0, 0.2, 0.1
 _MOST_CELLS = 40
+_NOTEBOOK_ROWS = 10
 _CLEAR_LINE = "\r\x1b[2K"
 
 
@@ -58,10 +67,12 @@ class RunProgress(Protocol):
 
 def choose_printer(
     stream: TextIO, *, as_json: bool
-) -> "JsonProgress | PlainProgress | TerminalProgress":
-    """Return the printer that suits ``stream``: JSON if asked for, else by whether it is a tty."""
+) -> "JsonProgress | PlainProgress | TerminalProgress | NotebookProgress":
+    """Return the printer that suits ``stream``: JSON if asked for, else by what shows it."""
     if as_json:
         return JsonProgress(stream)
+    if type(stream).__module__.startswith("ipykernel."):
+        return NotebookProgress(stream, Cell().show)
     console = Console(file=stream, highlight=False)
     return TerminalProgress(console) if console.is_terminal else PlainProgress(stream)
 
@@ -70,6 +81,19 @@ def raise_num_rounds(progress: RunProgress, num_rounds: int) -> None:
     """Update the total number of rounds in a built-in printer; others are left as they are."""
     if isinstance(progress, _Lines):
         progress.set_num_rounds(num_rounds)
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
+        """Show nothing."""
+
+    def round(self, record: RoundRecord) -> None:
+        """Show nothing."""
+
+    def end(self, summary: Summary) -> None:
+        """Show nothing."""
 
 
 class _Lines:
@@ -221,7 +245,7 @@ class PlainProgress(_Lines):
     def end(self, summary: Summary) -> None:
         """Write the result of the run."""
         self.ended = summary
-        for label, text in _describe_end(summary, self.path):
+        for label, text in describe_end(summary, self.path):
             self._write(f"{label}: {text}")
 
 
@@ -268,18 +292,26 @@ class _TimeLeft:
 
         It is redrawn only every so often, so that a round costs little.
         """
-        if math.isnan(self._mean_s):
-            self._mean_s = record.seconds
-        # An exponential mean follows rounds that become faster or slower.
-        self._mean_s += _NEWEST_WEIGHT * (record.seconds - self._mean_s)
+        self.add(record)
         self._since_s += record.seconds
         if self._since_s >= _REDRAW_S:
             self._since_s = 0.0
             self._bar = self._draw(record.round_num + 1, num_rounds, width())
         return self._bar
 
+    def add(self, record: RoundRecord) -> None:
+        """Take the time of a round into account."""
+        if math.isnan(self._mean_s):
+            self._mean_s = record.seconds
+        # An exponential mean follows rounds that become faster or slower.
+        self._mean_s += _NEWEST_WEIGHT * (record.seconds - self._mean_s)
+
+    def left_s(self, num_left: int) -> float:
+        """Estimate the seconds that ``num_left`` rounds take."""
+        return self._mean_s * num_left
+
     def _draw(self, num_finished: int, num_rounds: int, width: int) -> str:
-        left_s = self._mean_s * (num_rounds - num_finished)
+        left_s = self.left_s(num_rounds - num_finished)
         if left_s < _LONG_S:
             return ""
         share = num_finished / num_rounds
@@ -386,7 +418,7 @@ class TerminalProgress(_Lines):
         self.ended = summary
         styles = {RunStatus.DONE: "bold green", RunStatus.FAILED: "bold red"}
         self._write(self._erase_bar())
-        for label, text in _describe_end(summary, self.path):
+        for label, text in describe_end(summary, self.path):
             style = "bold" if label in ("best", "next") else ""
             if label == "run":
                 style = styles.get(summary.record.status, "bold yellow")
@@ -398,6 +430,74 @@ class TerminalProgress(_Lines):
             return False
         self._best = self._sign * value
         return True
+
+
+# ---- For a notebook -----------------------------------------------------------------------
+
+
+class NotebookProgress(_Lines):
+    """A table of the last rounds in one output of a notebook's cell, under a progress bar.
+
+    ``show`` receives the same content by MIME type, in place of what it received before. At the end
+    the result takes the place of the bar.
+    """
+
+    def __init__(self, stream: IO[str], show: Callable[[Mapping[str, str]], None]) -> None:
+        super().__init__(stream)
+        self._show, self._left = show, _TimeLeft()
+        self._rows = deque[tuple[str, ...]](maxlen=_NOTEBOOK_ROWS)
+        self._header: tuple[str, ...] = ()
+        self._notes: Sequence[str] = ()
+        self._since_s = math.inf  # since the output was last replaced
+
+    def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
+        """Show the run's name and the notes."""
+        self._begin(record, path)
+        self._notes, self._left = notes, _TimeLeft()
+        self._rows.clear()
+        model = (self._metric, "loss", "train loss") if self._has_model else ("result",)
+        self._header = ("round", *model, "reported", "late", "failed", "seconds", "")
+        self._replace(f"run {record.name}: {record.num_rounds} rounds", "")
+
+    def round(self, record: RoundRecord) -> None:
+        """Add the round; the output is replaced a few times a second at most."""
+        reported, late, failed, _ = Counts.of(record)
+        values = (
+            (
+                format_number(headline(record.metrics, self._metric)),
+                format_number(headline(record.metrics, "loss")),
+                format_number(_train_loss(record)),
+            )
+            if self._has_model
+            else (_format_own_metrics(record),)
+        )
+        remarks = [_describe_remarks(record)] if _describe_remarks(record) else []
+        if (epsilon := record.metrics.get("epsilon")) is not None:
+            remarks.append(f"ε {epsilon:.3g}")
+        if advice := self._clip_advice(record):
+            self._notes = (*self._notes, advice)
+        counts = (str(reported), str(late), str(failed), f"{record.seconds:.3g}")
+        self._rows.append((str(record.round_num + 1), *values, *counts, ", ".join(remarks)))
+        self._left.add(record)
+        self._since_s += record.seconds
+        if self._since_s >= _REDRAW_S:
+            self._since_s = 0.0
+            place = f"{record.round_num + 1}/{self._num_rounds} rounds"
+            left = format_duration(self._left.left_s(self._num_rounds - record.round_num - 1))
+            bar = render_bar(record.round_num + 1, self._num_rounds, f"{place}, {left} left")
+            self._replace(place, bar)
+
+    def end(self, summary: Summary) -> None:
+        """Show the result of the run."""
+        self.ended = summary
+        found = list(describe_end(summary, self.path))
+        text = "\n".join(f"{label}: {value}" for label, value in found)
+        self._replace(text, render_table([], found))
+
+    def _replace(self, text: str, below: str) -> None:
+        table = render_table(self._header, self._rows) if self._rows else ""
+        box = render_box(f"run {self.run}", render_notes(self._notes), table, below)
+        self._show({"text/html": box, "text/plain": text})
 
 
 def _format_own_metrics(record: RoundRecord) -> str:
@@ -436,7 +536,8 @@ def _num_capped(record: RoundRecord) -> int:
 # ---- The end ------------------------------------------------------------------------------
 
 
-def _describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
+def describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
+    """Yield the result of a run, and the commands to type next, as labels and texts."""
     run = summary.record
     is_parked = run.is_deployed and run.status is RunStatus.RUNNING
     ended = f"{replace_unprintable(run.name)} {'parked' if is_parked else run.status.value}"

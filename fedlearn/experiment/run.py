@@ -1,14 +1,17 @@
 """The public view of a run: history, curves, report and model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import explain_absence, load_clients
 from fedlearn.experiment.data_names import DataNames, load_data_names
+from fedlearn.experiment.notebook import render_box, render_table
+from fedlearn.experiment.progress import describe_end
 from fedlearn.experiment.spending import load_spending
+from fedlearn.experiment.summary import summarize
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord, RunRecord
 from fedlearn.store.runs import Database, StoredRun
@@ -17,6 +20,9 @@ if TYPE_CHECKING:  # importing torch takes a second, and only a run's model need
     from torch import Tensor, nn
 
     from fedlearn.core.client_metrics import ClientMetrics
+
+#: Of the picture in a notebook.
+_CURVES_SHOWN, _CURVE_INCHES = 2, (4.2, 2.8)
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,18 @@ class Run:
         if found is None:
             raise StoreError(f"{self.name}: {explain_absence(self.record)}")
         return found
+
+    def _repr_html_(self) -> str:
+        """Return the result and the curves, for a notebook."""
+        from fedlearn.experiment.figures import render_svg  # noqa: PLC0415 (see `plot`)
+        from fedlearn.experiment.plot import panels  # noqa: PLC0415 (see `plot`)
+
+        record, rounds = self.record, self.history
+        summary = replace(summarize(record, rounds), privacy=self.privacy)
+        facts = [each for each in describe_end(summary, self.path) if each[0] != "next"]
+        curves = panels([(record, rounds)])[:_CURVES_SHOWN] if rounds else ()
+        drawn = (render_svg(each, inches=_CURVE_INCHES) for each in curves)
+        return render_box(f"run {self.name}", render_table([], facts), "<div>", *drawn, "</div>")
 
     def plot(self, path: Path | str | None = None) -> Path:
         """Draw the curves as PNG and return the file; by default ``curves.png`` in its folder."""

@@ -57,7 +57,12 @@ from fedlearn.experiment.arguments import (
 )
 from fedlearn.experiment.data_names import DataNames, keep_data_names
 from fedlearn.experiment.privacy import choose_ledger, skip_lost_turns, start_accounting
-from fedlearn.experiment.progress import RunProgress, choose_printer, raise_num_rounds
+from fedlearn.experiment.progress import (
+    RunProgress,
+    SilentProgress,
+    choose_printer,
+    raise_num_rounds,
+)
 from fedlearn.experiment.recorded import ARGUMENT_DATA, config_of
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.site import Site
@@ -179,7 +184,7 @@ def simulate(
     attack: Attack | Mapping[str, object] | None = None,
     num_attackers: int | None = None,
     callbacks: Sequence[RoundCallback] = (),
-    progress: RunProgress | None = None,
+    progress: RunProgress | bool | None = None,
     resume: str | None = None,
     **settings: object,
 ) -> Run:
@@ -222,7 +227,8 @@ def simulate(
         callbacks: Called after each round, in order, with its record and the model, after
             ``progress``. One that returns ``True`` ends the run there, as done. When a run is
             resumed, they are called again for the rounds after the last commit.
-        progress: Shows the progress of the run; ``None`` prints lines.
+        progress: Shows the progress of the run; ``None`` prints lines, in a notebook a table;
+            ``False`` shows nothing.
         resume: Name of an earlier run with the same arguments, which is resumed.
         **settings: Keys and tables of the configuration, as in a TOML file:
             ``num_rounds=20, seed=1, cohort={"num_wanted": 10}, engine={"num_workers": 2}``.
@@ -295,7 +301,7 @@ def simulate(
     if sampler is not None:
         _require_compatible_sampler(sampler, config, settings)
     addresses = resolve_addresses(config, environ=os.environ)
-    printer = progress or choose_printer(sys.stdout, as_json=False)
+    printer = _choose_progress(progress=progress)
     site = Site(addresses, os.environ, SystemClock(), printer)
 
     experiment = Experiment(
@@ -317,6 +323,14 @@ def simulate(
     recorded = _load_recorded_config(components, resume, site, settings)
     components = build_experiment(recorded, experiment, data_dir=addresses.data_dir)
     return _resume(resume, components, site, from_previous=False, is_described=False)
+
+
+def _choose_progress(*, progress: RunProgress | bool | None) -> RunProgress:
+    if progress is False:
+        return SilentProgress()
+    if progress is None or progress is True:
+        return choose_printer(sys.stdout, as_json=False)
+    return progress
 
 
 def _devices_table(devices: ClientBehavior, settings: Mapping[str, object]) -> dict[str, object]:

@@ -97,7 +97,7 @@ def test_an_algorithm_is_an_object(algorithm: object, says: str) -> None:
         ("callbacks", print, r"callbacks is <built-in function print>; give a list"),
         ("callbacks", [print], r"not an object with a method after_round"),
         ("trainer", "mine", r"trainer is 'mine'; give a function"),
-        ("progress", False, r"progress is False; .*start, round, end"),
+        ("progress", 1, r"progress is 1; .*start, round, end"),
         ("sampler", print, r"not an object with a method sample"),
         ("objective", "mse", r'"mse", a name; give an object'),
     ],

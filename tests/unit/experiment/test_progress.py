@@ -18,6 +18,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participation, Participations, Status
 from fedlearn.experiment.progress import (
     JsonProgress,
+    NotebookProgress,
     PlainProgress,
     RunProgress,
     TerminalProgress,
@@ -69,6 +70,15 @@ ROUNDS = (
     make_round(1, {}),
     make_round(2, {"accuracy": 0.91234, "loss": 0.3, "clients/accuracy_p10": 0.7}),
 )
+
+
+def show_in_notebook(
+    rounds: tuple[RoundRecord, ...], record: RunRecord = RUN
+) -> list[Mapping[str, str]]:
+    """Return what a notebook's output shows one after another."""
+    shown: list[Mapping[str, str]] = []
+    told(NotebookProgress(StringIO(), shown.append), rounds, record)
+    return shown
 
 
 def told(progress: RunProgress, rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> None:
@@ -483,3 +493,37 @@ def test_the_bar_is_made_anew_a_few_times_a_second() -> None:
     shown = bars([0.05] * 100)
     assert len(set(shown[:30])) <= 9
     assert shown[-1] == ""
+
+
+# ---- A notebook ---------------------------------------------------------------------------
+
+
+def test_a_notebook_shows_the_last_rounds_and_then_the_result() -> None:
+    rounds = tuple(make_round(number, {"accuracy": 0.5 + number / 100}) for number in range(20))
+    first, *bars, last = show_in_notebook(rounds)
+    assert "brisk-otter-17" in first["text/html"]
+    assert "engine: stacked" in first["text/html"]
+    assert 'value="1" max="20"' in bars[0]["text/html"]
+    assert len(bars) < 6, "it is redrawn five times a second, and a round takes 41 ms"
+    assert "<progress" not in last["text/html"]
+    rows = re.findall(r"<tr><td>(\d+)</td><td>([0-9.]+)</td>", last["text/html"])
+    assert rows == [(str(n + 1), f"{0.5 + n / 100:.4f}") for n in range(10, 20)]
+    assert "accuracy 0.6900 after round 20" in last["text/html"]
+    assert last["text/plain"].startswith("run: brisk-otter-17 done after 20/20 rounds")
+
+
+def test_a_notebook_shows_names_of_others_as_text() -> None:
+    """A reason for a failure comes from a client, and could be a script."""
+    rounds = (make_round(0, {"accuracy": 0.5}, reason="<script>alert(1)</script>"),)
+    *_, last = show_in_notebook(rounds)
+    assert "&lt;script&gt;alert(1)" in last["text/html"]
+    assert not any("<script" in each["text/html"] for each in show_in_notebook(rounds))
+
+
+def test_the_stream_of_a_notebook_gets_a_table() -> None:
+    """The control: the same stream of another module."""
+    notebook = type("OutStream", (StringIO,), {"__module__": "ipykernel.iostream"})
+    other = type("OutStream", (StringIO,), {"__module__": "io"})
+    assert isinstance(choose_printer(notebook(), as_json=False), NotebookProgress)
+    assert isinstance(choose_printer(notebook(), as_json=True), JsonProgress)
+    assert isinstance(choose_printer(other(), as_json=False), PlainProgress)
