@@ -15,6 +15,7 @@ from typing import IO, NamedTuple, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
+from fedlearn.config.tables import PYTHON_OBJECTS
 from fedlearn.core.distribution import NUM_CLIENTS, improvement_sign
 from fedlearn.core.json_values import format_json
 from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED, Status
@@ -562,7 +563,11 @@ def describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
 def next_steps(summary: Summary, path: Path, *verbs: str) -> Iterator[tuple[str, str]]:
     """Yield the commands to type next for the run at ``path``; resume comes first if possible."""
     for verb in ("resume", *verbs) if summary.is_resumable else verbs:
-        yield "next", next_command(verb, summary.record.name, path=path)
+        if verb == "resume" and PYTHON_OBJECTS in summary.record.config:
+            # Only Python has its model and data.
+            yield "next", f"fl.simulate(..., resume={summary.record.name!r})"
+        else:
+            yield "next", next_command(verb, summary.record.name, path=path)
 
 
 def next_command(verb: str, name: str, *, path: Path) -> str:

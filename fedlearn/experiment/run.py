@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # importing torch takes a second, and only a run's model need
     from fedlearn.core.client_metrics import ClientMetrics
 
 #: Of the picture in a notebook.
-_CURVES_SHOWN, _CURVE_INCHES = 2, (4.2, 2.8)
+_CURVES_SHOWN, _CURVE_INCHES = 2, (5.8, 3.2)
 
 
 @dataclass(frozen=True)

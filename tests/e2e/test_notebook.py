@@ -71,6 +71,7 @@ def test_a_run_is_shown_interrupted_and_resumed_in_a_notebook(tmp_path: Path) ->
     assert [each.data["text/plain"] for each in quiet] == ["'done'"]
 
     progress, error = cut
-    assert "cut interrupted after 21/30 rounds" in progress.data["text/plain"]
+    assert "cut interrupted after 20/30 rounds" in progress.data["text/plain"]
+    assert "next: fl.simulate(..., resume='cut')" in progress.data["text/plain"]
     assert error.ename == "KeyboardInterrupt"
     assert [each.data["text/plain"] for each in resumed] == ["30"]
