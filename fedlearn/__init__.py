@@ -127,6 +127,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.transforms import Transform as Transform
     from fedlearn.core.randomness import Seed as Seed
     from fedlearn.errors import FedlearnError as FedlearnError
+    from fedlearn.experiment.inspection import draw_clients as draw_clients
     from fedlearn.experiment.run import Run as Run
     from fedlearn.experiment.simulate import simulate as simulate
     from fedlearn.experiment.statistics import StatisticsResult as StatisticsResult
@@ -239,6 +240,7 @@ _HOME = {
     "algorithms.transforms": "ClippedUpdates Transform",
     "core.randomness": "Seed",
     "errors": "FedlearnError",
+    "experiment.inspection": "draw_clients",
     "experiment.run": "Run",
     "experiment.simulate": "simulate",
     "experiment.statistics": "StatisticsResult run_statistics",

@@ -267,6 +267,61 @@ def audit(
         raise typer.Exit(RUN_FAILED)
 
 
+data_app = typer.Typer(help="Look at the data of a configuration.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+
+
+@data_app.command(
+    epilog=examples(
+        "data inspect experiment.toml",
+        "data inspect --set data.partition.alpha=0.1 --picture clients.png",
+    )
+)
+def inspect(
+    *,
+    experiment: ExperimentFile = None,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE", help="Draw clients and labels as a PNG, too."),
+    ] = None,
+    max_clients: Annotated[
+        int | None,
+        typer.Option(
+            "--max-clients",
+            min=1,
+            metavar="N",
+            help="Number of clients whose examples are read, evenly spread; without it, all, or "
+            "1,000 virtual ones.",
+        ),
+    ] = None,
+    data_dir: DataDir = None,
+) -> None:
+    """Print how a configuration's clients differ in examples and labels; train nothing.
+
+    With --json, a line for each client whose examples were read, then one with the summary.
+    """
+    from fedlearn.cli.environment import build_site, terminal_width
+    from fedlearn.config import load
+    from fedlearn.core.json_values import format_json
+    from fedlearn.experiment.figures import write_png
+    from fedlearn.experiment.inspection import draw_inspection, render_inspection
+
+    config = load(experiment, overrides=overrides or ())
+    directory = build_site(config, data_dir=data_dir).addresses.data_dir
+    data = config.data.load_clients(seed=config.seed, data_dir=directory)
+    found = data.inspect(max_clients=max_clients)
+    if as_json:
+        for place in range(len(found.client_ids)):
+            typer.echo(format_json(found.client_figures(place)))
+        typer.echo(format_json(found.figures()))
+    else:
+        typer.echo(render_inspection(found, width=terminal_width()))
+    if picture is not None:
+        write_png(draw_inspection(found), picture)
+
+
 @app.command(epilog=examples("runs", "runs --adopt"))
 def runs(
     *,

@@ -26,7 +26,13 @@ from fedlearn.core.features import (
 from fedlearn.core.randomness import Seed, reseed_by_key
 from fedlearn.core.ranges import Count, Ranged
 from fedlearn.errors import DataError
-from fedlearn.simulation.feature_shift import ClientShift, FeatureShift, shift_population
+from fedlearn.simulation.feature_shift import (
+    ClientShift,
+    FeatureShift,
+    find_common_examples,
+    shift_population,
+)
+from fedlearn.simulation.inspection import Inspection, inspect_population
 from fedlearn.simulation.parquet import (
     ParquetPopulation,
     TableColumns,
@@ -45,11 +51,13 @@ from fedlearn.simulation.partition import (
 from fedlearn.simulation.population import (
     ArrayPopulation,
     BootstrapPopulation,
+    CheckedExamples,
     DatasetPopulation,
     MapDataset,
     Population,
     client_names,
     find_readable_client,
+    pick_spread_clients,
 )
 from fedlearn.simulation.sources import (
     Examples,
@@ -75,6 +83,8 @@ _GROUPS_WITHOUT_TEST = (
 _CACHE_BYTES = 256 << 20  # of decoded Parquet row groups
 # Bounds the memory of checks over populations of many millions.
 _CLIENTS_AT_ONCE = 1 << 20
+#: Virtual clients that are inspected, and clients that a notebook's summary reads.
+_MAX_VIRTUAL, _MAX_IN_NOTEBOOK = 1000, 300
 _READ_TWICE = 4  # rows of a dataset that are read twice, to check that reads are repeatable
 
 
@@ -152,6 +162,47 @@ class FederatedData:
             DataError: There are several inputs, so there is no single shape.
         """
         return tuple(require_single_input(self.test.features).shape[1:])
+
+    def inspect(self, *, max_clients: int | None = None) -> Inspection:
+        """Count the examples and labels of the clients, and measure how they differ.
+
+        A notebook shows the result as a table; ``fedlearn data inspect`` prints it.
+
+        Args:
+            max_clients: Number of clients whose examples are read, evenly spread; ``None``: all,
+                or 1,000 virtual ones. Sizes are of all clients.
+
+        Raises:
+            DataError: An example cannot be read.
+
+        Example:
+            >>> import numpy as np
+            >>> import fedlearn as fl
+            >>> x, y = np.eye(100), np.arange(100) % 10
+            >>> clients = fl.FewClasses(num_clients=10, classes_per_client=2)
+            >>> data = fl.from_arrays(x, y, partition=clients, test=(x, y), seed=0)
+            >>> found = data.inspect()
+            >>> found.num_labels_n.tolist(), round(float(found.distances_n.mean()), 2)
+            ([2, 2, 2, 2, 2, 2, 2, 2, 2, 2], 0.8)
+        """
+        if max_clients is None:
+            is_virtual = find_common_examples(self.population) is not None
+            max_clients = _MAX_VIRTUAL if is_virtual else self.population.num_clients
+        client_ids = pick_spread_clients(self.population, max_clients)
+        shift = self.shift
+        return inspect_population(
+            self.population,
+            has_classes=self.test.num_classes is not None,
+            client_ids=client_ids,
+            tests=self.client_tests,
+            shifts=() if shift is None else list(map(shift.describe, client_ids.tolist())),
+        )
+
+    def _repr_html_(self) -> str:
+        """Return a summary for a notebook, which reads at most a few hundred clients in memory."""
+        is_in_memory = isinstance(self.population, CheckedExamples)
+        found = self.inspect(max_clients=_MAX_IN_NOTEBOOK if is_in_memory else 0)
+        return found._repr_html_()
 
     def with_feature_shift(self, shift: FeatureShift, *, seed: int) -> "FederatedData":
         """Return the data with features that look different at each client.

@@ -18,6 +18,7 @@ from fedlearn.simulation.feature_shift import find_common_examples
 from fedlearn.simulation.population import (
     ClientRows,
     Population,
+    load_in_blocks,
     unread_rows,
 )
 from fedlearn.training.keyed_dropout import preserve_generator
@@ -102,13 +103,8 @@ def _blocks(population: Population) -> Iterator[ClientRows]:
         offsets = np.array([0, len(everything)])
         yield ClientRows(common.features, common.labels, everything, offsets)
         return
-    first = 0
-    while first < population.num_clients:
-        client_ids = np.arange(first, min(first + _AT_ONCE, population.num_clients))
-        ends = np.cumsum(population.num_examples(client_ids))
-        count = max(1, int(np.searchsorted(ends, _AT_ONCE, side="right")))
-        yield population.load(client_ids[:count])
-        first += count
+    everyone = np.arange(population.num_clients)
+    yield from load_in_blocks(population, everyone, num_examples=_AT_ONCE)
 
 
 def _reads_alike(population: Population) -> bool:

@@ -5,7 +5,7 @@ client has, and which. It returns tensors and row numbers into them, so that exa
 not copied.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -476,6 +476,25 @@ def _require_rows(partition: Partition, *, num_rows: int) -> None:
             f"the partition names rows {low}..{high}, but there are {num_rows} examples; split "
             "the labels of these examples"
         )
+
+
+def load_in_blocks(
+    population: Population, client_ids: NDArray[np.int64], *, num_examples: int
+) -> Iterator[ClientRows]:
+    """Yield the examples of these clients, a few clients with up to ``num_examples`` at a time.
+
+    A client with more examples is yielded alone.
+
+    Raises:
+        DataError: As for :meth:`Population.load`.
+    """
+    first = 0
+    while first < len(client_ids):
+        some = client_ids[first : first + num_examples]
+        ends = np.cumsum(population.num_examples(some))
+        count = max(1, int(np.searchsorted(ends, num_examples, side="right")))
+        yield population.load(some[:count])
+        first += count
 
 
 def pick_spread_clients(population: Population, num_wanted: int) -> NDArray[np.int64]:
