@@ -13,6 +13,7 @@ import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from typing import Annotated, Any, ClassVar, TypeAlias
 
@@ -274,6 +275,8 @@ class ClientTable:
                     f"{did_you_mean(name, names)}it has {', '.join(list(names)[:20]) or 'none'}"
                 )
             place, found = f"{of_whom}column {name!r}", values[names[name]]
+            if isinstance(found, str) or not isinstance(found, Iterable):
+                raise DataError(f"{place} is a {type(found).__name__}; give one value a row")
             if (num_dimensions := getattr(found, "ndim", 1)) != 1:
                 raise DataError(
                     f"{place} has {num_dimensions} dimensions, as if there were several of this "
@@ -361,7 +364,7 @@ def _plain(value: object) -> object:
 def _number_of(value: object, *, place: str, row: int) -> float:
     if _is_missing(value):
         return math.nan
-    if isinstance(value, Real):
+    if isinstance(value, Real | Decimal):
         return float(value)
     raise DataError(
         f"{place}, row {row} is a {type(value).__name__} in a column of numbers; convert it, or "

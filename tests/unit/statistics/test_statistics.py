@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -350,7 +351,7 @@ def test_columns_of_any_library_are_read() -> None:
         assert table.columns["c"].tolist() == [0, 1, -1]
         assert table.columns["t"][:, 0].tolist() == [ord("x"), 0, 0]
     assert ClientTable.of({"n": [], "c": ["z"] * 0, "t": []}, schema).labels.tolist() == [0]
-    other = ClientTable.of({"n": [True], "c": ["z"], "t": ["x"]}, schema)
+    other = ClientTable.of({"n": [Decimal("1.0")], "c": ["z"], "t": ["x"]}, schema)
     assert (other.columns["n"].tolist(), other.columns["c"].tolist()) == ([1.0], [2])
 
 
@@ -360,6 +361,8 @@ BAD_TABLES: Sequence[tuple[Mapping[str, Any], str]] = [
     ({"sex": ["f", "w"]}, "column 'sex', row 1 is 'w', which is not one of the known values f, m"),
     ({"dx": ["a", 3]}, "column 'dx', row 1 is a int in a column of texts"),
     ({"age": [1.0]}, "columns have different lengths"),
+    ({"age": 3.0}, "column 'age' is a float; give one value a row"),
+    ({"dx": "ab"}, "column 'dx' is a str; give one value a row"),
     ({"age": np.zeros((2, 2))}, "column 'age' has 2 dimensions"),
 ]
 
