@@ -130,8 +130,8 @@ if TYPE_CHECKING:
     from fedlearn.experiment.inspection import draw_clients as draw_clients
     from fedlearn.experiment.run import Run as Run
     from fedlearn.experiment.simulate import simulate as simulate
-    from fedlearn.experiment.statistics import StatisticsResult as StatisticsResult
     from fedlearn.experiment.statistics import run_statistics as run_statistics
+    from fedlearn.experiment.statistics_result import StatisticsResult as StatisticsResult
     from fedlearn.rounds.records import RoundRecord as RoundRecord
     from fedlearn.rounds.run import RoundCallback as RoundCallback
     from fedlearn.simulation.attacks import Attack as Attack
@@ -243,7 +243,8 @@ _HOME = {
     "experiment.inspection": "draw_clients",
     "experiment.run": "Run",
     "experiment.simulate": "simulate",
-    "experiment.statistics": "StatisticsResult run_statistics",
+    "experiment.statistics": "run_statistics",
+    "experiment.statistics_result": "StatisticsResult",
     "rounds.records": "RoundRecord",
     "rounds.run": "RoundCallback",
     "simulation.attacks": (

@@ -132,6 +132,61 @@ def simulate(
 
 
 @app.command(
+    epilog=examples(
+        "statistics plan.toml",
+        "statistics plan.toml --set secure_aggregation.mode=complete --name ages",
+        "statistics plan.toml --json | jq .rows",
+    )
+)
+def statistics(
+    plan: Annotated[
+        Path,
+        typer.Argument(metavar="PLAN.toml", help="The tables, and the statistics to compute."),
+    ],
+    *,
+    overrides: Overrides = None,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+    runs_dir: RunsDir = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run; without it, one is drawn.")
+    ] = None,
+) -> None:
+    """Compute statistics over simulated clients' tables, without pooling them.
+
+    Prints a table; progress goes to standard error. `fedlearn coordinator` serves the same plan to
+    real clients.
+    """
+    from fedlearn.cli.environment import build_site, stop_on_sigterm, track_progress
+    from fedlearn.config import load
+    from fedlearn.config.data import NoDataSection
+    from fedlearn.config.tables import has_plan
+    from fedlearn.errors import ConfigError
+    from fedlearn.experiment.simulate import run_config
+
+    given = () if name is None else (f"name={json.dumps(name)}",)
+    config = load(plan, overrides=[*(overrides or ()), *given])
+    if not has_plan(config.model_dump()):
+        raise ConfigError(
+            f"{plan}: there are no statistics; list them as [[statistics]], or run an experiment: "
+            f"`fedlearn simulate {plan}`"
+        )
+    if isinstance(config.data, NoDataSection):
+        raise ConfigError(
+            f'{plan}: data.source is "none", since the clients have the tables; serve the plan to '
+            f"them: `fedlearn coordinator {plan}`"
+        )
+    with (
+        stop_on_sigterm(),
+        track_progress(as_json=as_json, stream=sys.stderr) as progress,
+    ):
+        here = build_site(config, progress, runs_dir=runs_dir, data_dir=data_dir)
+        found = run_config(config, here).statistics()
+    assert found is not None  # the run is done
+    typer.echo(found.to_json() if as_json else str(found))
+
+
+@app.command(
     epilog=examples("check experiment.toml", "check --set cohort.num_wanted=20 > experiment.toml")
 )
 def check(

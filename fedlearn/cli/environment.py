@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from shutil import get_terminal_size
 from types import FrameType
+from typing import TextIO
 
 from fedlearn.cli.failures import RunEnded
 from fedlearn.config import ServingConfig, resolve_addresses
@@ -87,13 +88,15 @@ def stop_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def track_progress(*, as_json: bool, resume: str | None = None) -> Iterator[RunProgress]:
-    """Yield the progress printer of a run.
+def track_progress(
+    *, as_json: bool, resume: str | None = None, stream: TextIO | None = None
+) -> Iterator[RunProgress]:
+    """Yield the progress printer of a run, on ``stream`` or else standard output.
 
     An error after the run has begun is raised as :class:`RunEnded`, with the command that resumes
     the run: ``resume``, or that of a simulation if there is something to resume from.
     """
-    progress = choose_printer(sys.stdout, as_json=as_json)
+    progress = choose_printer(stream or sys.stdout, as_json=as_json)
     try:
         yield progress
     except (Exception, KeyboardInterrupt) as error:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, TypeAlias
 
 from fedlearn.cli.tables import client_text, describe_missed, format_status
-from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
+from fedlearn.config.tables import PYTHON_OBJECTS, Use, has_plan, tables_with
 from fedlearn.core.json_values import format_json, iterate_leaves
 from fedlearn.core.participations import Participation, Status
 from fedlearn.core.quantities import format_number
@@ -30,6 +30,18 @@ Brief: TypeAlias = tuple[RunRecord, Sequence[RoundMetrics]]
 _HEADER = ("name", "status", "rounds", "best accuracy", "created")
 #: Limits on clients that did not report: rounds in the text, clients of each, JSON objects in all.
 _MISSED_ROUNDS, _MISSED_CLIENTS, _MISSED_OBJECTS = 5, 5, 1000
+#: Tables that say nothing about a run of statistics.
+_NOT_OF_STATISTICS = (
+    "model",
+    "algorithm",
+    "aggregation",
+    "compression",
+    "download_compression",
+    "client",
+    "late_updates",
+    "asynchronous",
+    "attack",
+)
 #: Modes of configuration tables that are not worth printing.
 _OFF = ("off", "drop")
 #: Most clients in a table.
@@ -82,7 +94,8 @@ def _best_accuracy(history: Brief) -> float | None:
 
 def run_page(run: Run, *, width: int | None) -> str:
     """Format everything about a run, one labeled fact a line, wrapped to ``width`` columns."""
-    return facts_text(_describe_run(run), width=width)
+    page, found = facts_text(_describe_run(run), width=width), run.statistics()
+    return page if found is None else f"{page}\n\n{found}"
 
 
 def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
@@ -100,9 +113,11 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
     yield from _describe_missed(run)
     for each in [one for one in run.history if one.staleness][-_MISSED_ROUNDS:]:
         yield "staleness", f"round {each.round_num + 1}: {staleness_text(each.staleness)}"
-    hidden = tables_with(Use.SIMULATED) if record.is_deployed else ()
+    config, hidden = record.config, tables_with(Use.SIMULATED) if record.is_deployed else ()
+    if has_plan(config):
+        hidden, config = (*hidden, *_NOT_OF_STATISTICS), {**config, "data": _without_plan(config)}
     for name in (PYTHON_OBJECTS, *tables_with(Use.SHOWN)):
-        table = record.config.get(name)
+        table = config.get(name)
         is_off = isinstance(table, Mapping) and table.get("mode") in _OFF
         if not is_off and name not in hidden:
             yield name, _format_settings(table)
@@ -116,6 +131,15 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
         yield "checkpoint", _format_checkpoint(file)
     yield "path", replace_unprintable(str(run.path))
     yield from next_steps(summary, run.path, "report", "export")
+
+
+def _without_plan(config: Mapping[str, object]) -> object:
+    """Return the table of the data without the plan, which the result shows."""
+    match config["data"]:
+        case {"args": {"plan": _, **args}, **data}:
+            return {**data, "args": args}
+        case other:
+            return other
 
 
 def _describe_participation(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -176,6 +200,7 @@ def run_object(run: Run) -> str:
         {"rounds": f.round_num, "path": str(f.path), "sha256": f.sha256, "bytes": f.num_bytes}
         for f in run.stored.checkpoints()
     ]
+    statistics = run.statistics()
     names, latest = load_names(run.stored), deque[dict[str, object]](maxlen=_MISSED_OBJECTS)
     for each in rounds:
         values = describe_missed(_find_missed(each), names)
@@ -191,6 +216,7 @@ def run_object(run: Run) -> str:
         "staleness": {each.round_num + 1: each.staleness for each in rounds if each.staleness},
         "skipped_rounds": summary.num_skipped,
         "privacy": spent and asdict(spent),
+        **({} if statistics is None else {"statistics": json.loads(statistics.to_json())}),
         "retries": summary.num_retries,
         "virtual_s": summary.virtual_s,
         "seconds": summary.seconds,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
     from fedlearn.parallel.local_async import Hogwild as Hogwild
     from fedlearn.training.query_trainer import QueryTrainer as QueryTrainer
+    from fedlearn.training.table_trainer import TableTrainer as TableTrainer
     from fedlearn.training.torch_trainer import TorchTrainer as TorchTrainer
     from fedlearn.training.trainer import LocalEvaluation as LocalEvaluation
     from fedlearn.training.trainer import LocalResult as LocalResult
@@ -34,6 +35,7 @@ _HOME = {
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
     "parallel.local_async": "Hogwild",
     "training.query_trainer": "QueryTrainer",
+    "training.table_trainer": "TableTrainer",
     "training.torch_trainer": "TorchTrainer",
     "training.trainer": "LocalEvaluation LocalResult LocalTrainer TaskControl TrainContext",
 }

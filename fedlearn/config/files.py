@@ -11,6 +11,7 @@ from typing import Any
 from fedlearn.config.keys import get_value
 from fedlearn.config.problems import Complaint, Override, Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths, with_value
+from fedlearn.config.statistics import expand_plan, is_plan
 from fedlearn.config.toml import Key, keys_in, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.core.redaction import redact
@@ -21,6 +22,8 @@ _OWN_CODE: dict[Key, str] = {("algorithm", "name"): "factory", ("cohort", "sampl
 
 def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
     """Load a TOML file over the default tree, then apply ``overrides``.
+
+    A plan of statistics is expanded first: see :mod:`fedlearn.config.statistics`.
 
     Relative paths in the file are relative to the file, those in overrides to the working
     directory; all become absolute, so that a run resumes from anywhere.
@@ -54,6 +57,8 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
         except ValueError as error:
             complaints.append(Complaint((math.inf, order), f"--set {redact(text)}: {error}"))
     sources = Sources(str(file or "the defaults"), toml, tuple(accepted))
+    if is_plan(raw) and not complaints:
+        raw = expand_plan(raw, source=sources.name)
     return validate(Config, raw, sources=sources, complaints=complaints)
 
 

@@ -9,7 +9,7 @@ from fedlearn.config.reading import read, with_absolute_paths
 from fedlearn.config.section import RunName, Section
 from fedlearn.config.service import ServiceSection
 from fedlearn.config.store import StoreSection
-from fedlearn.config.tables import TABLES, Use
+from fedlearn.config.tables import PLAN_KEYS, TABLES, Use
 from fedlearn.errors import ConfigError
 
 
@@ -60,7 +60,9 @@ def load_serving(path: Path) -> HasService:
     raw, toml = read(path)
     # Unknown keys stay in, to be refused below.
     served = {
-        key: value for key, value in raw.items() if Use.SERVING in TABLES.get(key, Use.SERVING)
+        key: value
+        for key, value in raw.items()
+        if key not in PLAN_KEYS and Use.SERVING in TABLES.get(key, Use.SERVING)
     }
     served = with_absolute_paths(served, path.absolute().parent, root=ServingConfig)
     with suppress(ConfigError):

@@ -6,7 +6,7 @@ descriptions, but imports torch; commands that need only the names should not wa
 
 from collections.abc import Mapping
 from enum import Flag, auto
-from typing import Final
+from typing import Any, Final
 
 
 class Use(Flag):
@@ -27,6 +27,11 @@ class Use(Flag):
 
 #: Key in a run's record that describes the objects passed to ``fl.simulate``. It is not a table.
 PYTHON_OBJECTS: Final = "python"
+
+#: Keys of a plan of statistics, which :mod:`fedlearn.config.statistics` expands into the others.
+PLAN_KEYS: Final = ("columns", "statistics", "max_examples")
+#: The algorithm of an expanded plan.
+PLAN_ALGORITHM: Final = "fedlearn.statistics.query:StatisticsQuery"
 
 #: In the order of :class:`~fedlearn.config.tree.Config`.
 TABLES: Final[Mapping[str, Use]] = {
@@ -67,3 +72,9 @@ TABLES: Final[Mapping[str, Use]] = {
 def tables_with(use: Use) -> tuple[str, ...]:
     """Return the keys and tables that have a use, in order."""
     return tuple(name for name, uses in TABLES.items() if use in uses)
+
+
+def has_plan(config: Mapping[str, Any]) -> bool:
+    """Whether a configuration, as a run's record has it, is that of a plan of statistics."""
+    algorithm = config.get("algorithm")
+    return isinstance(algorithm, Mapping) and algorithm.get("factory") == PLAN_ALGORITHM

@@ -23,6 +23,7 @@ from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from fedlearn.config import Config, render
+from fedlearn.config.tables import has_plan
 from fedlearn.core.client_metrics import ClientMetrics, Row
 from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
@@ -35,6 +36,8 @@ from fedlearn.experiment.data_names import DataNames
 from fedlearn.experiment.figures import Panel, add_shape, add_tooltip, render_svg
 from fedlearn.experiment.history import headline, headline_metric
 from fedlearn.experiment.plot import STATUS_COLORS, draw_clients, draw_staleness, panels
+from fedlearn.experiment.statistics_panels import statistics_panels
+from fedlearn.experiment.statistics_result import StatisticsResult
 from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
@@ -64,14 +67,23 @@ def report(
     privacy: Spending | None = None,
     clients: ClientMetrics | None = None,
     data_names: DataNames | None = None,
+    statistics: StatisticsResult | None = None,
 ) -> Path:
     """Write a run's figures, curves, clients by rounds, failures and configuration to ``path``.
 
     The run may be in any state, even without a finished round. ``privacy`` is its privacy spending,
-    ``clients`` what single clients measured, and ``data_names`` the names in its data. An existing
-    file is replaced as a whole. Returns ``path``.
+    ``clients`` what single clients measured, ``data_names`` the names in its data, and
+    ``statistics`` what it found if it is a run of a plan. An existing file is replaced as a whole.
+    Returns ``path``.
     """
-    page = render_page(record, rounds, privacy=privacy, clients=clients, data_names=data_names)
+    page = render_page(
+        record,
+        rounds,
+        privacy=privacy,
+        clients=clients,
+        data_names=data_names,
+        statistics=statistics,
+    )
     write_durably(path, page.encode(), raises=StoreError)
     return path
 
@@ -83,6 +95,7 @@ def render_page(
     privacy: Spending | None = None,
     clients: ClientMetrics | None = None,
     data_names: DataNames | None = None,
+    statistics: StatisticsResult | None = None,
 ) -> str:
     """Return the HTML of :func:`report`."""
     environment = Environment(
@@ -96,13 +109,13 @@ def render_page(
     )
     summary = replace(summarize(record, rounds), privacy=privacy)
     config, is_reproducible = _config_text(record)
-    return environment.get_template(
-        "report.html"
-    ).render(
+    return environment.get_template("report.html").render(
         record=record,
         summary=summary,
-        tiles=list(_tiles(summary, headline_metric(record))),
-        curves=[Markup(render_svg(each, inches=_PANEL_INCHES)) for each in _panels(record, rounds)],  # noqa: S704 (ours)
+        tiles=list(_tiles(summary, headline_metric(record), statistics)),
+        curves=[_draw(each) for each in _panels(record, rounds)],
+        statistics=statistics,
+        pictures=[_draw(each) for each in statistics_panels(statistics)],
         client_parts=_client_parts(summary),
         client_curve=None if clients is None else _draw_clients(clients),
         client_metrics=[] if clients is None else list(clients.metrics),
@@ -116,9 +129,14 @@ def render_page(
     )
 
 
+def _draw(panel: Panel) -> Markup:
+    return Markup(render_svg(panel, inches=_PANEL_INCHES))  # noqa: S704 (ours)
+
+
 def _panels(record: RunRecord, rounds: Sequence[RoundRecord]) -> Iterator[Panel]:
     """Yield the panels of curves; a run with stale updates has one for the staleness as well."""
-    yield from panels([(record, rounds)])
+    if not has_plan(record.config):  # statistics have no curves
+        yield from panels([(record, rounds)])
     if any(each.staleness for each in rounds):
         yield partial(draw_staleness, rounds=rounds)
 
@@ -164,16 +182,14 @@ def _format(value: Any) -> Any:  # of any type that a template prints
     )
 
 
-def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
-    best, num_tasks = summary.best, summary.num_tasks
-    measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
-    yield (
-        f"best {best.metric if best else leading}",
-        format_number(best.point.value) if best else "-",
-        f"after round {best.point.num_finished}" if best else "nothing was evaluated",
-    )
-    yield f"final {leading}", format_number(headline(summary.metrics, leading)), measured
-    yield "final loss", format_number(summary.loss), measured
+def _tiles(
+    summary: Summary, leading: str, statistics: StatisticsResult | None
+) -> Iterator[tuple[str, str, str]]:
+    if has_plan(summary.record.config):
+        yield from _tiles_of_statistics(statistics)
+    else:
+        yield from _tiles_of_model(summary, leading)
+    num_tasks = summary.num_tasks
     yield "rounds", f"{summary.num_finished} / {summary.record.num_rounds}", _interruptions(summary)
     if not summary.record.is_deployed:
         yield "virtual time", format_duration(summary.virtual_s), "on the simulated devices"
@@ -190,6 +206,29 @@ def _tiles(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
         yield "scaled down", f"{summary.num_clipped:,}", "updates, to their largest norm"
     if summary.num_capped:
         yield "cut off", f"{summary.num_capped:,}", "losses or example counts, at their bounds"
+
+
+def _tiles_of_model(summary: Summary, leading: str) -> Iterator[tuple[str, str, str]]:
+    best = summary.best
+    measured = f"after round {summary.measured_after}" if summary.metrics else "not measured"
+    yield (
+        f"best {best.metric if best else leading}",
+        format_number(best.point.value) if best else "-",
+        f"after round {best.point.num_finished}" if best else "nothing was evaluated",
+    )
+    yield f"final {leading}", format_number(headline(summary.metrics, leading)), measured
+    yield "final loss", format_number(summary.loss), measured
+
+
+def _tiles_of_statistics(found: StatisticsResult | None) -> Iterator[tuple[str, str, str]]:
+    if found is None:
+        yield "statistics", "-", "the run is not done"
+        return
+    yield "clients in the sums", f"{found.num_clients:,}", "in the round with the fewest"
+    if found.num_examples is not None:
+        yield "examples", f"{found.num_examples:,.0f}", "that counted"
+    if found.num_suppressed:
+        yield "suppressed", f"{found.num_suppressed:,}", "counts, since they are small"
 
 
 def _interruptions(summary: Summary) -> str:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedlearn.config.tables import has_plan
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import explain_absence, load_clients
 from fedlearn.experiment.data_names import DataNames, load_data_names
@@ -13,13 +14,14 @@ from fedlearn.experiment.progress import describe_end
 from fedlearn.experiment.spending import load_spending
 from fedlearn.experiment.summary import summarize
 from fedlearn.privacy.spending import Spending
-from fedlearn.rounds.records import RoundRecord, RunRecord
+from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, StoredRun
 
 if TYPE_CHECKING:  # importing torch takes a second, and only a run's model needs it
     from torch import Tensor, nn
 
     from fedlearn.core.client_metrics import ClientMetrics
+    from fedlearn.experiment.statistics_result import StatisticsResult
 
 #: Of the picture in a notebook.
 _CURVES_SHOWN, _CURVE_INCHES = 2, (5.8, 3.2)
@@ -139,7 +141,23 @@ class Run:
             privacy=self.privacy,
             clients=load_clients(self.stored),
             data_names=self.data_names,
+            statistics=self.statistics(),
         )
+
+    def statistics(self) -> "StatisticsResult | None":
+        """Return the statistics of a finished run of a plan file; ``None`` for any other run.
+
+        Raises:
+            StoreError: There is no checkpoint, or it is damaged.
+        """
+        if self.record.status is not RunStatus.DONE or not has_plan(self.record.config):
+            return None
+        from fedlearn.config.statistics import plan_in  # noqa: PLC0415 (it takes torch)
+        from fedlearn.experiment.statistics_result import result_of  # noqa: PLC0415 (likewise)
+
+        plan = plan_in(self.record.config)
+        assert plan is not None
+        return result_of(self.stored, plan)
 
     def weights(self, *, best: bool = True) -> "dict[str, Tensor]":
         """Return the tensors of the best model, or of the last.

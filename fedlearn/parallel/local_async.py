@@ -24,7 +24,6 @@ from fedlearn.algorithms.transforms import Transform
 from fedlearn.core.cluster import Alone
 from fedlearn.errors import DeploymentError, EngineError, ProcessesParted, SettingsRefused
 from fedlearn.parallel.local_world import run_in_forks
-from fedlearn.training.query_trainer import QueryTrainer
 from fedlearn.training.torch_trainer import Take, TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -89,7 +88,7 @@ class Hogwild:
         return self._trainer.own_transforms
 
     @property
-    def answers(self) -> QueryTrainer | None:
+    def answers(self) -> LocalTrainer | None:
         """Answers queries in this process alone; ``None``: the client answers none."""
         return self._trainer.answers
 

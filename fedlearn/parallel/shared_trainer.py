@@ -10,7 +10,6 @@ from fedlearn.algorithms.local import LocalUpdate
 from fedlearn.algorithms.transforms import Transform
 from fedlearn.errors import DeploymentError, ProcessesParted
 from fedlearn.parallel.workers import ResumeControl, WorkerProcess, Workers
-from fedlearn.training.query_trainer import QueryTrainer
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import (
     UNATTENDED,
@@ -70,7 +69,7 @@ class SharedTrainer:
         return self._trainer.own_transforms
 
     @property
-    def answers(self) -> QueryTrainer | None:
+    def answers(self) -> LocalTrainer | None:
         """Answers queries in this process alone; ``None``: the client answers none."""
         return self._trainer.answers
 

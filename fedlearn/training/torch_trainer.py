@@ -43,7 +43,6 @@ from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import share_key, step_keys, step_seed
 from fedlearn.training.local_data import DatasetData, LocalData, TensorData, evaluation_batches
 from fedlearn.training.lockstep import Lockstep, share
-from fedlearn.training.query_trainer import QueryTrainer
 from fedlearn.training.resident import (
     ClientRound,
     Part,
@@ -56,6 +55,7 @@ from fedlearn.training.trainer import (
     UNATTENDED,
     LocalEvaluation,
     LocalResult,
+    LocalTrainer,
     TaskControl,
     TrainContext,
 )
@@ -137,7 +137,7 @@ class TorchTrainer:
         max_steps: int | None = None,
         local_updates: Collection[type[LocalUpdate]] = (),
         transforms: Collection[type[Transform]] = (),
-        answers: QueryTrainer | None = None,
+        answers: LocalTrainer | None = None,
     ) -> None:
         if not isinstance(model, ResidentModel):
             raise CallError(
@@ -149,7 +149,7 @@ class TorchTrainer:
             require_count(max_steps, name="max_steps")
         _require_classes(local_updates, name="local_updates")
         _require_classes(transforms, name="transforms")
-        if not isinstance(answers, QueryTrainer | None):
+        if answers is not None and not hasattr(answers, "train"):
             raise CallError(
                 f"answers is {answers!r}; give QueryTrainer(features, labels, queries=[MyQuery]), "
                 "which lists what this client answers"
@@ -181,7 +181,7 @@ class TorchTrainer:
         max_steps: int | None = None,
         local_updates: Collection[type[LocalUpdate]] = (),
         transforms: Collection[type[Transform]] = (),
-        answers: QueryTrainer | None = None,
+        answers: LocalTrainer | None = None,
     ) -> Self:
         """Create a trainer for a model on tensors or on a dataset.
 
@@ -214,8 +214,10 @@ class TorchTrainer:
             local_updates: Your own local-update classes, which the coordinator may request by name.
             transforms: Your own classes that transform an update before it leaves the client,
                 which the coordinator may request by name.
-            answers: Answers the coordinator's queries, from these examples or others; ``None``:
-                this client answers none.
+            answers: Answers the coordinator's queries, from these examples or others: a
+                :class:`~fedlearn.training.query_trainer.QueryTrainer` or a
+                :class:`~fedlearn.training.table_trainer.TableTrainer`; ``None``: this client
+                answers none.
 
         Raises:
             ConfigError: The objective does not declare its measures, a metric's name is malformed

@@ -96,6 +96,11 @@ class Site:
         self._config = config
         self.file.write_text(render(config))
 
+    def write_text(self, text: str) -> None:
+        """Write ``coordinator.toml`` as it is, such as a plan of statistics."""
+        self.file.write_text(text)
+        self._config = load(self.file, overrides=())
+
     def change(self, *overrides: str) -> None:
         """Write ``coordinator.toml`` again, with overrides."""
         self.write(load(self.file, overrides=overrides))

@@ -19,7 +19,7 @@ import torch
 import typer
 
 import fedlearn
-from fedlearn.cli.app import app
+from fedlearn.cli.app import app, main
 from fedlearn.config import ClientConfig, Config, Section, load, load_client
 from fedlearn.config.aggregation import AGGREGATIONS
 from fedlearn.config.attack import ATTACKS
@@ -325,8 +325,35 @@ def test_overrides_of_the_documentation_are_valid(page: str, text: str) -> None:
     load(None, overrides=overrides)
 
 
+def write_hospitals(folder: Path) -> None:
+    """Write the files of the guide to statistics, which it shows side by side."""
+    page = (GUIDES / "federated-statistics.md").read_text()
+    lines = blocks(page, "text")[0].splitlines()
+    for names, *rows in ([line[:32].strip() for line in lines], [line[32:] for line in lines]):
+        path = folder / names
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(each for each in rows if each))
+
+
+def test_the_guide_to_statistics_shows_what_its_plan_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From its files and its plan."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDLEARN_STORE_URL", raising=False)
+    monkeypatch.delenv("FEDLEARN_RUNS_DIR", raising=False)
+    page = (GUIDES / "federated-statistics.md").read_text()
+    write_hospitals(tmp_path)
+    (tmp_path / "plan.toml").write_text(blocks(page, "toml")[0])
+    (command,) = [each for each in commands_in(page) if "statistics plan.toml" in each]
+    assert main(shlex.split(command)[1:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed == blocks(page, "text")[1].splitlines()
+
+
 def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
     """Every TOML block is part of a configuration, of a client's where the text says so."""
+    write_hospitals(tmp_path)
     found = [(path, text) for path in PAGES for text in blocks(path.read_text(), "toml")]
     assert found
     for path, text in found:
