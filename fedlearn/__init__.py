@@ -161,6 +161,7 @@ if TYPE_CHECKING:
     from fedlearn.simulation.partition import Shards as Shards
     from fedlearn.simulation.readers import from_csv as from_csv
     from fedlearn.simulation.readers import from_frame as from_frame
+    from fedlearn.simulation.readers import from_partitions as from_partitions
     from fedlearn.simulation.sources import Examples as Examples
     from fedlearn.simulation.sources import TrainTest as TrainTest
     from fedlearn.statistics.plan import StatisticsPlan as StatisticsPlan
@@ -256,7 +257,7 @@ _HOME = {
         "from_arrays from_dataset from_examples from_npz from_parquet"
     ),
     "simulation.partition": "Dirichlet DirichletSizes FewClasses Iid LognormalSizes Shards",
-    "simulation.readers": "from_csv from_frame",
+    "simulation.readers": "from_csv from_frame from_partitions",
     "simulation.sources": "Examples TrainTest",
     "statistics.plan": "StatisticsPlan",
     "training.csv_columns": "CsvFormat NamedColumns read_csv",

@@ -1,8 +1,9 @@
-"""Federated data sets from CSV files and data frames."""
+"""Federated data sets from CSV files, data frames and partitioned Hugging Face datasets."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -12,8 +13,16 @@ from numpy.typing import NDArray
 from fedlearn.core.calls import explain_calls
 from fedlearn.errors import DataError
 from fedlearn.simulation.columns import ColumnRoles, Missing, train_test_of
-from fedlearn.simulation.federated_data import Division, FederatedData, Natural, divide_examples
+from fedlearn.simulation.federated_data import (
+    Division,
+    FederatedData,
+    Natural,
+    divide_examples,
+    from_dataset,
+)
+from fedlearn.simulation.population import DatasetPopulation
 from fedlearn.training.csv_columns import CsvFormat, NamedColumns, read_csv
+from fedlearn.training.local_data import Columns
 
 
 @explain_calls
@@ -152,6 +161,78 @@ def from_frame(
         partition=_find_partition(partition, has_clients=has_clients),
         is_test_grouped=isinstance(test, Mapping),
         seed=seed,
+    )
+
+
+class Partitions(Protocol):
+    """Divides a dataset of mappings, as the partitioners of flwr-datasets do."""
+
+    @property
+    def num_partitions(self) -> int:
+        """Number of clients."""
+
+    def load_partition(self, partition_id: int) -> Any:  # a map-style dataset of any class
+        """Return the rows of a client, by its number from 0."""
+
+
+@explain_calls
+def from_partitions(
+    partitions: Partitions,
+    *,
+    label: str,
+    inputs: Sequence[str] = (),
+    test: Any,  # a map-style dataset, of torch's class or not
+) -> FederatedData:
+    """Build a federated data set from Hugging Face datasets that a partitioner divides.
+
+    A partitioner of flwr-datasets fits, and so does any object with ``num_partitions`` and
+    ``load_partition``. Rows are read when a client trains, so give datasets the format or transform
+    that makes numbers of their columns, such as ``dataset.with_format("torch")``. If the label is a
+    ``ClassLabel``, its names become :attr:`FederatedData.class_names`.
+
+    Args:
+        partitions: The partitioner, with its dataset. Clients of a natural partition have names.
+        label: Column of the label.
+        inputs: Columns that the model takes, as in :class:`Columns`; empty: all others.
+        test: The central test set, with the same columns.
+
+    Raises:
+        DataError: The object does not divide anything, a partition is empty, a column is missing,
+            or an example is invalid.
+
+    Example:
+        >>> import fedlearn as fl
+        >>> class Halves:
+        ...     num_partitions = 2
+        ...     def load_partition(self, partition_id):
+        ...         return [{"x": [float(partition_id)], "y": label} for label in (0, 1)]
+        >>> rows = [{"x": [1.0], "y": 1}]
+        >>> fl.from_partitions(Halves(), label="y", test=rows).population.num_clients
+        2
+    """
+    if not hasattr(partitions, "load_partition") or not hasattr(partitions, "num_partitions"):
+        raise DataError(
+            f"partitions is a {type(partitions).__name__}, without load_partition and "
+            "num_partitions; give a partitioner, such as that of a FederatedDataset: "
+            'dataset.partitioners["train"]'
+        )
+    datasets = [partitions.load_partition(each) for each in range(partitions.num_partitions)]
+    columns = [Columns(each, label=label, inputs=inputs) for each in datasets]
+    natural = getattr(partitions, "partition_id_to_natural_id", None)
+    data = from_dataset(
+        {natural[number]: each for number, each in enumerate(columns)} if natural else columns,
+        partition=Natural(),
+        test=Columns(test, label=label, inputs=inputs),
+        seed=0,  # nothing is drawn: the partitioner has divided the rows
+    )
+    names = getattr(getattr(test, "features", {}).get(label), "names", None)
+    if names is None:
+        return data
+    assert isinstance(data.population, DatasetPopulation)
+    return replace(
+        data,
+        population=replace(data.population, num_classes=len(names)),
+        test=replace(data.stored_test, num_classes=len(names), class_names=tuple(names)),
     )
 
 

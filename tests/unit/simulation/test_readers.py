@@ -267,3 +267,41 @@ def test_text_labels_of_an_archive_are_numbered(tmp_path: Path) -> None:
         path, features="x", labels="y", groups=None, test=0.5, partition=fl.Iid(2), seed=0
     )
     assert data.class_names == ("no", "yes")
+
+
+def test_partitions_of_flwr_datasets_are_clients() -> None:
+    datasets = pytest.importorskip("datasets")
+    partitioners = pytest.importorskip("flwr_datasets.partitioner")
+    rows = datasets.Dataset.from_dict(
+        {
+            "site": ["zoe", "ada", "zoe", "ada"],
+            "x": [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]],
+            "y": [0, 1, 1, 0],
+        },
+        features=datasets.Features(
+            {
+                "site": datasets.Value("string"),
+                "x": datasets.List(datasets.Value("float32")),
+                "y": datasets.ClassLabel(names=["no", "yes", "maybe"]),
+            }
+        ),
+    )
+    natural = partitioners.NaturalIdPartitioner(partition_by="site")
+    natural.dataset = rows
+    data = fl.from_partitions(natural, label="y", inputs=["x"], test=rows)
+    assert data.names is not None
+    clients = dict(zip(data.names.tolist(), (_rows_of(data, k) for k in range(2)), strict=True))
+    assert clients["zoe"] == ([[0.0, 1.0], [4.0, 5.0]], [0, 1])
+    assert data.class_names == ("no", "yes", "maybe")
+    iid = partitioners.IidPartitioner(num_partitions=4)
+    iid.dataset = rows.with_format("torch")
+    four = fl.from_partitions(iid, label="y", inputs=["x"], test=rows.with_format("torch"))
+    assert four.population.num_examples(np.arange(4)).tolist() == [1, 1, 1, 1]
+    with pytest.raises(DataError, match="dataset\\[0\\] has no column 'z'"):
+        fl.from_partitions(iid, label="z", test=rows)
+
+
+def test_what_divides_nothing_is_no_partitioner() -> None:
+    nothing: Any = [1, 2]  # Any: of a wrong type
+    with pytest.raises(DataError, match="partitions is a list, without load_partition"):
+        fl.from_partitions(nothing, label="y", test=[])
