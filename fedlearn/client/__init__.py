@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
     from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
     from fedlearn.parallel.local_async import Hogwild as Hogwild
+    from fedlearn.training.labels import number_labels as number_labels
     from fedlearn.training.query_trainer import QueryTrainer as QueryTrainer
     from fedlearn.training.table_trainer import TableTrainer as TableTrainer
     from fedlearn.training.torch_trainer import TorchTrainer as TorchTrainer
@@ -34,6 +35,7 @@ _HOME = {
     "client.options": "Connection Resources",
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
     "parallel.local_async": "Hogwild",
+    "training.labels": "number_labels",
     "training.query_trainer": "QueryTrainer",
     "training.table_trainer": "TableTrainer",
     "training.torch_trainer": "TorchTrainer",
