@@ -178,7 +178,7 @@ def test_a_call_with_wrong_arguments_says_what_to_write(
         ({"features": "x.npz"}, r'features: "x\.npz" is not an array .*fl\.from_npz'),
         ({"features": None}, r"features: a NoneType is not an array of examples"),
         ({"features": [["a", 1]] * 8}, r"features are .*: one is the string 'a'; encode"),
-        ({"labels": ["yes", "no"] * 4}, r"labels are .*np\.unique\(labels, return_inverse=True"),
+        ({"labels": ["yes", None] * 4}, r"labels are .*np\.unique\(labels, return_inverse=True"),
         ({"labels": [np.nan, *_CLASSES[1:]]}, r"row 0 has a label that is NaN"),
         ({"test_fraction": None, "test": _ONES}, r"test is a ndarray; give features and labels as"),
         ({"test_fraction": None, "test": (_ONES, _CLASSES, 1)}, r"test is a tuple of 3; give"),
