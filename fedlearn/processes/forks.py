@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection, Pipe
 from socket import socket
 from typing import NoReturn, TypeAlias
@@ -81,6 +82,14 @@ def exit_with_parent(lifeline_end: int) -> NoReturn:
             holds.
     """
     os.read(lifeline_end, 1)  # blocks until the parent closes its end or dies
+    os._exit(1)
+
+
+def exit_with_parent_process() -> NoReturn:
+    """Do as :func:`exit_with_parent` in a process that :mod:`multiprocessing` has started."""
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from pickle import PickleError
@@ -33,7 +33,7 @@ from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.gpus import read_local_rank
 from fedlearn.errors import EngineError
 from fedlearn.parallel.group import world
-from fedlearn.processes.forks import Link, run_forks
+from fedlearn.processes.forks import Link, exit_with_parent_process, run_forks
 from fedlearn.simulation.shared_memory import SharedRows
 
 ResultT = TypeVar("ResultT")
@@ -230,18 +230,11 @@ def _run_spawned_worker(
 ) -> NoReturn:
     torch.set_num_threads(1)
     # In the middle of a computation, a worker does not notice that its link was closed.
-    threading.Thread(target=_exit_with_parent_process, daemon=True).start()
+    threading.Thread(target=exit_with_parent_process, daemon=True).start()
     # Sent after the script was imported, so that rank 0 can tell a failed import from a lost
     # worker.
     link.send_bytes(b"ready")
     _work(others, lambda: SharingMemory(rank, [link], _share_rows(folder, num_workers)))
-
-
-def _exit_with_parent_process() -> NoReturn:
-    parent = parent_process()
-    assert parent is not None  # rank 0
-    parent.join()
-    os._exit(1)
 
 
 def _run_forked(
