@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     from fedlearn.experiment.simulate import simulate as simulate
     from fedlearn.experiment.statistics import run_statistics as run_statistics
     from fedlearn.experiment.statistics_result import StatisticsResult as StatisticsResult
+    from fedlearn.experiment.sweep import sweep as sweep
     from fedlearn.rounds.records import RoundRecord as RoundRecord
     from fedlearn.rounds.run import RoundCallback as RoundCallback
     from fedlearn.simulation.attacks import Attack as Attack
@@ -246,6 +247,7 @@ _HOME = {
     "experiment.simulate": "simulate",
     "experiment.statistics": "run_statistics",
     "experiment.statistics_result": "StatisticsResult",
+    "experiment.sweep": "sweep",
     "rounds.records": "RoundRecord",
     "rounds.run": "RoundCallback",
     "simulation.attacks": (

@@ -1,8 +1,8 @@
 """Reference pages written from the code, so that they cannot say something else than it does.
 
 ``{configuration-keys}`` lists every key from the pydantic models, with ``client`` those of a
-client's own file, ``{command-help}`` shows what ``--help`` prints, and ``{public-names}`` lists
-what ``import fedlearn`` offers.
+client's own file, with ``sweep`` those of a sweep's, ``{command-help}`` shows what ``--help``
+prints, and ``{public-names}`` lists what ``import fedlearn`` offers.
 """
 
 import inspect
@@ -26,6 +26,7 @@ from fedlearn.config import ClientConfig, Config, Section
 from fedlearn.config.cohort import OTHER_DATA
 from fedlearn.config.keys import describe_table, kinds_of, list_sections, table_path
 from fedlearn.config.section import get_tag
+from fedlearn.config.sweep import SweepConfig
 
 
 class Key(NamedTuple):
@@ -158,10 +159,14 @@ def _type(schema: dict[str, Any], document: dict[str, Any]) -> str:
 
 
 class ConfigurationKeys(Directive):
-    """Every table and key of the configuration, or of the ``client``'s own."""
+    """Every table and key of the configuration, or of the ``client``'s or the ``sweep``'s."""
 
     optional_arguments = 1
-    _trees: ClassVar[dict[str, type[Section]]] = {"config": Config, "client": ClientConfig}
+    _trees: ClassVar[dict[str, type[Section]]] = {
+        "config": Config,
+        "client": ClientConfig,
+        "sweep": SweepConfig,
+    }
 
     def run(self) -> list[nodes.Node]:
         """Return one section a table that has more than tables in it, one row a key."""

@@ -471,6 +471,59 @@ def compare(
     typer.echo(compared.render(width=terminal_width()).removesuffix("\n"))
 
 
+@app.command(
+    epilog=examples("sweep sweep.toml", "sweep sweep.toml --jobs 4", "sweep sweep.toml --show")
+)
+def sweep(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="SWEEP.toml", help="What varies, and how many seeds."),
+    ],
+    *,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Runs at once; without it, one for each core."),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print what was found so far; run nothing.")
+    ] = False,
+    as_json: Json = False,
+    data_dir: DataDir = None,
+    runs_dir: RunsDir = None,
+) -> None:
+    """Run variants of an experiment with several seeds, and compare them.
+
+    The same command continues a sweep that was interrupted or killed, and adds new variants and
+    seeds. The results are in the sweep's folder, too. Exit code 3: a run failed.
+    """
+    from fedlearn.cli.environment import build_site, stop_on_sigterm, terminal_width
+    from fedlearn.config.sweep import load_sweep
+    from fedlearn.core.json_values import format_json
+    from fedlearn.experiment.sweep_results import load_sweep_results
+
+    settings = load_sweep(file)
+    name = settings.name or file.stem
+    if show:
+        results = load_sweep_results(build_site(runs_dir=runs_dir).addresses, name)
+    else:
+        from fedlearn.experiment.sweep import (
+            plan_file,
+            print_json_report,
+            print_report,
+            run_sweep,
+        )
+
+        if jobs is not None:
+            settings = settings.model_copy(update={"jobs": jobs})
+        with stop_on_sigterm():
+            plan = plan_file(settings, file, runs_dir=runs_dir, data_dir=data_dir)
+            report = print_json_report if as_json else print_report
+            results = run_sweep(plan, report=report)
+    typer.echo(format_json(results.facts()) if as_json else results.render(width=terminal_width()))
+    if results.failed and not show:
+        raise typer.Exit(RUN_FAILED)
+
+
 @app.command(epilog=examples("resume calm-otter-17", "resume"))
 def resume(
     run: Annotated[

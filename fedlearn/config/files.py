@@ -3,7 +3,7 @@
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,16 @@ from fedlearn.config.keys import get_value
 from fedlearn.config.problems import Complaint, Override, Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths, with_value
 from fedlearn.config.statistics import expand_plan, is_plan
-from fedlearn.config.toml import Key, keys_in, toml_lines
+from fedlearn.config.toml import Key, format_key, format_toml, keys_in, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.core.redaction import redact
+from fedlearn.errors import ConfigError
 
 #: The name of an algorithm, and of a way of sampling, may also be the location of custom code.
 _OWN_CODE: dict[Key, str] = {("algorithm", "name"): "factory", ("cohort", "sampling"): "factory"}
 
 
-def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
+def load(path: Path | str | None, *, overrides: Sequence[str], base: Path | None = None) -> Config:
     """Load a TOML file over the default tree, then apply ``overrides``.
 
     A plan of statistics is expanded first: see :mod:`fedlearn.config.statistics`.
@@ -32,6 +33,7 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
         path: The TOML file; ``None`` starts from the defaults.
         overrides: Each is ``a.b=value``; later ones win. A value that is not valid TOML is a
             string.
+        base: What relative paths in overrides are relative to, if not the working directory.
 
     Raises:
         ConfigError: The file is missing, unreadable or not TOML; a key is unknown; a value has
@@ -44,19 +46,10 @@ def load(path: Path | str | None, *, overrides: Sequence[str]) -> Config:
     """
     file = None if path is None else Path(path)
     raw, toml = ({}, "") if file is None else read(file)
-    base = Path.cwd() if file is None else file.absolute().parent
     # Before the overrides, whose paths are relative to another directory.
-    raw = _with_absolute_paths(raw, base)
-    complaints: list[Complaint] = []
-    accepted: list[Override] = []
-    for order, text in enumerate(overrides):
-        try:
-            override = _parse_override(text)
-            raw = _apply(override, raw)
-            accepted.append(override)
-        except ValueError as error:
-            complaints.append(Complaint((math.inf, order), f"--set {redact(text)}: {error}"))
-    sources = Sources(str(file or "the defaults"), toml, tuple(accepted))
+    raw = _with_absolute_paths(raw, Path.cwd() if file is None else file.absolute().parent)
+    raw, accepted, complaints = _apply_all(overrides, raw, base=base or Path.cwd())
+    sources = Sources(str(file or "the defaults"), toml, accepted)
     if is_plan(raw) and not complaints:
         raw = expand_plan(raw, source=sources.name)
     return validate(Config, raw, sources=sources, complaints=complaints)
@@ -79,8 +72,45 @@ def from_mapping(values: Mapping[str, object], *, source: str) -> Config:
         >>> config.num_rounds, config.model
         (5, Mlp(kind='mlp', hidden=(32, 16)))
     """
-    raw = _with_absolute_paths(_to_toml_values(values), Path.cwd())
+    raw = _with_absolute_paths(to_toml_values(values), Path.cwd())
     return validate(Config, raw, sources=Sources(source))
+
+
+def apply_overrides(
+    values: Mapping[str, object], overrides: Sequence[str], *, base: Path
+) -> dict[str, Any]:
+    """Apply ``overrides``, as those of :func:`load`, to values as those of :func:`from_mapping`.
+
+    Raises:
+        ConfigError: An override is malformed, or is inside what is not a table.
+
+    Example:
+        >>> apply_overrides({"cohort": {"num_wanted": 3}}, ["cohort.num_wanted=5"], base=Path())
+        {'cohort': {'num_wanted': 5}}
+    """
+    raw, _, complaints = _apply_all(overrides, to_toml_values(values), base=base)
+    if complaints:
+        raise ConfigError("; ".join(each.text for each in complaints))
+    return raw
+
+
+def to_overrides(values: Mapping[str, object]) -> tuple[str, ...]:
+    """Return the overrides that set ``values``: dotted keys, or tables, which are merged.
+
+    Example:
+        >>> to_overrides({"client.epochs": 2, "algorithm": {"name": "fedprox", "proximal": 0.1}})
+        ('client.epochs=2', 'algorithm.name="fedprox"', 'algorithm.proximal=0.1')
+    """
+    return tuple(_walk_overrides(to_toml_values(values), ""))
+
+
+def _walk_overrides(table: Mapping[str, Any], parent: str) -> Iterator[str]:
+    for name, value in table.items():
+        key = f"{parent}{format_key(name)}" if parent else name
+        if isinstance(value, dict) and value:
+            yield from _walk_overrides(value, f"{key}.")
+        else:
+            yield f"{key}={format_toml(value)}"
 
 
 def render(config: Config) -> str:
@@ -94,13 +124,13 @@ def render(config: Config) -> str:
     return "\n".join(toml_lines(tree, ())).strip("\n") + "\n"
 
 
-def _to_toml_values(value: Any) -> Any:
+def to_toml_values(value: Any) -> Any:  # Any: what TOML can hold
     """Convert a Python value to the types that TOML files are read as."""
     match value:
         case Mapping():
-            return {str(key): _to_toml_values(each) for key, each in value.items()}
+            return {str(key): to_toml_values(each) for key, each in value.items()}
         case list() | tuple():
-            return [_to_toml_values(each) for each in value]
+            return [to_toml_values(each) for each in value]
         case Path():
             return str(value)
         case _ if hasattr(value, "tolist"):  # numpy's numbers and arrays, tensors
@@ -123,10 +153,21 @@ def _parse_override(text: str) -> Override:
     raise ValueError("not of the form section.key=value, as client.epochs=3")
 
 
-def _apply(override: Override, raw: dict[str, Any]) -> dict[str, Any]:
-    # Paths in an override are relative to the working directory, not to the file.
-    alone = _with_absolute_paths(with_value({}, override.path, override.value), Path.cwd())
-    return with_value(raw, override.path, get_value(alone, override.path))
+def _apply_all(
+    overrides: Sequence[str], raw: dict[str, Any], *, base: Path
+) -> tuple[dict[str, Any], tuple[Override, ...], list[Complaint]]:
+    """Return ``raw`` with the overrides applied, those applied, and what is wrong with others."""
+    complaints, accepted = list[Complaint](), list[Override]()
+    for order, text in enumerate(overrides):
+        try:
+            override = _parse_override(text)
+            # Paths in an override are relative to another directory than those in the file.
+            alone = _with_absolute_paths(with_value({}, override.path, override.value), base)
+            raw = with_value(raw, override.path, get_value(alone, override.path))
+            accepted.append(override)
+        except ValueError as error:
+            complaints.append(Complaint((math.inf, order), f"--set {redact(text)}: {error}"))
+    return raw, tuple(accepted), complaints
 
 
 def _parse_toml_or_text(text: str) -> Any:  # Any: what TOML can hold

@@ -36,7 +36,7 @@ from fedlearn.assembly.choices import choose_device, count_workers_used, resolve
 from fedlearn.assembly.own_code import AfterRound
 from fedlearn.assembly.server_jobs import FOLDER, TrainingHost
 from fedlearn.assembly.simulated_plan import assemble
-from fedlearn.config import Config, config_hash, from_mapping, resolve_addresses
+from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import DevicesSection
 from fedlearn.config.components import build_component
 from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
@@ -86,7 +86,7 @@ log = structlog.get_logger()
 _SIMULATING = threading.RLock()
 
 #: The address of an object in its default ``repr``, which differs in each process.
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 #: Recorded in place of a factory's name if the devices are an argument of :func:`simulate`.
 _ARGUMENT_DEVICES = "argument:devices"
@@ -266,6 +266,80 @@ def simulate(
         round 2/2 accuracy=...
         torch.Size([2, 10])
     """
+    prepared = prepare(
+        make_model,
+        data,
+        algorithm,
+        objective=objective,
+        metrics=metrics,
+        trainer=trainer,
+        local_of=local_of,
+        extra=extra,
+        by_round=by_round,
+        sampler=sampler,
+        devices=devices,
+        attack=attack,
+        num_attackers=num_attackers,
+        callbacks=callbacks,
+        progress=progress,
+        resume=resume,
+        settings=settings,
+    )
+    printer = _choose_progress(progress=progress)
+    site = Site(prepared.addresses, os.environ, SystemClock(), printer)
+    components = prepared.build(prepared.config)
+    if resume is None:
+        return run_simulation(components, site)
+    recorded = _load_recorded_config(components, resume, site, prepared.settings)
+    return _resume(resume, prepared.build(recorded), site, from_previous=False, is_described=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedSimulation:
+    """The arguments of :func:`simulate`, checked, before anything is built from them.
+
+    Attributes:
+        experiment: Those that are Python objects.
+        config: The configuration of the others.
+        settings: The keys and tables that were given for it.
+        addresses: Locations of the store, the runs and the data.
+    """
+
+    experiment: Experiment
+    config: Config
+    settings: Mapping[str, object]
+    addresses: Addresses
+
+    def build(self, config: Config) -> Simulation:
+        """Build the components with this configuration; raises as :func:`build_experiment`."""
+        return build_experiment(config, self.experiment, data_dir=self.addresses.data_dir)
+
+
+def prepare(
+    make_model: Callable[[], nn.Module] | None,
+    data: FederatedData,
+    algorithm: Strategy | Buffered | Query,
+    *,
+    objective: Objective | nn.Module | None,
+    metrics: Mapping[str, Metric] | None,
+    trainer: MakeTrainer | None,
+    local_of: Callable[[ClientId], LocalUpdate] | None,
+    extra: Mapping[str, Scalar],
+    by_round: RoundSettings | None,
+    sampler: Sampler | None,
+    devices: ClientBehavior | Mapping[str, object] | None,
+    attack: Attack | Mapping[str, object] | None,
+    num_attackers: int | None,
+    callbacks: Sequence[RoundCallback],
+    progress: RunProgress | bool | None,
+    resume: str | None,
+    settings: Mapping[str, object],
+) -> PreparedSimulation:
+    """Check the arguments of :func:`simulate`, and run nothing.
+
+    Raises:
+        ConfigError: An argument is wrong, or two contradict each other.
+    """
     make_model, algorithm = split_query(
         make_model,
         algorithm,
@@ -300,10 +374,6 @@ def simulate(
     config = build_config(settings, source="simulate()", has_model=make_model is not NoModel)
     if sampler is not None:
         _require_compatible_sampler(sampler, config, settings)
-    addresses = resolve_addresses(config, environ=os.environ)
-    printer = _choose_progress(progress=progress)
-    site = Site(addresses, os.environ, SystemClock(), printer)
-
     experiment = Experiment(
         make_model=make_model,
         objective=CrossEntropy() if objective is None else as_objective(objective),
@@ -317,12 +387,10 @@ def simulate(
         devices=own_devices,
         callbacks=(*config.trackers.build(), *callbacks),
     )
-    components = build_experiment(config, experiment, data_dir=addresses.data_dir)
-    if resume is None:
-        return run_simulation(components, site)
-    recorded = _load_recorded_config(components, resume, site, settings)
-    components = build_experiment(recorded, experiment, data_dir=addresses.data_dir)
-    return _resume(resume, components, site, from_previous=False, is_described=False)
+    addresses = resolve_addresses(config, environ=os.environ)
+    return PreparedSimulation(
+        experiment=experiment, config=config, settings=settings, addresses=addresses
+    )
 
 
 def _choose_progress(*, progress: RunProgress | bool | None) -> RunProgress:
@@ -448,11 +516,11 @@ def run_simulation(components: Simulation, site: Site) -> Run:
         FedlearnError: As :func:`run_config`.
     """
     further = {"callbacks": repr(components.callbacks), "directions": components.directions}
-    described = _describe_arguments(components) | further
+    described = describe_arguments(components) | further
     return _run_new(_resolve(components, site), site, extra={PYTHON_OBJECTS: described})
 
 
-def _describe_arguments(components: Simulation) -> dict[str, object]:
+def describe_arguments(components: Simulation) -> dict[str, object]:
     """Describe the arguments that must be the same when the run is resumed, by name."""
     is_own = _is_argument(components.config.devices)
     # The model is only described here: building it must not change the run's random numbers.
@@ -520,13 +588,13 @@ def _load_recorded_config(
     if isinstance(requested := now.get(_WORKERS), int):
         now[_WORKERS] = count_workers_used(components, requested)
     _require_same(before, now, name)
-    _require_same(started, _describe_arguments(components), name)
+    _require_same(started, describe_arguments(components), name)
     return config
 
 
 def _require_same(before: Mapping[str, object], now: Mapping[str, object], name: str) -> None:
     for key, value in now.items():
-        if _ADDRESS.sub("", str(before.get(key))) != _ADDRESS.sub("", str(value)):
+        if ADDRESS.sub("", str(before.get(key))) != ADDRESS.sub("", str(value)):
             raise ConfigError(
                 f"simulate(): {key} is {value}, but {name} was started with {before.get(key)}; a "
                 "run resumes with the arguments that it was started with: give the same, or leave "

@@ -26,6 +26,7 @@ from fedlearn.config.attack import ATTACKS
 from fedlearn.config.cohort import COHORTS
 from fedlearn.config.compression import COMPRESSIONS
 from fedlearn.config.section import OneOf
+from fedlearn.config.sweep import load_sweep
 from fedlearn.config.training import ALGORITHMS
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.codec import decode, encode
@@ -212,6 +213,39 @@ def test_a_trainer_of_the_guide_that_is_no_torch_module_answers() -> None:
     assert evaluated.num_examples == 3
 
 
+def test_the_guide_to_sweeps_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its file is valid, and its experiment runs."""
+    page = (GUIDES / "compare-over-seeds.md").read_text()
+    (file,) = blocks(page, "toml")
+    (tmp_path / "sweep.toml").write_text(file)
+    assert set(load_sweep(tmp_path / "sweep.toml").variants) == {"FedAvg", "FedProx"}
+    source, _ = blocks(page, "python")
+    names: dict[str, Any] = {"__name__": "guide"}  # Any: defined by the example
+    exec(source, names)  # noqa: S102 (our own page)
+    grid: dict[str, list[object]] = {"method": ["FedAvg", "FedProx"], "cohort.num_wanted": [3]}
+    results = fedlearn.sweep(names["experiment"], grid, 1, name="s", jobs=1, runs_dir=tmp_path)
+    assert len(results.values("accuracy")) == 2
+    assert "2/2 method=FedProx, cohort.num_wanted=3, seed 0: done" in capsys.readouterr().out
+
+
+def test_the_guide_to_sweeps_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its search with Optuna: trials report each round, and some are pruned."""
+    optuna = pytest.importorskip("optuna", reason="needs pip install fedlearn[optuna]")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    source, search = blocks((GUIDES / "compare-over-seeds.md").read_text(), "python")
+    assert len([line for line in search.splitlines() if line.strip()]) <= 17
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "guide"}  # Any: defined by the example
+    exec(source, names)  # noqa: S102 (our own page)
+    exec(search.replace("n_trials=20", "n_trials=8"), names)  # noqa: S102 (likewise)
+    trials = names["study"].trials
+    states = {each.state.name for each in trials}
+    assert states <= {"COMPLETE", "PRUNED"}
+    assert all(
+        len(each.intermediate_values) == 5 for each in trials if each.state.name == "COMPLETE"
+    )
+
+
 @pytest.mark.slow
 def test_the_guide_leads_from_nothing_to_the_last_round(launcher: Launcher, tmp_path: Path) -> None:
     """The guide's configuration, trainer and commands, with two clients on free ports."""
@@ -352,7 +386,7 @@ def test_the_guide_to_statistics_shows_what_its_plan_prints(
 
 
 def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
-    """Every TOML block is part of a configuration, of a client's where the text says so."""
+    """Every TOML block is part of a configuration: of a client or a sweep where it says so."""
     write_hospitals(tmp_path)
     found = [(path, text) for path in PAGES for text in blocks(path.read_text(), "toml")]
     assert found
@@ -361,6 +395,8 @@ def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
         experiment.write_text(text)
         if text.startswith("# client.toml\n"):
             load_client(experiment)
+        elif text.startswith("# sweep.toml\n"):
+            load_sweep(experiment)
         else:
             load(experiment, overrides=())
 
