@@ -232,6 +232,9 @@ def command_helps() -> dict[str, str]:
         for name, command in group.commands.items():
             context = type(root)(command, info_name=name, parent=root)
             helps[f"fedlearn {name}"] = command.get_help(context)
+            for inner_name, inner in getattr(command, "commands", {}).items():
+                inner_context = type(root)(inner, info_name=inner_name, parent=context)
+                helps[f"fedlearn {name} {inner_name}"] = inner.get_help(inner_context)
     return helps
 
 

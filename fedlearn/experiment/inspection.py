@@ -23,7 +23,7 @@ from fedlearn.experiment.layout import facts_text, table_text
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.inspection import Inspection
 
-_MOST_ROWS, _MOST_COLUMNS = 30, 15
+_MOST_ROWS, _MOST_COLUMNS, _MOST_LISTED = 30, 15, 4
 #: Of clients beyond the most rows, so many of the largest and of the smallest are shown.
 _AT_EACH_END = 8
 _MOST_BUBBLES, _MOST_LABELS, _MOST_BINS = 60, 40, 400
@@ -108,7 +108,7 @@ def _header(found: Inspection) -> tuple[str, ...]:
     if found.counts is not None:
         classes = _list_classes(found)
         header += ["classes", "distance"]
-        header += list(map(str, classes)) if classes else ["most frequent"]
+        header += list(map(found.label, classes)) if classes else ["most frequent"]
     if found.label_values is not None:
         header += ["label min", "mean", "max"]
     return (*header, *(["shift"] if found.shifts else []))
@@ -125,7 +125,8 @@ def _row(found: Inspection, place: int) -> tuple[str, ...]:
         if classes:
             row += [f"{own[each]:,}" if each in own else "-" for each in classes]
         else:
-            row.append(", ".join(f"{label}: {count:,}" for label, count in list(own.items())[:4]))
+            top = list(own.items())[:_MOST_LISTED]
+            row.append(", ".join(f"{found.label(label)}: {count:,}" for label, count in top))
     if found.label_values is not None:
         row += map(format_number, found.label_values[place].tolist())
     return (*row, *([found.shifts[place]] if found.shifts else []))
@@ -233,7 +234,8 @@ def _label_classes(axes: Axes, found: Inspection, classes: Sequence[int], title:
     more = f", the {len(classes)} most frequent of {total:,}" if len(classes) < total else ""
     label_axes(axes, f"{title}{more}", "", "label", [])
     size = SMALL if len(classes) <= _MOST_LABELS // 2 else SMALL - 3
-    axes.set_yticks(range(len(classes)), list(map(str, classes)), fontsize=size)
+    names = [_shorten(found.label(each)) for each in classes]
+    axes.set_yticks(range(len(classes)), names, fontsize=size, parse_math=False)
     axes.set_ylim(-0.7, len(classes) - 0.3)
 
 

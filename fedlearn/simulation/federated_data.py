@@ -196,6 +196,7 @@ class FederatedData:
             client_ids=client_ids,
             tests=self.client_tests,
             shifts=() if shift is None else list(map(shift.describe, client_ids.tolist())),
+            class_names=self.class_names,
         )
 
     def _repr_html_(self) -> str:

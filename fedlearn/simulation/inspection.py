@@ -60,6 +60,7 @@ class Inspection:
         tests_C: Number of examples that each client is evaluated on; ``None``: it has no tests of
             its own.
         shifts: The shift of each inspected client's features, in words; empty: there is none.
+        class_names: Names of the classes, by label; ``None``: labels are numbers in the data.
     """
 
     sizes_C: NDArray[np.int64]
@@ -70,6 +71,7 @@ class Inspection:
     names: NDArray[Any] | None = field(repr=False)
     tests_C: NDArray[np.int64] | None = field(repr=False)
     shifts: Sequence[str] = field(repr=False)
+    class_names: Sequence[str] | None = field(repr=False)
 
     @property
     def gini(self) -> float:
@@ -147,6 +149,11 @@ class Inspection:
         """Format an inspected client for people."""
         return replace_unprintable(client_text(int(self.client_ids[place]), self.names))
 
+    def label(self, number: int) -> str:
+        """Format a class for people: its name, if it has one."""
+        names = self.class_names or ()
+        return replace_unprintable(names[number]) if number < len(names) else str(number)
+
     def top_labels(self, place: int, num: int) -> list[tuple[int, int]]:
         """Return an inspected client's most frequent classes, each with its count."""
         assert self.counts is not None
@@ -170,6 +177,7 @@ class Inspection:
         if self.counts is not None:
             found |= {
                 "num_classes": int((self.pooled_K > 0).sum()),
+                "class_names": self.class_names,
                 "pooled_labels": {
                     str(label): share for label, share in enumerate(self.pooled_K) if share
                 },
@@ -251,8 +259,9 @@ class Inspection:
         for x, place in enumerate(shown.tolist()):
             total, below = int(self.counts[[place]].sum()), 0.0
             parts = sorted(self.top_labels(place, 50))
-            title = ", ".join(f"{label}: {count}" for label, count in parts[:12])
-            bars.append(f"<g><title>{html.escape(self.client(place))}: {title}</title>")
+            title = ", ".join(f"{self.label(label)}: {count}" for label, count in parts[:12])
+            text = html.escape(f"{self.client(place)}: {title}")
+            bars.append(f"<g><title>{text}</title>")
             for label, count in parts:
                 height = _HEIGHT * count / max(1, total)
                 bars.append(
@@ -275,6 +284,7 @@ def inspect_population(
     client_ids: NDArray[np.int64],
     tests: Population | None,
     shifts: Sequence[str],
+    class_names: Sequence[str] | None,
 ) -> Inspection:
     """Read the examples of some clients, and count.
 
@@ -284,6 +294,7 @@ def inspect_population(
         client_ids: The clients to inspect, in ascending order; none: sizes only.
         tests: The clients with their own tests; ``None``: there are none.
         shifts: See :class:`Inspection`.
+        class_names: See :class:`Inspection`.
 
     Raises:
         DataError: An example cannot be read.
@@ -313,6 +324,7 @@ def inspect_population(
         names=client_names(population),
         tests_C=None if tests is None else tests.num_examples(everyone),
         shifts=shifts,
+        class_names=class_names,
     )
 
 

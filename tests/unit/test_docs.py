@@ -476,9 +476,12 @@ def test_the_configuration_reference_tells_which_defaults_depend_on_the_data(
 
 
 def test_the_reference_shows_the_help_of_every_command(from_code: ModuleType) -> None:
-    """For the program and all its subcommands."""
+    """For the program and all its subcommands, also those in groups."""
     assert isinstance(COMMANDS, typer.core.TyperGroup)
     expected = {"fedlearn"} | {f"fedlearn {name}" for name in COMMANDS.commands}
+    for name, command in COMMANDS.commands.items():
+        expected |= {f"fedlearn {name} {inner}" for inner in getattr(command, "commands", ())}
+    assert "fedlearn data inspect" in expected
     helps = from_code.command_helps()
     assert set(helps) == expected
     assert all(text.startswith("Usage: fedlearn") for text in helps.values())

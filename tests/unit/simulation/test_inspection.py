@@ -130,6 +130,18 @@ def test_names_neither_control_a_terminal_nor_a_page(tmp_path: Path) -> None:
     assert fl.draw_clients(data, tmp_path / "names.png").stat().st_size > 10_000
 
 
+def test_names_of_classes_are_shown_for_their_numbers(tmp_path: Path) -> None:
+    """String labels have names, which a page escapes."""
+    words = np.array(["<b>ill</b>", "well", "$a$"])[Y % 3]
+    data = natural(words)
+    text = render_inspection(data.inspect())
+    assert all(each in text for each in ("<b>ill</b>", "well", "$a$"))
+    assert "<b>" not in data._repr_html_()
+    assert "well: " in data._repr_html_()
+    assert data.inspect().figures()["class_names"] == ("$a$", "<b>ill</b>", "well")
+    fl.draw_clients(data, tmp_path / "names.png")
+
+
 def test_a_notebook_shows_a_summary_without_reading_a_dataset() -> None:
     """Examples in memory are counted; a dataset is not read, and its sizes are known."""
     assert natural()._repr_html_().count("<rect") == 30
