@@ -42,7 +42,6 @@ def _draw(axes: Axes, *, rows: Sequence[ResultRow]) -> None:
     title = f"{shown[0].column}: {shown[0].statistic}"
     if len(shown) < len(rows):
         title += f", the first {len(shown)} of {len(rows)}"
-    label_axes(axes, replace_unprintable(title), "", "count", keys=())
     values = [0.0 if each.value is None else each.value for each in shown]
     tops = [max(v, each.high or 0.0) for v, each in zip(values, shown, strict=True)]
     axes.set(xlim=(-0.6, len(shown) - 0.4), ylim=(0.0, 1.05 * max([1.0, *tops])))
@@ -52,9 +51,11 @@ def _draw(axes: Axes, *, rows: Sequence[ResultRow]) -> None:
         add_tooltip(bar, f"{each.item}: {text}")
         add_shape(axes, bar)
         if each.suppressed:
-            axes.text(place, 0.0, "*", ha="center", va="bottom", color=INK, fontsize=SMALL)
+            axes.text(place, 0.0, " withheld", rotation=90, ha="center", fontsize=SMALL)
         elif each.low is not None and each.high is not None:
             axes.plot([place] * 2, [max(0.0, each.low), each.high], color=INK, label="_interval")
+    # After the bars, since a panel without any says so.
+    label_axes(axes, replace_unprintable(title), "", "count", keys=())
     axes.set_xticks(
         np.arange(len(shown)),
         [_shorten(each.item) for each in shown],

@@ -181,6 +181,7 @@ def test_a_run_of_a_plan_is_shown_and_reported(capsys: pytest.CaptureFixture[str
     assert page.count("&lt;script&gt;alert(1)&lt;/script&gt;, $x$") >= 2
     assert page.count("<svg") >= 3
     assert "<h2>Curves</h2>" not in page
+    assert "not measured" not in page
 
 
 @pytest.mark.slow
