@@ -154,6 +154,7 @@ if TYPE_CHECKING:
     from fedlearn.simulation.federated_data import from_examples as from_examples
     from fedlearn.simulation.federated_data import from_npz as from_npz
     from fedlearn.simulation.federated_data import from_parquet as from_parquet
+    from fedlearn.simulation.images import from_images as from_images
     from fedlearn.simulation.partition import Dirichlet as Dirichlet
     from fedlearn.simulation.partition import DirichletSizes as DirichletSizes
     from fedlearn.simulation.partition import FewClasses as FewClasses
@@ -258,6 +259,7 @@ _HOME = {
         "Bootstrap FederatedData Natural "
         "from_arrays from_dataset from_examples from_npz from_parquet"
     ),
+    "simulation.images": "from_images",
     "simulation.partition": "Dirichlet DirichletSizes FewClasses Iid LognormalSizes Shards",
     "simulation.readers": "from_csv from_frame from_partitions",
     "simulation.sources": "Examples TrainTest",
