@@ -5,6 +5,7 @@
 A folder has ``experiment.toml`` and ``claim.json``; simulations/README.md describes its keys. It
 prints a table, adds each run to ``results.json`` in the folder as soon as it is done, and draws all
 that are there as ``figure.png``; with ``--short`` they are called ``short.json`` and ``short.png``.
+Seeds that are in the file already are not run again; delete it to run all.
 """
 
 import argparse
@@ -143,23 +144,22 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
     for name, run in claim["runs"].items():
         if arguments.only and name not in arguments.only:
             continue
-        seeds = [
-            run_once(folder, claim, (*run["overrides"], *short, f"seed={seed}"))
-            for seed in range(arguments.seeds)
-        ]
-        found = {
-            figure: [each[figure] for each in seeds]
-            for figure in claim["figures"]
-            if figure in seeds[0]
-        }
+        results: Results = json.loads(kept.read_text()) if kept.exists() else {}
+        found = results.get(name, {})
+        for seed in range(min(map(len, found.values()), default=0), arguments.seeds):
+            figures = run_once(folder, claim, (*run["overrides"], *short, f"seed={seed}"))
+            found = {
+                each: [*found.get(each, []), figures[each]]
+                for each in claim["figures"]
+                if each in figures
+            }
+            results = {**results, name: found}
+            results = {each: results[each] for each in claim["runs"] if each in results}
+            kept.write_text(json.dumps(results, indent=2) + "\n")
+            draw(claim, results, picture)
         published = run.get("published", {})
         cells = [format_cell(found.get(each), published.get(each)) for each in claim["figures"]]
         print("| " + " | ".join([name, *cells]) + " |", flush=True)
-        results: Results = json.loads(kept.read_text()) if kept.exists() else {}
-        results[name] = found
-        results = {each: results[each] for each in claim["runs"] if each in results}
-        kept.write_text(json.dumps(results, indent=2) + "\n")
-        draw(claim, results, picture)
 
 
 def format_cell(ours: Sequence[float] | None, theirs: float | None) -> str:
