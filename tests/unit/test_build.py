@@ -233,6 +233,12 @@ def _parquet(folder: Path) -> Path:
     return folder / "data.parquet"
 
 
+def _csv(folder: Path) -> Path:
+    lines = [f"{row // 3},{row / _NUM_ROWS},{row * 0.1},{row % 3}" for row in range(_NUM_ROWS)]
+    (folder / "data.csv").write_text("\n".join(["user,a,b,label", *lines]))
+    return folder / "data.csv"
+
+
 def _mnist(folder: Path) -> Path:
     rows = np.arange(40)
     arrays: dict[str, NDArray[Any]] = {}
@@ -304,6 +310,16 @@ def test_every_source_becomes_clients(tmp_path: Path, user_file: Path) -> None:
         "npz": (_npz_data(_npz(tmp_path)), 20, (2,)),
         "parquet": (
             {"path": parquet, "test_path": parquet, "client_column": "user"},
+            20,
+            (2,),
+        ),
+        "csv": (
+            {
+                "path": str(_csv(tmp_path)),
+                "client_column": "user",
+                "label_column": "label",
+                "test_fraction": 0.3,
+            },
             20,
             (2,),
         ),
