@@ -1,4 +1,4 @@
-"""The results of a sweep: a table over seeds, paired comparisons, per-client values, a picture.
+"""The results of a sweep: a table over seeds, paired comparisons, a table of clients, a picture.
 
 Nothing here imports torch, so that results are shown fast.
 """
@@ -21,11 +21,14 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from fedlearn.config.addresses import Addresses
+from fedlearn.core.client_metrics import ClientMetrics
+from fedlearn.core.distribution import Direction, improvement_sign
 from fedlearn.core.files import explain_disk_errors, write_durably
 from fedlearn.core.json_values import to_json_values
 from fedlearn.core.quantities import format_number
 from fedlearn.core.words import did_you_mean, replace_unprintable
 from fedlearn.errors import ConfigError, StoreError
+from fedlearn.experiment.clients import load_clients
 from fedlearn.experiment.history import (
     best_point,
     direction_of,
@@ -43,6 +46,8 @@ SWEEP_FILE = "sweep.json"
 #: Number of differences up to which all their signs are tried: 65,536 of them.
 _MOST_SIGNED = 16
 _CONFIDENCE = 0.95
+#: Most clients in a table; of more, those with the worst values are shown.
+_MOST_CLIENTS = 20
 _METRIC = re.compile(r"(.+?)(?:@(best|[1-9][0-9]*))?")
 
 
@@ -226,6 +231,7 @@ class SweptRun:
         record: Its record; ``None``: it has not begun.
         rounds: Its rounds so far.
         error: Why it failed; empty if it did not.
+        clients: What its clients measured at the last evaluation; ``None``: nothing is kept.
     """
 
     seed: int
@@ -233,6 +239,7 @@ class SweptRun:
     record: RunRecord | None
     rounds: Sequence[RoundSummary]
     error: str
+    clients: ClientMetrics | None
 
     @property
     def status(self) -> str:
@@ -268,6 +275,33 @@ class SweptVariant:
     def values(self, metric: str) -> list[float]:
         """Return the finite values of a column of the table, in the order of the seeds."""
         return list(self.by_seed(metric).values())
+
+    @cached_property
+    def client_metric(self) -> str | None:
+        """The leading metric of the clients; ``None`` if none was evaluated.
+
+        It is that of their personal models, if they have them.
+        """
+        measured = (each.clients for each in self.runs if each.is_done and each.clients)
+        return next((each.leading_metric for each in measured), None)
+
+    def by_client(self, metric: str | None = None) -> dict[str, list[float]]:
+        """Return a metric of each client in the order of the seeds, where it was measured.
+
+        Args:
+            metric: Its name; ``None``: :attr:`client_metric`.
+        """
+        name, found = metric or self.client_metric, dict[str, list[float]]()
+        for run in self.runs:
+            if name is None or not run.is_done or run.clients is None:
+                continue
+            if name not in run.clients.metrics:
+                continue
+            for row in run.clients:
+                if math.isfinite(row[name]):
+                    client = row["name"] or f"client {row['client_id']}"
+                    found.setdefault(client, []).append(row[name])
+        return found
 
     def by_round(self, name: str) -> dict[int, list[float]]:
         """Return a metric of all runs by number of finished rounds."""
@@ -348,6 +382,21 @@ class SweepResults:
                 )
         return found
 
+    def by_client(self, metric: str | None = None) -> dict[str, dict[str, list[float]]]:
+        """Return a metric of each client by client and variant, in the order of the seeds.
+
+        They are values of the last evaluation, of the clients that were in it.
+
+        Args:
+            metric: Its name; ``None``: the accuracy, else the loss, of the model that a client
+                uses itself: its personal model if the variant makes one, else the global model.
+        """
+        found = dict[str, dict[str, list[float]]]()
+        for variant in self.variants:
+            for client, values in variant.by_client(metric).items():
+                found.setdefault(client, {})[variant.name] = values
+        return found
+
     def _runs(self) -> Iterator[SweptRun]:
         for each in self.variants:
             yield from each.runs
@@ -374,6 +423,9 @@ class SweepResults:
         if comparison := self._comparison_table():
             parts += ["", _describe_comparison(self.description.baseline, len(seeds))]
             parts.append(table_text(comparison, values_right=True, width=width))
+        if clients := self._client_table():
+            parts += ["", self._describe_clients()]
+            parts.append(table_text(clients, values_right=True, width=width))
         parts += [f"note: {each}" for each in self._notes()]
         parts += [
             replace_unprintable(f"failed: {variant}, seed {run.seed}: {run.error}")
@@ -404,6 +456,41 @@ class SweepResults:
                     rows.append((shown, metric, f"{found.mean:+.4f}", *more, str(found.num_seeds)))
         return rows if len(rows) > 1 else []
 
+    def _client_table(self) -> list[tuple[str, ...]]:
+        found, names = self.by_client(), [each.name for each in self.variants]
+        sign = improvement_sign(self._client_direction())
+
+        def rank(client: str) -> float:
+            return sign * fmean(fmean(each) for each in found[client].values())
+
+        shown = list(found)
+        if len(found) > _MOST_CLIENTS:
+            shown = sorted(found, key=rank)[:_MOST_CLIENTS]
+        rows = [
+            (
+                replace_unprintable(client),
+                *(format_spread(found[client].get(name, [])) for name in names),
+            )
+            for client in shown
+        ]
+        return [("", *map(replace_unprintable, names)), *rows] if rows else []
+
+    def _client_direction(self) -> Direction:
+        """Return whether high or low values of the clients' leading metric are better."""
+        for run in self._runs():
+            if run.clients is not None:
+                return run.clients.directions.get(run.clients.leading_metric, "max")
+        return "max"
+
+    def _describe_clients(self) -> str:
+        metrics = dict.fromkeys(each.client_metric for each in self.variants if each.client_metric)
+        names = " or ".join(metrics)
+        text = f"{names} of each client at the last evaluation"
+        num_clients = len(self.by_client())
+        if num_clients > _MOST_CLIENTS:
+            text += f"; the {_MOST_CLIENTS} worst of {num_clients:,}"
+        return text
+
     def _notes(self) -> Iterator[str]:
         for metric in self.metrics:
             if not any(self.values(metric).values()) and any(run.rounds for run in self._runs()):
@@ -417,7 +504,7 @@ class SweepResults:
             yield "@best chooses the round by the values that it reports, so it is optimistic"
 
     def _repr_html_(self) -> str:
-        tables = [self._table(), self._comparison_table()]
+        tables = [self._table(), self._comparison_table(), self._client_table()]
         failed = "".join(
             f"<li>{escape(f'{variant}, seed {run.seed}: {run.error}')}</li>"
             for variant, run in self.failed
@@ -426,6 +513,7 @@ class SweepResults:
         texts = (
             f"{self.description.name}: mean ± standard deviation, seeds {seeds}",
             _describe_comparison(self.description.baseline, len(self.description.seeds)),
+            self._describe_clients(),
         )
         shown = "".join(
             f"<p>{escape(text)}</p>{_html_table(table)}"
@@ -451,6 +539,7 @@ class SweepResults:
                         "metrics": {
                             each: _describe_values(variant.values(each)) for each in self.metrics
                         },
+                        "client_metric": variant.client_metric,
                         "runs": [
                             {
                                 "seed": run.seed,
@@ -466,6 +555,15 @@ class SweepResults:
                         ],
                     }
                     for variant in self.variants
+                ],
+                "clients": [
+                    {
+                        "client": client,
+                        "variants": {
+                            name: _describe_values(values) for name, values in by_variant.items()
+                        },
+                    }
+                    for client, by_variant in self.by_client().items()
                 ],
                 "comparisons": [
                     {"metric": metric, "variant": name, **found._asdict()}
@@ -541,12 +639,19 @@ def load_results(
 
         def read(seed: int, name: str) -> SweptRun:
             record = records.get(name)
+            if record is None:
+                error = errors.get(name, "")
+                return SweptRun(
+                    seed=seed, name=name, record=None, rounds=(), error=error, clients=None
+                )
+            stored = database.run(name)
             return SweptRun(
                 seed=seed,
                 name=name,
                 record=record,
-                rounds=database.run(name).round_summaries(record.num_rounds) if record else (),
-                error=(record.error if record else "") or errors.get(name, ""),
+                rounds=stored.round_summaries(record.num_rounds),
+                error=record.error or errors.get(name, ""),
+                clients=load_clients(stored),
             )
 
         variants = tuple(

@@ -133,6 +133,61 @@ def test_results_are_written_for_programs_and_pages(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "figure.png").stat().st_size > 10_000
 
 
+def make_named_data() -> fl.FederatedData:
+    """Hospitals with held-out rows of their own; one has an odd name."""
+    features = torch.randn(60, 4, generator=torch.Generator().manual_seed(3))
+    labels = (features[:, 0] > 0).long()
+    hospitals = np.asarray(["Nord", ODD, "West"])[np.arange(60) % 3]
+    data = fl.from_arrays(
+        features,
+        labels,
+        groups=hospitals,
+        partition=fl.Natural(),
+        test=(features[:30], labels[:30]),
+        seed=0,
+    )
+    return data.with_test_groups(hospitals[:30])
+
+
+def hospitals(rate: float, personal: bool) -> Mapping[str, object]:  # noqa: FBT001
+    local = fl.LocalSgd(epochs=1, batch_size=5, learning_rate=rate)
+    ditto = fl.Ditto(local, personal_learning_rate=rate, personal_pull=0.1)
+    return {
+        "make_model": make_model,
+        "data": make_named_data(),
+        "algorithm": ditto if personal else fl.FedAvg(local),
+        "num_rounds": 2,
+        "engine": {"executor": "sequential"},
+        "evaluation": {"clients": 3},
+    }
+
+
+def test_each_client_has_a_row_in_a_table_of_variants_over_seeds(tmp_path: Path) -> None:
+    """Of the model that it uses itself; by name, escaped, and the same as each run says."""
+    variants: Any = {"FedAvg": {"personal": False}, "Ditto": {"personal": True}}
+    results = fl.sweep(
+        hospitals, {"rate": [0.05]}, variants=variants, seeds=2, name="s", jobs=1, runs_dir=tmp_path
+    )
+    found = results.by_client()
+    assert list(found) == ["Nord", ODD, "West"]
+    for variant, metric in (("FedAvg", "accuracy"), ("Ditto", "personal_accuracy")):
+        name = f"{variant}, rate=0.05"
+        for client, by_variant in found.items():
+            want = [results.run(name, seed).clients[client][metric] for seed in (0, 1)]
+            assert by_variant[name] == want
+    assert results.by_client("loss")["West"].keys() == {f"{each}, rate=0.05" for each in variants}
+    text = str(results)
+    assert "accuracy or personal_accuracy of each client at the last evaluation" in text
+    values = found["West"]["Ditto, rate=0.05"]
+    assert f"{np.mean(values):.4f} ± {np.std(values, ddof=1):.4f}" in text
+    facts = json.loads((tmp_path / "s" / "results.json").read_text())
+    assert [each["client"] for each in facts["clients"]] == list(found)
+    mean = facts["clients"][2]["variants"]["Ditto, rate=0.05"]["mean"]
+    assert mean == pytest.approx(np.mean(values))
+    assert "<script>" not in results._repr_html_()
+    assert "West" in results._repr_html_()
+
+
 def test_a_failed_run_is_reported_and_the_others_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
