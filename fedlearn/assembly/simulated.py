@@ -248,8 +248,19 @@ def _require_trainers_without_tests(
 
 
 def _require_known_examples(config: Config, data: FederatedData) -> None:
-    """Refuse to find the ledger of examples by their values where these are shifted."""
+    """Refuse privacy where examples are changed in a way that its ledger cannot know.
+
+    Raises:
+        ConfigError: Features are scaled by statistics without noise, or the ledger is found by
+            their values, which are shifted.
+    """
     privacy = config.privacy
+    if privacy.is_on and data.feature_scaling is not None:
+        raise ConfigError(
+            f'privacy.mode is "{privacy.mode}", but the features are standardized by the mean and '
+            "standard deviation of all clients, which have no noise; leave standardize out, and "
+            "scale the columns by bounds that are known without the data"
+        )
     is_found = privacy.population == "auto" and privacy.other_data_because is None
     if privacy.is_on and not privacy.reproducible and is_found and data.shift is not None:
         raise ConfigError(

@@ -377,6 +377,11 @@ class CsvSection(_PartitionedSection):
     regression: bool = Field(
         False, description="Whether to regress on labels that are whole numbers."
     )
+    standardize: bool = Field(
+        False,
+        description="Whether features are scaled to mean 0 and standard deviation 1 over the "
+        "training rows of all clients, columns of only 0 and 1 excepted.",
+    )
     client_column: str | None = Field(
         None, description="Column with each row's client; without it, each file is a client."
     )
@@ -428,6 +433,7 @@ class CsvSection(_PartitionedSection):
             one_hot=roles.one_hot,
             missing=roles.missing,
             regression=roles.regression,
+            standardize=roles.standardize,
             client=self.client_column,
             partition=None if self.partition.kind == "natural" else self.partition.build(),
             csv_format=self._csv_format(),

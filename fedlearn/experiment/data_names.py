@@ -21,10 +21,14 @@ class DataNames:
     Attributes:
         class_names: Names of the classes, by label; ``None``: labels are numbers in the data.
         feature_names: Names of the features, by column; ``None``: they have no names.
+        feature_means: What was subtracted from each feature; ``None``: nothing.
+        feature_stds: What each feature was then divided by; ``None``: nothing.
     """
 
     class_names: tuple[str, ...] | None = None
     feature_names: tuple[str, ...] | None = None
+    feature_means: tuple[float, ...] | None = None
+    feature_stds: tuple[float, ...] | None = None
 
 
 _NAMES = TypeAdapter(DataNames)
@@ -59,10 +63,15 @@ def keep_data_names(names: DataNames, *, folder: Path) -> None:
     if before == DataNames():
         write_durably(folder / _FILE, format_json(asdict(names)).encode(), raises=StoreError)
     else:
-        what, now, then = (
-            ("classes", names.class_names, before.class_names)
-            if names.class_names != before.class_names
-            else ("features", names.feature_names, before.feature_names)
+        what, now, then = next(
+            (what, now, then)
+            for what, now, then in (
+                ("classes", names.class_names, before.class_names),
+                ("features", names.feature_names, before.feature_names),
+                ("means of features", names.feature_means, before.feature_means),
+                ("standard deviations of features", names.feature_stds, before.feature_stds),
+            )
+            if now != then
         )
         raise DataError(
             f"the {what} are {now}, but the run was started with {then}; resume with the data that "

@@ -76,6 +76,7 @@ from fedlearn.simulation.behavior import ClientBehavior
 from fedlearn.simulation.cluster import launch, limit_to_one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.sources import Examples
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 from fedlearn.training.keyed_dropout import preserve_generator
@@ -699,10 +700,7 @@ def _execute(
             stored.retention = build_component(Retention, components.config.store)
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
-            keep_data_names(
-                DataNames(components.test.class_names, components.test.feature_names),
-                folder=stored.path,
-            )
+            keep_data_names(_describe_data(components.test), folder=stored.path)
             stored.finish(RunStatus.RUNNING, error="")
             callbacks = components.callbacks
             stack.enter_context(report_outcome(stored, site.progress, callbacks=callbacks))
@@ -803,6 +801,16 @@ class _RunPart:
         plan = replace(plan, read_num_rounds=shared)
         after_round = AfterRound(cluster, progress, components.callbacks, components.make_model)
         train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
+
+
+def _describe_data(test: Examples) -> DataNames:
+    scaling = test.feature_scaling
+    return DataNames(
+        class_names=test.class_names,
+        feature_names=test.feature_names,
+        feature_means=None if scaling is None else scaling.means,
+        feature_stds=None if scaling is None else scaling.stds,
+    )
 
 
 def _share_num_rounds(num_rounds: Callable[[], int], cluster: Cluster) -> int:

@@ -39,6 +39,8 @@ class ColumnRoles:
         one_hot: Columns of categories, each of which becomes a feature that is 0 or 1.
         missing: What is done with a missing value.
         regression: Whether to regress on whole numbers, too.
+        standardize: Whether features are scaled to mean 0 and standard deviation 1 over all
+            training rows.
 
     Raises:
         DataError: A column has two roles, or a value is of another type than the above.
@@ -50,6 +52,7 @@ class ColumnRoles:
     one_hot: Sequence[str] = ()
     missing: Missing = "error"
     regression: bool = False
+    standardize: bool = False
 
     def __post_init__(self) -> None:
         for name in ("features", "exclude", "one_hot"):

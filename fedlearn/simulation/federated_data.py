@@ -59,6 +59,7 @@ from fedlearn.simulation.population import (
     find_readable_client,
     pick_spread_clients,
 )
+from fedlearn.simulation.scaling import FeatureScaling
 from fedlearn.simulation.sources import (
     Examples,
     TrainTest,
@@ -153,6 +154,11 @@ class FederatedData:
     def feature_names(self) -> tuple[str, ...] | None:
         """The features' names in the data, by column; ``None``: they have no names."""
         return self.test.feature_names
+
+    @property
+    def feature_scaling(self) -> FeatureScaling | None:
+        """How the features were scaled; ``None``: they are as in the data."""
+        return self.test.feature_scaling
 
     @property
     def feature_shape(self) -> tuple[int, ...]:
@@ -544,8 +550,13 @@ def divide_examples(
     if isinstance(test, Examples):
         data = TrainTest.of(train, test)
     else:
-        data = train.split(fraction=test, seed=Seed(seed).derive("data"))
+        data = split_examples(train, test, seed=seed)
     return from_examples(data, partition=partition, seed=seed)
+
+
+def split_examples(examples: Examples, fraction: float, *, seed: int) -> TrainTest:
+    """Hold out a share of the examples for the central test; raises as :meth:`Examples.split`."""
+    return examples.split(fraction=fraction, seed=Seed(seed).derive("data"))
 
 
 @explain_calls

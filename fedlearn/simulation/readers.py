@@ -11,16 +11,20 @@ import pyarrow.types as pt
 from numpy.typing import NDArray
 
 from fedlearn.core.calls import explain_calls
+from fedlearn.core.features import require_single_input
 from fedlearn.errors import DataError
 from fedlearn.simulation.columns import ColumnRoles, Missing, train_test_of
 from fedlearn.simulation.federated_data import (
     Division,
     FederatedData,
     Natural,
-    divide_examples,
     from_dataset,
+    from_examples,
+    split_examples,
 )
 from fedlearn.simulation.population import DatasetPopulation
+from fedlearn.simulation.scaling import FeatureScaling
+from fedlearn.simulation.sources import TrainTest
 from fedlearn.training.csv_columns import CsvFormat, NamedColumns, read_csv
 from fedlearn.training.local_data import Columns
 
@@ -37,6 +41,7 @@ def from_csv(
     one_hot: Sequence[str] = (),
     missing: Missing = "error",
     regression: bool = False,
+    standardize: bool = False,
     client: str | None = None,
     partition: Division | None = None,
     csv_format: CsvFormat | None = None,
@@ -58,6 +63,9 @@ def from_csv(
         missing: What is done with a missing value: ``"error"``, ``"drop"`` leaves its row out, or
             the value to fill in, for all columns or by column.
         regression: Whether to regress on labels that are whole numbers.
+        standardize: Whether features are scaled to mean 0 and standard deviation 1 over the
+            training rows of all clients, columns of only 0 and 1 excepted. What they were scaled by
+            is :attr:`FederatedData.feature_scaling`.
         client: Column with the client of each row; ``None``: each file is a client.
         partition: How the rows are divided among clients; ``None``: each file or each value in the
             client column is one.
@@ -87,6 +95,7 @@ def from_csv(
         one_hot=one_hot,
         missing=missing,
         regression=regression,
+        standardize=standardize,
     )
     has_clients = client is not None or Path(path).is_dir()
     return _build(
@@ -113,6 +122,7 @@ def from_frame(
     one_hot: Sequence[str] = (),
     missing: Missing = "error",
     regression: bool = False,
+    standardize: bool = False,
     partition: Division | None = None,
 ) -> FederatedData:
     """Build a federated data set from data frames of pandas, polars or pyarrow.
@@ -129,6 +139,7 @@ def from_frame(
         one_hot: Columns of categories.
         missing: What is done with a missing value.
         regression: Whether to regress on labels that are whole numbers.
+        standardize: Whether features are scaled.
         partition: How the rows are divided among clients.
 
     Raises:
@@ -151,6 +162,7 @@ def from_frame(
         one_hot=one_hot,
         missing=missing,
         regression=regression,
+        standardize=standardize,
     )
     has_clients = client is not None or isinstance(frame, Mapping)
     return _build(
@@ -274,9 +286,15 @@ def _build(
     )
     if held_out is None:
         assert isinstance(test, float | int)
-        return divide_examples(examples, test, partition=partition, seed=seed)
-    data = divide_examples(examples, held_out, partition=partition, seed=seed)
-    return data if held_out.groups is None else data.with_test_groups(held_out.groups)
+        parts = split_examples(examples, test, seed=seed)
+    else:
+        parts = TrainTest.of(examples, held_out)
+    if roles.standardize:
+        scaling = FeatureScaling.of(require_single_input(parts.train.features))
+        parts = TrainTest.of(*(each.scaled(scaling) for each in (parts.train, parts.test)))
+    data = from_examples(parts, partition=partition, seed=seed)
+    groups = None if held_out is None else held_out.groups
+    return data if groups is None else data.with_test_groups(groups)
 
 
 def _read_frames(frames: Any, *, what: str) -> list[NamedColumns]:  # Any: not looked at yet

@@ -24,6 +24,7 @@ from fedlearn.errors import DataError
 from fedlearn.simulation.behavior import TraceBandwidth
 from fedlearn.simulation.partition import number_ids, require_ids
 from fedlearn.simulation.population import CheckedExamples
+from fedlearn.simulation.scaling import FeatureScaling
 
 _NUM_DIGITS = 10
 #: In scikit-learn's folder: one line per digit, with its pixels from 0 to 16 and its class.
@@ -62,6 +63,7 @@ class Examples(CheckedExamples):
         num_classes: Labels are below it; ``None`` if they are not classes.
         class_names: The classes' names in the data, by label; ``None`` if they have no names.
         feature_names: The features' names in the data, by column; ``None`` if they have no names.
+        feature_scaling: How the features were scaled; ``None``: they are as in the data.
 
     Raises:
         DataError: The lengths differ, a dtype is wrong, a feature or label is not finite,
@@ -78,6 +80,7 @@ class Examples(CheckedExamples):
     groups: NDArray[Any] | None = field(repr=False)  # integers or strings, as the data has them
     class_names: tuple[str, ...] | None = field(default=None, repr=False)
     feature_names: tuple[str, ...] | None = field(default=None, repr=False)
+    feature_scaling: FeatureScaling | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,6 +140,11 @@ class Examples(CheckedExamples):
             num_classes=len(class_names),
             class_names=class_names,
         )
+
+    def scaled(self, scaling: FeatureScaling) -> "Examples":
+        """Return the examples with scaled features, which are [N, F]."""
+        features = map_inputs(scaling.apply, self.features)
+        return replace(self, features=features, feature_scaling=scaling)
 
     def split(self, *, fraction: float, seed: Seed) -> "TrainTest":
         """Hold out a test set: the same fraction of each class, or of all examples without classes.

@@ -8,7 +8,7 @@ import torch
 
 import fedlearn as fl
 from fedlearn.cli.overview import run_object, run_page
-from fedlearn.errors import DataError, StoreError
+from fedlearn.errors import ConfigError, DataError, StoreError
 from fedlearn.experiment.data_names import DataNames, keep_data_names, load_data_names
 
 
@@ -17,7 +17,7 @@ def test_names_are_kept_and_shown(tmp_path: Path) -> None:
     sites.mkdir(exist_ok=True)
     for name in ("aachen", "berlin"):
         (sites / f"{name}.csv").write_text("age,ill\n6,yes <b>\n4,no\n")
-    data = fl.from_csv(sites, label="ill", test=sites / "aachen.csv", seed=0)
+    data = fl.from_csv(sites, label="ill", test=sites / "aachen.csv", standardize=True, seed=0)
     run = fl.simulate(
         lambda: torch.nn.Linear(1, 2),
         data,
@@ -25,7 +25,7 @@ def test_names_are_kept_and_shown(tmp_path: Path) -> None:
         num_rounds=1,
         store={"runs_dir": str(tmp_path / "runs")},
     )
-    assert run.data_names == DataNames(("no", "yes <b>"), ("age",))
+    assert run.data_names == DataNames(("no", "yes <b>"), ("age",), (5.0,), (1.0,))
     page = run_page(run, width=None)
     assert "classes  0: no, 1: yes <b>" in page
     assert "features  0: age" in page
@@ -43,8 +43,37 @@ def test_a_run_does_not_resume_with_other_classes(tmp_path: Path) -> None:
         keep_data_names(DataNames(("new", "no"), ("age",)), folder=tmp_path)
     with pytest.raises(DataError, match=r"features are \('sex',\), but the run was started"):
         keep_data_names(DataNames(("no", "yes"), ("sex",)), folder=tmp_path)
+    with pytest.raises(DataError, match=r"means of features are \(4.0,\), but the run was started"):
+        keep_data_names(DataNames(("no", "yes"), ("age",), (4.0,)), folder=tmp_path)
     with pytest.raises(DataError, match="classes are None, but the run was started"):
         keep_data_names(DataNames(), folder=tmp_path)
+
+
+def test_statistics_without_noise_are_no_part_of_a_private_run(tmp_path: Path) -> None:
+    for name in ("aachen", "berlin"):
+        (tmp_path / f"{name}.csv").write_text("age,ill\n6,1\n4,0\n7,1\n")
+
+    def run(*, standardize: bool, privacy: dict[str, object]) -> fl.Run:
+        return fl.simulate(
+            lambda: torch.nn.Linear(1, 2),
+            fl.from_csv(tmp_path, label="ill", test=0.3, standardize=standardize, seed=0),
+            fl.FedSGD(learning_rate=0.1, weight_by_examples=False),
+            num_rounds=1,
+            privacy=privacy,
+            store={"runs_dir": str(tmp_path / "runs")},
+        )
+
+    private: dict[str, object] = {
+        "mode": "central",
+        "clip_norm": 1.0,
+        "noise_multiplier": 1.0,
+        "target_delta": 1e-5,
+        "reproducible": True,
+    }
+    run(standardize=True, privacy={})  # controls
+    run(standardize=False, privacy=private)
+    with pytest.raises(ConfigError, match=r"standardized by the mean .* leave standardize out"):
+        run(standardize=True, privacy=private)
 
 
 def test_a_damaged_file_of_names_is_refused(tmp_path: Path) -> None:

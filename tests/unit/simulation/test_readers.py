@@ -114,6 +114,53 @@ def test_missing_values_are_refused_filled_in_or_left_out(folder: Path) -> None:
         read(one_hot=["sex"], missing={"age": 50})
 
 
+@pytest.mark.parametrize("test", [0.25, "berlin.csv"], ids=["a share", "a file"])
+def test_features_are_standardized_by_the_training_rows(folder: Path, test: float | str) -> None:
+    """All columns of numbers but flags; test rows by the same numbers, and a constant becomes 0."""
+    lines = _AACHEN.splitlines()
+    (folder / "aachen.csv").write_text(
+        "\n".join(
+            [
+                f"{lines[0]},unit,flag",
+                *(f"{line},0.1,{row % 2}" for row, line in enumerate(lines[1:])),
+            ]
+        )
+    )
+    lines = _BERLIN.splitlines()
+    (folder / "berlin.csv").write_text(
+        "\n".join(
+            [
+                f"{lines[0]},unit,flag",
+                *(f"{line},0.1,{row % 2}" for row, line in enumerate(lines[1:])),
+            ]
+        )
+    )
+    read: Callable[..., fl.FederatedData] = lambda **options: fl.from_csv(  # noqa: E731
+        folder,
+        label="ill",
+        exclude=["id"],
+        one_hot=["sex"],
+        test=test if isinstance(test, float) else folder / test,
+        seed=3,
+        **options,
+    )
+    raw, scaled = read(), read(standardize=True)
+    assert raw.feature_scaling is None
+    ours, theirs = (
+        np.concatenate([_rows_of(data, client)[0] for client in (0, 1)]) for data in (scaled, raw)
+    )
+    ages = theirs[:, 0]
+    assert scaled.feature_names == ("age", "sex=f", "sex=m", "unit", "flag")
+    np.testing.assert_allclose(ours[:, 0], (ages - ages.mean()) / ages.std(), atol=1e-6)
+    assert (ours[:, 3] == 0.0).all()
+    assert (ours[:, [1, 2, 4]] == theirs[:, [1, 2, 4]]).all()
+    tests, raw_tests = (require_single_input(data.test.features) for data in (scaled, raw))
+    np.testing.assert_allclose(tests[:, 0], (raw_tests[:, 0] - ages.mean()) / ages.std(), atol=1e-5)
+    assert scaled.feature_scaling is not None
+    assert scaled.feature_scaling.means[0] == pytest.approx(ages.mean())
+    assert scaled.feature_scaling.stds[3:] == (1.0, 1.0)
+
+
 def test_labels_are_never_filled_in(folder: Path) -> None:
     (folder / "berlin.csv").write_text("id,age,sex,ill\n5,31,m,\n6,35,f,yes\n")
     read: Callable[..., fl.FederatedData] = lambda missing: fl.from_csv(  # noqa: E731
