@@ -291,7 +291,7 @@ def _build(
         parts = TrainTest.of(examples, held_out)
     if roles.standardize:
         scaling = FeatureScaling.of(require_single_input(parts.train.features))
-        parts = TrainTest.of(*(each.scaled(scaling) for each in (parts.train, parts.test)))
+        parts = TrainTest.of(*(each.with_scaling(scaling) for each in (parts.train, parts.test)))
     data = from_examples(parts, partition=partition, seed=seed)
     groups = None if held_out is None else held_out.groups
     return data if groups is None else data.with_test_groups(groups)

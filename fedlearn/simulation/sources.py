@@ -141,7 +141,7 @@ class Examples(CheckedExamples):
             class_names=class_names,
         )
 
-    def scaled(self, scaling: FeatureScaling) -> "Examples":
+    def with_scaling(self, scaling: FeatureScaling) -> "Examples":
         """Return the examples with scaled features, which are [N, F]."""
         features = map_inputs(scaling.apply, self.features)
         return replace(self, features=features, feature_scaling=scaling)
