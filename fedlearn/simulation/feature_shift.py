@@ -51,7 +51,7 @@ class ClientShift(Protocol):
         """Return shifted values, of the same shape and dtype.
 
         Args:
-            values: Features of n examples: [n, *F].
+            values: Features of n examples: ``[n, *F]``.
             owners: The client of each: [n].
             places: The place of each among its client's examples; -1, -2, ... for those that the
                 client is only tested on: [n].
