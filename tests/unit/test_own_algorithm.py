@@ -29,7 +29,13 @@ from tests.processes import LONG_S, Launcher
 ROOT = Path(__file__).parents[2]
 GUIDES = [
     ROOT / "docs" / "how-to" / name
-    for name in ("own-algorithm.md", "own-local-update.md", "own-trainer.md", "compress-updates.md")
+    for name in (
+        "own-algorithm.md",
+        "own-local-update.md",
+        "own-query.md",
+        "own-trainer.md",
+        "compress-updates.md",
+    )
 ]
 ALONE = ("--set", "engine.num_workers=1")
 #: One client at a time, as over a channel.
