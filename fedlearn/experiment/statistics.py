@@ -40,8 +40,8 @@ def run_statistics(
             as in a TOML file.
         tables: The clients' tables by name, or a list of them: pandas frames, or mappings from
             column names to lists or arrays.
-        callbacks: Called after each round, as those of :func:`fedlearn.simulate`.
-        **settings: Keys and tables of the configuration, as for :func:`fedlearn.simulate`:
+        callbacks: Called after each round, as those of ``fl.simulate``.
+        **settings: Keys and tables of the configuration, as for ``fl.simulate``:
             ``secure_aggregation={"mode": "complete"}, privacy={...}, seed=1``. All clients take
             part in each round, and the plan has the number of rounds.
 
@@ -49,7 +49,7 @@ def run_statistics(
         ConfigError: The plan or a setting is wrong, or privacy or secure aggregation needs a bound
             that the plan lacks.
         DataError: A table does not fit to the plan.
-        FedlearnError: As :func:`fedlearn.simulate`.
+        FedlearnError: As ``fl.simulate``.
 
     Example:
         >>> from tempfile import TemporaryDirectory
