@@ -126,6 +126,31 @@ def test_a_limit_is_only_sent_if_there_is_one() -> None:
     assert update_from(settings_of(SGD)) == SGD
 
 
+def test_epochs_of_different_length_do_not_mix_if_all_take_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client is done with its first epoch while others, which come after it, are not."""
+    monkeypatch.chdir(tmp_path)
+    owners = np.repeat(np.arange(4), [3, 9, 2, 8])
+    x = np.random.default_rng(0).normal(size=(len(owners), 3))
+    y = (x[:, 0] > 0).astype(int)
+    data = fl.from_arrays(x, y, groups=owners, partition=fl.Natural(), test=(x[:4], y[:4]), seed=0)
+    found = [
+        fl.simulate(
+            lambda: nn.Sequential(nn.Linear(3, 2)),
+            data,
+            fl.QFedAvg(replace(SGD, epochs=9, max_steps=3), fairness=1.0, step_size=0.1),
+            num_rounds=2,
+            seed=0,
+            engine=engine,
+        ).weights(best=False)
+        for engine in ({"executor": "sequential"}, {"executor": "vmap"}, {"transport": "memory"})
+    ]
+    for other in found[1:]:
+        for name, value in found[0].items():
+            torch.testing.assert_close(other[name], value, atol=1e-6, rtol=0)
+
+
 def test_a_gradient_over_an_epoch_is_one_over_the_steps_that_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

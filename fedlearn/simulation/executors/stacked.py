@@ -519,8 +519,10 @@ class StackedExecutor:
         shares_TK = torch.from_numpy(counts_TK / counts_TK.sum(0)).to(run.work.params.vector)
         losses_K, grads = torch.zeros_like(shares_TK[0]), [torch.zeros_like(x) for x in point]
         for step in range(min(int(steps_K.max()), schedule.num_steps)):
-            active = int((counts_TK[step] > 0).sum())  # a prefix: sorted by the number of steps
-            for clients, size in self._split_by_size(run, counts_TK[step, :active]):
+            # Clients are sorted by their steps of the round. With max_steps, one that is done with
+            # its first epoch may come before one that is not; its share of this step is 0.
+            active = int(np.flatnonzero(counts_TK[step])[-1]) + 1
+            for clients, size in self._split_by_size(run, schedule.counts_TK[step, :active]):
                 some = [each[clients] for each in point]
                 found = self._gradient_at(run, step, clients, some, size=size, names=names)
                 share_k = shares_TK[step, clients]
