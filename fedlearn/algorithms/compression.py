@@ -177,9 +177,12 @@ class Compressor(Ranged):
     def compress_and_restore(
         self, updates_BQ: Tensor, target: Target, kept: Parts
     ) -> tuple[Parts, Parts, Tensor]:
-        """Return what :meth:`compress` returns, and what :meth:`decompress` makes of the parts.
+        """Compress updates and restore them at once, as a simulation does.
 
-        A simulation does both. Override it if they share work, such as random positions.
+        Override it if the two share work, such as drawing random positions.
+
+        Returns:
+            The parts and the kept parts of :meth:`compress`, and the updates of :meth:`decompress`.
         """
         parts, kept = self.compress(updates_BQ, target, kept)
         return parts, kept, self.decompress(parts, target)

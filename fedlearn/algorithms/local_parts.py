@@ -73,7 +73,7 @@ class KeepLocal(StrategyWrapper):
 
 
 def name_patterns(strategy: Strategy) -> dict[str, str]:
-    """Return what error messages call each pattern of a strategy's ``keep_local``."""
+    """Return the name of each pattern of ``keep_local`` in error messages."""
     found = dict[str, str]()
     while isinstance(strategy, StrategyWrapper):
         if isinstance(strategy, KeepLocal):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # numpy takes a while, and most commands need none of it
 
 
 def load_clients(stored: StoredRun) -> "ClientMetrics | None":
-    """Return what clients measured at the last evaluation, by name; ``None`` if there is nothing.
+    """Load the clients' metrics of the last evaluation, with names; ``None`` if there are none.
 
     Raises:
         StoreError: The file is damaged, or the store cannot be read.

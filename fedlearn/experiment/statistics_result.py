@@ -127,7 +127,7 @@ class StatisticsResult:
         return [_HEADER, *(tuple(map(replace_unprintable, _cells(each))) for each in self.rows)]
 
     def facts(self) -> list[str]:
-        """Return what holds for the whole result, as short texts."""
+        """Describe the whole result in short texts: clients, examples, suppression and charge."""
         found = [f"{self.num_clients} client{'' if self.num_clients == 1 else 's'}"]
         if self.num_examples is not None:
             found.append(f"{self.num_examples:,.0f} examples")

@@ -62,7 +62,7 @@ from fedlearn.processes.pool import run_in_pool
 from fedlearn.rounds.records import RunRecord, RunStatus
 from fedlearn.store.holding import hold_run
 
-#: An own experiment: returns the arguments of :func:`~fedlearn.experiment.simulate.simulate`.
+#: A user's function that returns the arguments of :func:`~fedlearn.experiment.simulate.simulate`.
 MakeArguments: TypeAlias = Callable[..., Mapping[str, object]]
 #: Called with the number of runs that have ended, that of all that are to run, the variant, the
 #: seed, and why the run failed; empty if it did not.
@@ -139,7 +139,7 @@ class SweptExperiment(Protocol):
 
     @property
     def own_keys(self) -> frozenset[str]:
-        """The keys that are arguments of its own; others are of the configuration."""
+        """The keys of the grid that the function takes; the others belong to the configuration."""
 
     def check(self, variant: Variant, seed: int) -> "CheckedRun":
         """Check the configuration of a run, and find its store and data."""
@@ -531,9 +531,9 @@ def _require_same_experiment(plan: SweepPlan, records: Mapping[str, RunRecord]) 
         ConfigError: A run of a variant exists, and was started with another configuration.
     """
     name = plan.description.name
-    anew = f"give the sweep another name than {name!r} to start anew"
+    rename = f"give the sweep another name than {name!r} to begin a new one"
     if name in records:
-        raise ConfigError(f"there is a run called {name!r} already; {anew}")
+        raise ConfigError(f"there is a run called {name!r} already; {rename}")
     earlier = {
         each.name: each
         for each in (read_description(plan.folder).variants if has_sweep(plan.folder) else ())
@@ -543,7 +543,7 @@ def _require_same_experiment(plan: SweepPlan, records: Mapping[str, RunRecord]) 
         started = [run for run in variant.runs.values() if run in records]
         if before is None:
             if started:
-                raise ConfigError(f"run {started[0]!r} is not of this sweep; {anew}")
+                raise ConfigError(f"run {started[0]!r} is not of this sweep; {rename}")
             continue
         if not (started or any(run in records for run in before.runs.values())):
             continue
@@ -555,7 +555,7 @@ def _require_same_experiment(plan: SweepPlan, records: Mapping[str, RunRecord]) 
             if was.get(key) != now.get(key) and not _MAY_CHANGE.fullmatch(key):
                 raise ConfigError(
                     f"variant {variant.name!r}: {key} is {_show(now, key)}, but the sweep {name!r} "
-                    f"has runs with {_show(was, key)}; change it back, or {anew}"
+                    f"has runs with {_show(was, key)}; change it back, or {rename}"
                 )
 
 

@@ -8,7 +8,7 @@ that it is the same in every executor, session and worker, and in every round.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ from fedlearn.simulation.population import (
     ClientRows,
     MapDataset,
     Population,
+    PopulationWrapper,
     UnreadRows,
-    client_names,
     unread_rows,
 )
 from fedlearn.simulation.sources import Examples
@@ -234,7 +234,7 @@ class _Rotations:
     def _choose(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of each client's angle.
 
-        Every block of as many clients as angles has each angle once, in an order of its own.
+        With n angles, each n clients in a row have all of them, in random order.
         """
         num_angles = len(self.rule.angles)
         blocks, at = np.unique(client_ids // num_angles, return_inverse=True)
@@ -349,7 +349,7 @@ def _require_measured(values: Tensor, shift: FeatureShift) -> None:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ShiftedPopulation:
+class ShiftedPopulation(PopulationWrapper):
     """Clients whose features are shifted when they are loaded.
 
     Attributes:
@@ -358,19 +358,8 @@ class ShiftedPopulation:
         is_test: Whether the clients are only tested on these examples.
     """
 
-    whole: Population
     shift: ClientShift
     is_test: bool
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients."""
-        return self.whole.num_clients
-
-    @property
-    def names(self) -> NDArray[Any] | None:
-        """The clients' names in the data: shape [C]; ``None``: they have no names."""
-        return client_names(self.whole)
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many examples each of these clients has."""

@@ -99,8 +99,8 @@ class FederatedData:
             models take.
         client_tests: The clients with the examples on which each of them is evaluated; ``None``:
             on those that it trains on. See :meth:`with_client_tests`.
-        shift: The shift of each client's features, also of its own tests, but not of the central
-            test set; ``None``: they are as they are. See :meth:`with_feature_shift`.
+        shift: The shift of each client's features; ``None``: there is none. Clients' own tests are
+            shifted too, the central test set is not. See :meth:`with_feature_shift`.
         stored_test: The test set with features in their original dtype, for a model in float64.
 
     Raises:

@@ -1,7 +1,6 @@
 """Splits each client's examples into those that it trains on and those that test its model."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +13,7 @@ from fedlearn.simulation.population import (
     ArrayPopulation,
     ClientRows,
     Population,
+    PopulationWrapper,
     UnreadRows,
     client_names,
     unread_rows,
@@ -24,7 +24,7 @@ _CLIENTS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PartOfEach:
+class PartOfEach(PopulationWrapper):
     """A population in which each client has a part of its examples: to train or to test on.
 
     Each part has at least one of a client's examples. Which ones depends only on the seed, the
@@ -37,20 +37,9 @@ class PartOfEach:
         is_test: Whether this is the part to test on.
     """
 
-    whole: Population
     test_fraction: float
     seed: Seed
     is_test: bool
-
-    @property
-    def num_clients(self) -> int:
-        """Number of clients."""
-        return self.whole.num_clients
-
-    @property
-    def names(self) -> NDArray[Any] | None:
-        """The clients' names in the data: shape [C]; ``None``: they have no names."""
-        return client_names(self.whole)
 
     def num_examples(self, client_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many examples each of these clients has in this part."""

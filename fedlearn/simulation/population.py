@@ -290,6 +290,27 @@ def unread_rows(population: Population, client_ids: NDArray[np.int64]) -> Unread
     return None if unread is None else unread(client_ids)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PopulationWrapper:
+    """Base class of populations with the same clients as another, but other examples.
+
+    Attributes:
+        whole: The other population.
+    """
+
+    whole: Population
+
+    @property
+    def num_clients(self) -> int:
+        """Number of clients."""
+        return self.whole.num_clients
+
+    @property
+    def names(self) -> NDArray[Any] | None:
+        """The clients' names in the data: shape [C]; ``None``: they have no names."""
+        return client_names(self.whole)
+
+
 @dataclass(frozen=True, eq=False)
 class PooledPopulation:
     """All clients of a population as a single client, for centralized training.
