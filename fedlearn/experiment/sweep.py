@@ -531,7 +531,7 @@ def _require_same_experiment(plan: SweepPlan, records: Mapping[str, RunRecord]) 
         ConfigError: A run of a variant exists, and was started with another configuration.
     """
     name = plan.description.name
-    rename = f"give the sweep another name than {name!r} to begin a new one"
+    rename = f"give the sweep another name than {name!r} to start a new one"
     if name in records:
         raise ConfigError(f"there is a run called {name!r} already; {rename}")
     earlier = {

@@ -279,7 +279,9 @@ def test_a_changed_experiment_is_refused_by_key(tmp_path: Path) -> None:
         sweep(tmp_path, {}, variants={variant: {"rate": rate, "num_rounds": num_rounds}})
 
     run(0.1)
-    with pytest.raises(ConfigError, match=r"'v': num_rounds is 4, but .* has runs with 3; .*anew"):
+    with pytest.raises(
+        ConfigError, match=r"'v': num_rounds is 4, but .* has runs with 3; .*start a new one"
+    ):
         run(0.1, 4)
     with pytest.raises(ConfigError, match=r"'v': python.algorithm is .* has runs with "):
         run(0.2)
