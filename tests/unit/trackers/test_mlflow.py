@@ -2,6 +2,8 @@
 
 import os
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,9 @@ from tests.addresses import free_addresses
 from tests.records import RUN
 from tests.tracking import Time, track
 
-mlflow = pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
-
 pytestmark = [
     pytest.mark.slow,  # MLflow takes 3 s to import and 10 s to create a database
+    pytest.mark.skipif(find_spec("mlflow") is None, reason="the extra mlflow is not installed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # MLflow's own, of its libraries
 ]
 
@@ -44,7 +45,7 @@ def test_runs_are_logged_resumed_and_closed_as_they_ended(tmp_path: Path) -> Non
     interrupted = replace(RUN, name="interrupted")
     track(tracker(), range(2), tmp_path, run=interrupted, ends=RunStatus.INTERRUPTED)
 
-    client = mlflow.MlflowClient(tracking_uri=uri)
+    client = import_module("mlflow").MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("Größen")
     runs = {each.info.run_name: each for each in client.search_runs([experiment.experiment_id])}
     assert {name: run.info.status for name, run in runs.items()} == {

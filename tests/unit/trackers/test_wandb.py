@@ -4,6 +4,8 @@ import json
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,9 @@ from fedlearn.rounds.records import RunStatus
 from tests.records import RUN
 from tests.tracking import Time, track
 
-internal = pytest.importorskip(
-    "wandb.proto.wandb_internal_pb2", reason="the extra wandb is not installed"
-)
-
 pytestmark = [
     pytest.mark.slow,  # it starts a process of its own
+    pytest.mark.skipif(find_spec("wandb") is None, reason="the extra wandb is not installed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # wandb's own
 ]
 _BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
@@ -27,6 +26,7 @@ _BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
 
 def read(file: Path) -> Iterator[Any]:  # Any: its generated messages
     """Yield the messages of a file: a LevelDB log after seven bytes that name the format."""
+    internal = import_module("wandb.proto.wandb_internal_pb2")  # slow to import
     data, place, parts = file.read_bytes(), _FILE_HEADER, b""
     while place + _HEADER <= len(data):
         if (left := _BLOCK - place % _BLOCK) < _HEADER:
