@@ -4,8 +4,8 @@ It certifies the coordinator to its clients and the clients to the coordinator. 
 five files in a folder: ``ca.key`` and ``ca.pem``, created on the first start and valid for ten
 years; ``server.key`` and ``server.pem``, whose certificate is valid for a year and is renewed
 automatically; ``coordinator.key`` (Ed25519), created on the first start, which signs the terms of
-secure aggregation and is pinned by every client at its enrolment. Coordinators of one deployment
-share the folder (or copies of it).
+secure aggregation and is pinned by every client at its enrolment. Next to them is the key of
+:mod:`fedlearn.identity.signing`. Coordinators of one deployment share the folder (or copies of it).
 
 ``docs/how-to/certificates-and-keys.md`` explains how to replace the authority, or only the
 server's key.
@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import structlog
 from cryptography import x509
@@ -33,7 +33,6 @@ from cryptography.x509.oid import ExtendedKeyUsageOID
 from fedlearn.core.clock import utc_now
 from fedlearn.core.files import (
     create_private,
-    explain_disk_errors,
     make_private_folder,
     write_private,
 )
@@ -45,8 +44,8 @@ from fedlearn.identity.identity import (
     is_p256,
     load_certificate,
 )
-
-KeyT = TypeVar("KeyT", ec.EllipticCurvePrivateKey, Ed25519PrivateKey)
+from fedlearn.identity.key_files import build_damage_error, load_or_create_key, read_key_file
+from fedlearn.identity.signing import SigningKey
 
 _log = structlog.get_logger(__name__)
 
@@ -58,6 +57,7 @@ _ALWAYS = ("localhost", "127.0.0.1", "::1")
 _INVITED = x509.UniformResourceIdentifier("urn:fedlearn:invitation")
 _DAY_S, _DAYS_LATE = 86_400.0, 30
 _REPLACE_AUTHORITY = "move its folder away, start the coordinator, and invite every client again"
+_load_key = partial(load_or_create_key, without_copy=_REPLACE_AUTHORITY)
 
 
 class Authority:
@@ -92,13 +92,15 @@ class Authority:
         self._now = now
         names = dict.fromkeys((SERVER_NAME, *_ALWAYS, *host_names))
         self._alternatives = SubjectAlternativeName([_parse_host_name(name) for name in names])
-        self._ca_key = _load_or_create_key(folder / "ca.key", _new_p256)
+        self._ca_key = _load_key(folder / "ca.key", _new_p256)
         self._ca = _load_or_create_ca(folder / "ca.pem", self._ca_key, now=self._time())
-        self._server_key = _load_or_create_key(folder / "server.key", _new_p256)
+        self._server_key = _load_key(folder / "server.key", _new_p256)
         self._certificate_pem, self._renew_after = self._load_server_certificate()
         self._lock = threading.Lock()
         self.ca_pem = self._ca.public_bytes(serialization.Encoding.PEM)
-        self.signer = _load_or_create_key(folder / "coordinator.key", Ed25519PrivateKey.generate)
+        self.signer = _load_key(folder / "coordinator.key", Ed25519PrivateKey.generate)
+        # Made with the others, so that copies of the folder on other machines have it, too.
+        SigningKey(folder)
         self.coordinator_key = self.signer.public_key().public_bytes_raw()
         self.server_certificate()
 
@@ -164,7 +166,7 @@ class Authority:
         If there is none for this key and these names, the renewal time is in the past.
         """
         if self._path.exists():
-            content = _read(self._path)
+            content = read_key_file(self._path)
             with suppress(
                 ProtocolError, ValueError, TypeError, InvalidSignature, ExtensionNotFound
             ):
@@ -237,22 +239,6 @@ def _new_p256() -> ec.EllipticCurvePrivateKey:
     return ec.generate_private_key(ec.SECP256R1())
 
 
-def _load_or_create_key(path: Path, make: Callable[[], KeyT]) -> KeyT:
-    """Load the key in ``path``, which is created first if it is missing."""
-    # Made in any case: its type is what the file is checked against.
-    fresh = make()
-    # Another process may create the file first: both then load the same key from it.
-    if not path.exists():
-        create_private(path, encode_private_key(fresh))
-    try:
-        key = serialization.load_pem_private_key(_read(path), password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise _build_damage_error(path) from error
-    if not isinstance(key, type(fresh)) or is_p256(key) != is_p256(fresh):
-        raise _build_damage_error(path)
-    return key
-
-
 def _load_or_create_ca(
     path: Path, key: ec.EllipticCurvePrivateKey, *, now: datetime
 ) -> x509.Certificate:
@@ -264,9 +250,9 @@ def _load_or_create_ca(
         end = now + timedelta(days=_CA_DAYS)
         create_private(path, _sign_certificate(builder, key, now=now, end=end, ca=True))
     try:
-        certificate = load_certificate(_read(path))
+        certificate = load_certificate(read_key_file(path))
     except ProtocolError as error:
-        raise _build_damage_error(path) from error
+        raise build_damage_error(path, without_copy=_REPLACE_AUTHORITY) from error
     if certificate.public_key() != key.public_key():
         raise DeploymentError(
             f"{path} is not the certificate for {path.with_name('ca.key').name} next to it; "
@@ -332,14 +318,3 @@ def _parse_host_name(name: str) -> x509.GeneralName:
             "names without scheme and port"
         )
     return x509.DNSName(name)
-
-
-def _read(path: Path) -> bytes:
-    with explain_disk_errors(path, raises=DeploymentError, doing="read"):
-        return path.read_bytes()
-
-
-def _build_damage_error(path: Path) -> DeploymentError:
-    return DeploymentError(
-        f"{path} is damaged or another file; restore a copy (without one: {_REPLACE_AUTHORITY})"
-    )

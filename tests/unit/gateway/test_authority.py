@@ -38,7 +38,7 @@ def serve(authority: Authority) -> x509.Certificate:
 def test_the_folder_and_its_keys_are_their_owners_alone(tmp_path: Path) -> None:
     open_authority(tmp_path / "ca")
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "ca").iterdir()}
-    names = ("ca.key", "ca.pem", "server.key", "server.pem", "coordinator.key")
+    names = ("ca.key", "ca.pem", "server.key", "server.pem", "coordinator.key", "signing.key")
     assert modes == dict.fromkeys(names, 0o600)
     assert stat.S_IMODE((tmp_path / "ca").stat().st_mode) == 0o700
 
@@ -62,7 +62,7 @@ def test_coordinators_that_start_at_once_share_one_authority(tmp_path: Path) -> 
     assert len({authority.ca_pem for authority in authorities}) == 1
     assert len({authority.server_certificate()[0] for authority in authorities}) == 1
     assert len({authority.coordinator_key for authority in authorities}) == 1
-    assert len(list(tmp_path.iterdir())) == 5  # no temporary files are left
+    assert len(list(tmp_path.iterdir())) == 6  # no temporary files are left
     for authority in authorities:
         key, chain = authority.server_certificate()
         certificate = load_certificate(chain)
