@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from fedlearn.cli import deployed, parallel
+from fedlearn.cli import deployed, parallel, records
 from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED, report_error
 from fedlearn.cli.options import (
     COORDINATOR_TOML,
@@ -667,6 +667,7 @@ def export(
 
 app.add_typer(parallel.app)
 app.add_typer(deployed.app)
+app.add_typer(records.app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,6 +32,7 @@ from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.deployment.leader import Leader, ReachableClients
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.liveness import SignsOfLife
+from fedlearn.deployment.log_signer import LogSigner
 from fedlearn.deployment.opening import keep_waiting
 from fedlearn.deployment.places import (
     Places,
@@ -49,7 +50,9 @@ from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.open_files import raise_max_open_files
 from fedlearn.gateway.server import Gateway, GatewayChannel, GatewaySettings
 from fedlearn.gateway.telemetry import Snapshot, Telemetry
+from fedlearn.identity.actors import local_coordinator
 from fedlearn.identity.registry import Registry
+from fedlearn.identity.signing import SigningKey
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.records import RunStatus
 from fedlearn.simulation.cluster import limit_to_one_thread
@@ -57,7 +60,7 @@ from fedlearn.store.lease import Lease, find_deployment
 from fedlearn.store.patience import Patience
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.retention import Retention
-from fedlearn.store.runs import Database, StoredRun
+from fedlearn.store.runs import Database
 from fedlearn.transport import wire
 
 #: How long the database may be unreachable during a run.
@@ -234,8 +237,13 @@ class Coordinator:
                     database, self.components, name=name, clock=self.interruption
                 )
             )
-            with self._hold_lease(database) as lease:
-                self._lead(database, lease)
+            # From here on the coordinator acts by itself, not the user who has started it.
+            own = database.acting_as(local_coordinator())
+            key = SigningKey(self.places.keys_folder)
+            with self._hold_lease(own) as lease, LogSigner(own, key):
+                if self.start is not Start.WHERE_IT_IS:
+                    self._restart_for_clients(database, lease)
+                self._lead(own, lease)
 
     @contextmanager
     def _hold_lease(self, database: Database) -> Iterator[Lease]:
@@ -255,9 +263,6 @@ class Coordinator:
         stored = database.run(self.places.run_name, guard=lease.guard)
         stored.retention = build_component(Retention, self.places.config.store)
         record = self._patiently(lambda: stored.record)
-        if self.start is not Start.WHERE_IT_IS and record.status is not RunStatus.DONE:
-            self._restart_for_clients(database, stored)
-        # After `_restart_for_clients`, which gives the run another id.
         run_id = self._patiently(lambda: find_deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             self._log.info("done_before", run=record.name)
@@ -288,8 +293,14 @@ class Coordinator:
                 while True:
                     self.interruption.sleep(_DATABASE_AWAY_S)
 
-    def _restart_for_clients(self, database: Database, stored: StoredRun) -> None:
-        """Drop the uploads of clients and, if the last checkpoint is damaged, that checkpoint."""
+    def _restart_for_clients(self, database: Database, lease: Lease) -> None:
+        """Drop the uploads of clients and, if the last checkpoint is damaged, that checkpoint.
+
+        Does nothing to a run that is done. ``database`` acts for the user who asked for this.
+        """
+        stored = database.run(self.places.run_name, guard=lease.guard)
+        if self._patiently(lambda: stored.record).status is RunStatus.DONE:
+            return
         # Before the id changes: it names the folder to remove.
         dropped = find_deployment(database, stored.name).run_id
         is_damaged = self.start is Start.FROM_PREVIOUS

@@ -32,6 +32,7 @@ from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.simulate import new_record, report_outcome
 from fedlearn.experiment.site import Site
 from fedlearn.experiment.summary import summarize
+from fedlearn.identity.actors import local_coordinator
 from fedlearn.identity.identity import Identity
 from fedlearn.rounds.records import RunStatus
 from fedlearn.simulation.cluster import limit_to_one_thread
@@ -124,14 +125,15 @@ def run(
                     database_away_s=_DATABASE_AWAY_S,
                 )
                 server = _RunServer(federation, site, leader)
+                own = database.acting_as(local_coordinator())
                 with leader.hold_lease(
-                    database,
+                    own,
                     name,
                     status=server.status,
                     alive=lambda: None,  # a ServerApp has no liveness endpoint
                 ) as lease:
                     # From here on, every write checks the lease.
-                    stored = database.run(name, guard=lease.guard)
+                    stored = own.run(name, guard=lease.guard)
                     outcome = report_outcome(stored, progress, callbacks=components.callbacks)
                     with outcome, _record_stop(stored):
                         server.run(stored, lease)

@@ -54,6 +54,11 @@ class Places:
         """Folder of the coordinator's keys and of the upload store."""
         return folder_of(self.config.coordinator.folder, runs_dir=self.addresses.runs_dir)
 
+    @property
+    def keys_folder(self) -> Path:
+        """Folder of the certificate authority and of the signing key."""
+        return keys_folder_of(self.folder)
+
     def open_database(self) -> Database:
         """Open the database: see :func:`~fedlearn.experiment.site.open_database`."""
         return open_database(self.addresses)
@@ -68,12 +73,17 @@ class Places:
         named = (*section.public_addresses, *section.public_enrolment_addresses)
         listening = (section.address, section.enrolment_address or section.address)
         hosts = dict.fromkeys(host_of(address) for address in (*named, *listening))
-        return Authority(self.folder / "authority", host_names=tuple(hosts))
+        return Authority(self.keys_folder, host_names=tuple(hosts))
 
 
 def folder_of(given: str | None, *, runs_dir: Path) -> Path:
     """Return the coordinator's folder: ``given`` by its configuration, or next to ``runs_dir``."""
     return runs_dir.parent / "coordinator" if given is None else Path(given)
+
+
+def keys_folder_of(folder: Path) -> Path:
+    """Return the folder of the keys in the coordinator's folder."""
+    return folder / "authority"
 
 
 def upload_store_path(folder: Path, run_id: str) -> Path:

@@ -64,7 +64,9 @@ class Enrolments:
         request = parse_message(wire_pb2.EnrolRequest, await self._read(context))
         before = await self.enrolled.find_by_name(request.name)
         try:
-            certificate_pem, client = await asyncio.to_thread(self._redeem, request)
+            certificate_pem, client = await asyncio.to_thread(
+                self._redeem, request, origin=context.peer()
+            )
         except EnrolmentRefused as error:
             _log.warning("enrolment_refused", peer=context.peer(), reason=str(error))
             raise CallEnded(grpc.StatusCode.PERMISSION_DENIED, str(error), "enrolment") from error
@@ -114,7 +116,9 @@ class Enrolments:
             raise CallEnded(grpc.StatusCode.INVALID_ARGUMENT, reason, "malformed")
         return data
 
-    def _redeem(self, request: wire_pb2.EnrolRequest) -> tuple[bytes, EnrolledClient]:
+    def _redeem(
+        self, request: wire_pb2.EnrolRequest, *, origin: str
+    ) -> tuple[bytes, EnrolledClient]:
         if len(request.name) > _MAX_NAME or len(request.token) > _MAX_TOKEN_BYTES:
             raise EnrolmentRefused("the name or the token is too long")
         proof = encode_enrolment(request.token, request.csr_pem)
@@ -135,11 +139,14 @@ class Enrolments:
                 identity_key=request.identity_key,
                 certify=certify,
                 lineage=request.lineage,
+                origin=origin,
             )
         else:
             if newest_key(request.lineage) != request.identity_key:
                 raise EnrolmentRefused("the chain of identity keys does not end in the key in it")
-            client = self.registry.rotate(request.name, request.lineage, certify=certify)
+            client = self.registry.rotate(
+                request.name, request.lineage, certify=certify, origin=origin
+            )
         return made[-1], client
 
     def _certificate(

@@ -91,6 +91,7 @@ class Registry(Protocol):
         identity_key: bytes,
         certify: Certify,
         lineage: bytes = b"",
+        origin: str = "",
     ) -> EnrolledClient:
         """Enrol ``name`` and use up its token, in one transaction.
 
@@ -105,13 +106,16 @@ class Registry(Protocol):
             certify: Issues the certificate, once the client's id is known.
             lineage: Serialized lineage that leads from earlier keys to this one; empty if none
                 does.
+            origin: Address that the request came from, for the audit log; empty if unknown.
 
         Raises:
             EnrolmentRefused: The token is unknown, used, expired or belongs to another name, or
                 another client has this identity key.
         """
 
-    def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
+    def rotate(
+        self, name: str, lineage: bytes, *, certify: Certify, origin: str = ""
+    ) -> EnrolledClient:
         """Replace an active client's identity key by the newest key of ``lineage``.
 
         A client may send the same lineage again and gets a new certificate, as in :meth:`redeem`.
@@ -121,6 +125,7 @@ class Registry(Protocol):
             lineage: Serialized lineage that extends the registered one. The caller must have
                 checked that the client has the newest private key.
             certify: Issues the certificate.
+            origin: As in :meth:`redeem`.
 
         Raises:
             EnrolmentRefused: There is no such client, it was revoked, its certificate has expired,

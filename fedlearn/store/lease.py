@@ -21,12 +21,19 @@ from sqlalchemy.orm import Session
 from fedlearn.core.clock import Clock
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DeploymentError, Fenced, StoreError, StoreUnavailable
+from fedlearn.identity.audit import Action
 from fedlearn.rounds.journal import Control, DeployedRun
 from fedlearn.store.runs import Database, find_run_id, new_run_id
 from fedlearn.store.schema import DeploymentRow, RunRow, build_record
 
 _DEPLOY_LOCK = 7_306_087_430
 _RENEWALS_PER_TTL = 4
+
+_ACTIONS: Mapping[Control, Action] = {
+    "run": Action.RUN_RESUMED,
+    "pause": Action.RUN_PAUSED,
+    "abort": Action.RUN_ABORTED,
+}
 
 log = structlog.get_logger()
 
@@ -40,6 +47,8 @@ def deploy(database: Database, name: str) -> DeployedRun:
             begun = {"control": "run", "holder": "", "epoch": 0, "beat": 0, "status": {}}
             row = DeploymentRow(run_id=run_id, uuid=new_run_id(), **begun)
             session.add(row)
+            session.flush()
+            database.record_act(session, Action.RUN_DEPLOYED, subject=name)
         return _build_deployed_run(row, name=name)
 
 
@@ -79,6 +88,7 @@ def set_control(database: Database, name: str, control: Control) -> None:
     with database.writing() as session:
         this = DeploymentRow.run_id == find_run_id(session, name)
         session.execute(update(DeploymentRow).where(this).values(control=control))
+        database.record_act(session, _ACTIONS[control], subject=name)
 
 
 class Lease:
@@ -232,6 +242,8 @@ class Lease:
             )
             if taken is None:
                 return False
+            details = {"epoch": taken, "holder": self.holder, "before": found.holder}
+            self._database.record_act(session, Action.RUN_LED, subject=self.name, details=details)
         self._epoch = taken
         self._extend(sent_s)
         if is_silent:

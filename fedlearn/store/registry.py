@@ -11,6 +11,8 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DeploymentError, EnrolmentRefused
+from fedlearn.identity.actors import remote_client
+from fedlearn.identity.audit import Action
 from fedlearn.identity.lineage import newest_key
 from fedlearn.identity.registry import (
     Certify,
@@ -57,6 +59,9 @@ class StoredRegistry:
         with self._database.writing(lock=_REGISTRY_LOCK) as session:
             _end_invitation(session, name)
             session.add(build_row(InvitationRow, record))
+            session.flush()
+            details = {"tags": list(tags), "expires_utc": utc(record.expires_unix_s)}
+            self._database.record_act(session, Action.CLIENT_INVITED, subject=name, details=details)
         return token
 
     def redeem(
@@ -67,6 +72,7 @@ class StoredRegistry:
         identity_key: bytes,
         certify: Certify,
         lineage: bytes = b"",
+        origin: str = "",
     ) -> EnrolledClient:
         """Enrol ``name`` and use up its token."""
         now = self._clock.unix_s()
@@ -96,9 +102,12 @@ class StoredRegistry:
             if row is not None:
                 row.redeemed_by = identity_key
             session.merge(build_row(ClientRow, client, revision=_read_revision(session) + 1))
+            self._record_keys(session, Action.CLIENT_ENROLLED, client, origin=origin)
         return client
 
-    def rotate(self, name: str, lineage: bytes, *, certify: Certify) -> EnrolledClient:
+    def rotate(
+        self, name: str, lineage: bytes, *, certify: Certify, origin: str = ""
+    ) -> EnrolledClient:
         """Replace an active client's identity key by the newest key of ``lineage``."""
         now = self._clock.unix_s()
         with self._database.writing(lock=_REGISTRY_LOCK) as session:
@@ -120,7 +129,23 @@ class StoredRegistry:
             # must not.
             used = (InvitationRow.name == name, InvitationRow.redeemed_by != b"")
             session.execute(delete(InvitationRow).where(*used))
+            self._record_keys(session, Action.KEY_ROTATED, client, origin=origin)
         return client
+
+    def _record_keys(
+        self, session: Session, action: Action, client: EnrolledClient, *, origin: str
+    ) -> None:
+        """Record that a client has got a certificate by its own request."""
+        session.flush()
+        details = {
+            "client_id": client.client_id,
+            "identity_key": client.identity_key.hex(),
+            "certificate_sha256": client.fingerprint,
+            "certificate_expires_utc": client.certificate_expires_utc,
+        }
+        self._database.acting_as(remote_client(client.name, origin=origin)).record_act(
+            session, action, subject=client.name, details=details
+        )
 
     def clients(self) -> list[EnrolledClient]:
         """Return all clients by number."""
@@ -145,6 +170,7 @@ class StoredRegistry:
             row = session.scalar(select(ClientRow).where(ClientRow.name == name))
             if row is None:
                 if was_invited:
+                    self._database.record_act(session, Action.CLIENT_REVOKED, subject=name)
                     return None
                 hint = did_you_mean(name, session.scalars(select(ClientRow.name)))
                 raise DeploymentError(
@@ -152,6 +178,10 @@ class StoredRegistry:
                 )
             row.revision = _read_revision(session) + 1
             row.status = "revoked"
+            session.flush()
+            self._database.record_act(
+                session, Action.CLIENT_REVOKED, subject=name, details={"client_id": row.client_id}
+            )
             return build_record(row, EnrolledClient)
 
     def revision(self) -> int:

@@ -26,7 +26,10 @@ from fedlearn.core.participations import Participation, Status
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
+from fedlearn.identity.actors import Actor, local_operator
+from fedlearn.identity.audit import Action
 from fedlearn.rounds.records import ALIAS, Checkpoint, RoundRecord, RunRecord, RunStatus
+from fedlearn.store.audit import append_entry
 from fedlearn.store.blockers import end_blockers, end_stalled_sessions
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
 from fedlearn.store.engine import explain_errors, migrate, open_engine, serialize_transactions
@@ -89,6 +92,10 @@ class _NameTaken(StoreError):
 class Database:
     """All runs of one database, and the folder with their files.
 
+    Attributes:
+        runs_dir: The folder.
+        actor: Who acts through this object, for the audit log; by default the user of this process.
+
     Every method that accesses the database raises :class:`~fedlearn.errors.StoreError` if it cannot
     be read or written.
 
@@ -101,9 +108,25 @@ class Database:
         []
     """
 
-    def __init__(self, engine: Engine, *, runs_dir: Path) -> None:
+    def __init__(self, engine: Engine, *, runs_dir: Path, actor: Actor | None = None) -> None:
         self.runs_dir = runs_dir
+        self.actor = local_operator() if actor is None else actor
         self._engine = engine
+
+    def acting_as(self, actor: Actor) -> "Database":
+        """Return the same database for another actor; close only one of the two."""
+        return Database(self._engine, runs_dir=self.runs_dir, actor=actor)
+
+    def record_act(
+        self,
+        session: Session,
+        action: Action,
+        *,
+        subject: str,
+        details: Mapping[str, object] | None = None,
+    ) -> None:
+        """Add the actor's act to the audit log, as the last statement of its transaction."""
+        append_entry(session, action, self.actor, subject=subject, details=details or {})
 
     @contextmanager
     def writing(self, *, lock: int | None = None) -> Iterator[Session]:
@@ -216,6 +239,8 @@ class Database:
             run_id = _insert_run(session, record=record)
             with _new_folder(self.runs_dir / record.name) as folder:
                 _write_config(folder, config=record.config)
+                details = {"config_hash": record.config_hash, "num_rounds": record.num_rounds}
+                self.record_act(session, Action.RUN_STARTED, subject=record.name, details=details)
         return StoredRun(self, run_id=run_id, name=record.name, guard=allow_writes)
 
     def create_named(self, record: RunRecord, *, seed: "Seed") -> "StoredRun":
@@ -242,6 +267,8 @@ class Database:
             run_id = _insert_run(session, record=record)
             for file in files:
                 session.add(build_row(CheckpointRow, file, run_id=run_id, file=file.path.name))
+            session.flush()
+            self.record_act(session, Action.RUN_ADOPTED, subject=record.name)
         return StoredRun(self, run_id=run_id, name=record.name, guard=allow_writes)
 
     def run(self, name: str, *, guard: Guard = allow_writes) -> "StoredRun":
@@ -510,6 +537,12 @@ class StoredRun:
                 .values(status=RunStatus.RUNNING, error="")
             )
             self._renew(session)
+            self._record_act(
+                session,
+                Action.RUN_ROLLED_BACK,
+                to_rounds=checkpoint.round_num,
+                from_rounds=files[-1].round_num,
+            )
         self._buffer, self._uncertain_commit = [], None
         return checkpoint
 
@@ -517,6 +550,10 @@ class StoredRun:
         """Give the run a new id for clients, as needed after restoring it from a backup."""
         with self._writing() as session:
             self._renew(session)
+            self._record_act(session, Action.RUN_RESTORED)
+
+    def _record_act(self, session: Session, action: Action, **details: object) -> None:
+        self.database.record_act(session, action, subject=self.name, details=details)
 
     def _renew(self, session: Session) -> None:
         session.execute(delete(OpenRoundRow).where(OpenRoundRow.run_id == self._run_id))
@@ -566,9 +603,15 @@ class StoredRun:
     def finish(self, status: RunStatus, *, error: str) -> None:
         """Record how the run ended, or that it is running again."""
         with self._writing() as session:
-            session.execute(
-                update(RunRow).where(RunRow.id == self._run_id).values(status=status, error=error)
-            )
+            row = session.get_one(RunRow, self._run_id)
+            # A new run is marked as running, too; its start has been recorded.
+            is_new = row.status is RunStatus.RUNNING and not self._checkpoint_rows(session)
+            row.status, row.error = status, error
+            session.flush()
+            if status is not RunStatus.RUNNING:
+                self._record_act(session, Action.RUN_ENDED, status=status.value)
+            elif not is_new:
+                self._record_act(session, Action.RUN_RESUMED)
 
     def extend(self, num_rounds: int) -> None:
         """Set the number of rounds; a run that was done can then be resumed.
@@ -577,10 +620,12 @@ class StoredRun:
         """
         with self.database.writing() as session:
             row = session.get_one(RunRow, self._run_id)
-            row.num_rounds = num_rounds
+            before, row.num_rounds = row.num_rounds, num_rounds
             if row.status is RunStatus.DONE:
                 is_deployed = session.get(DeploymentRow, self._run_id) is not None
                 row.status = RunStatus.RUNNING if is_deployed else RunStatus.INTERRUPTED
+            session.flush()
+            self._record_act(session, Action.RUN_EXTENDED, from_rounds=before, to_rounds=num_rounds)
 
     @contextmanager
     def _explain_failed_commit(self) -> Iterator[None]:

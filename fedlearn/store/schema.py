@@ -318,6 +318,35 @@ class ExamplesRow(Base):
     sketch: Mapped[bytes] = mapped_column(LargeBinary)
 
 
+class AuditRow(Base):
+    """See :class:`fedlearn.identity.audit.AuditEntry`."""
+
+    __tablename__ = "audit_log"
+
+    position: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    at_utc: Mapped[str] = mapped_column(String(32))
+    actor: Mapped[str] = mapped_column(Text)
+    origin: Mapped[str] = mapped_column(Text)
+    action: Mapped[str] = mapped_column(String(64))
+    subject: Mapped[str] = mapped_column(Text)
+    details: Mapped[str] = mapped_column(Text)
+    # Unique: even a process without the lock cannot make the chain fork.
+    previous: Mapped[str] = mapped_column(String(64), unique=True)
+    hash: Mapped[str] = mapped_column(String(64))
+
+
+class AuditCheckpointRow(Base):
+    """See :class:`fedlearn.identity.audit.LogCheckpoint`."""
+
+    __tablename__ = "audit_checkpoints"
+
+    position: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    hash: Mapped[str] = mapped_column(String(64))
+    at_utc: Mapped[str] = mapped_column(String(32))
+    public_key: Mapped[str] = mapped_column(String(64))
+    signature: Mapped[str] = mapped_column(String(128))
+
+
 def build_row(kind: type[RowT], record: object, **columns: object) -> RowT:
     """Build a row from the attributes of ``record`` that match its columns, and ``columns``."""
     names = set(kind.__mapper__.column_attrs.keys()) - columns.keys()
