@@ -32,7 +32,7 @@ def trainer():
 """
 LOCAL = LocalSgd(epochs=3, batch_size=None, learning_rate=0.5)
 #: Settings of a training that takes longer than a test.
-ENDLESS = settings_of(LocalSgd(epochs=10_000_000, batch_size=1, learning_rate=0.001))
+ENDLESS = settings_of(LocalSgd(epochs=100_000, batch_size=1, learning_rate=0.001))
 _PATIENCE_S = 10.0
 _WORDS = "process 2 of the 2 that share this training was killed by SIGKILL"
 
