@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.launcher import exit_code, leave
 from tests.processes import end_with_parent, until
 
 #: The module and function of Flower that each command runs.
@@ -94,8 +95,7 @@ def serve(address: str) -> None:
                 if os.fork() == 0:
                     end_with_parent()  # Flower leaves some of its processes running
                     become(asking)
-                    functions[Path(sys.argv[0]).name]()
-                    sys.exit()
+                    leave(exit_code(functions[Path(sys.argv[0]).name]))
 
 
 def become(asking: socket.socket) -> None:
