@@ -69,9 +69,11 @@ class LaneSpec:
             count the same.
         bound: Largest L2 norm of one client's values, > 0. ``None``: unbounded, so that secure
             aggregation cannot sum it. The bound of :data:`DELTA` is configured with the session.
+        example_bound: Largest L2 norm of what one of a client's examples adds to its values, > 0;
+            ``None``: they are no sum over examples, so that privacy cannot hide a single one.
 
     Raises:
-        ValueError: The size or the bound is not positive.
+        ValueError: The size or a bound is not positive.
 
     Example:
         >>> from torch import nn
@@ -86,14 +88,17 @@ class LaneSpec:
     over: Over | int
     weighted: bool
     bound: float | None
+    example_bound: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.over, int) and self.over < 1:
             raise ValueError(f"lane {self.name!r} has {self.over} numbers; give at least one")
-        if self.bound is not None and not self.bound > 0.0:
-            raise ValueError(
-                f"lane {self.name!r} has the bound {self.bound}; give a number above 0"
-            )
+        for what in ("bound", "example_bound"):
+            value = getattr(self, what)
+            if value is not None and not value > 0.0:
+                raise ValueError(
+                    f"lane {self.name!r} has the {what} {value}; give a number above 0"
+                )
 
     def size(self, layout: Layout) -> int:
         """Return the number of values in the lane for models of ``layout``."""

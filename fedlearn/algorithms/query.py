@@ -37,16 +37,20 @@ class SumSpec:
             aggregation refuses the query.
         by_examples: Whether the result is the mean over clients, weighted by their numbers of
             examples, instead of the sum.
+        example_bound: Largest L2 norm of what one example adds to the answer, > 0, if the answer
+            is a sum over examples: then ``privacy.unit = "example"`` can hide a single one. The
+            query must see to it, for any example. ``None``: the answer is no such sum.
 
     Example:
         >>> import fedlearn as fl
         >>> fl.SumSpec(shape=(10,), bound=500.0)
-        SumSpec(shape=(10,), bound=500.0, by_examples=False)
+        SumSpec(shape=(10,), bound=500.0, by_examples=False, example_bound=None)
     """
 
     shape: tuple[int, ...] = ()
     bound: float | None = None
     by_examples: bool = False
+    example_bound: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +146,11 @@ class Query:
         """One lane for each of :attr:`sums`."""
         return [
             LaneSpec(
-                name=name, over=math.prod(spec.shape), weighted=spec.by_examples, bound=spec.bound
+                name=name,
+                over=math.prod(spec.shape),
+                weighted=spec.by_examples,
+                bound=spec.bound,
+                example_bound=spec.example_bound,
             )
             for name, spec in self.sums.items()
         ]

@@ -84,6 +84,7 @@ def _build_privacy_plan(components: Components, num_users: int) -> PrivacyPlan:
         "streams": ReproducibleStreams(components.seed)
         if section.reproducible
         else SecretStreams(),
+        "sums_examples": section.unit == "example",
     }
     if section.is_distributed:
         parameters = components.config.secure_aggregation.parameters(policy.cohort_size)

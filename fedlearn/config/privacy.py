@@ -21,6 +21,13 @@ class PrivacySection(Section):
         "client adds noise to each step of its training, which hides single examples, "
         "not the client.",
     )
+    unit: Literal["client", "example"] = Field(
+        "client",
+        description="What the noise in the sums of a query or of statistics hides, in the modes "
+        '"central" and "distributed": "client": a whole client, with all of its examples; '
+        '"example": one example added to a client or removed from it, such as a row of its table, '
+        'but not that the client takes part. A training has the mode "example" instead.',
+    )
     clip_norm: Positive | None = Field(
         None,
         description='L2 norm to which each update is clipped, > 0; in the mode "example", the '
@@ -43,7 +50,8 @@ class PrivacySection(Section):
     noise_multiplier: Positive | None = Field(
         None,
         description="Standard deviation of the noise in a sum, relative to the largest norm that "
-        'one client, or in the mode "example" one example, contributes to it, > 0; without it, the '
+        'one client, or in the mode or unit "example" one example, contributes to it, > 0; without '
+        "it, the "
         "least that keeps num_rounds within privacy.epsilon.",
     )
     epsilon: Positive | None = Field(
@@ -85,6 +93,11 @@ class PrivacySection(Section):
         return self.mode != "off"
 
     @property
+    def hides_examples(self) -> bool:
+        """Whether the noise hides single examples, rather than clients."""
+        return "example" in (self.mode, self.unit)
+
+    @property
     def is_distributed(self) -> bool:
         """Whether clients add it in shares, under secure aggregation."""
         return self.mode == "distributed"
@@ -100,6 +113,12 @@ class PrivacySection(Section):
                 'norm for all of a run; leave it out, or set the mode to "central"'
             )
             yield Problem(("clip_quantile", "mode"), text)
+        if self.unit == "example" and self.mode not in ("central", "distributed"):
+            text = (
+                f'is "example", but privacy.mode is "{self.mode}", whose noise is not in a sum '
+                'over examples; leave it out, or set the mode to "central" or "distributed"'
+            )
+            yield Problem(("unit", "mode"), text)
         yield from self._check_bands()
         if self.reproducible and self.mode in ("local", "example"):
             text = f'is true, but privacy.mode is "{self.mode}", whose clients draw secret noise'

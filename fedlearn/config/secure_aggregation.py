@@ -157,6 +157,7 @@ class SecureAggregationSection(Section):
             further=tuple(further),
             has_model=has_model,
             compressor=compressor,
+            hides_examples=privacy.is_distributed and privacy.hides_examples,
             **noise,
         )
 

@@ -11,12 +11,13 @@ from dataclasses import fields
 from typing import Any
 
 from fedlearn.config.own_functions import bind_own_function, wrong_return_error
-from fedlearn.config.tables import PLAN_ALGORITHM, PLAN_KEYS, has_plan
+from fedlearn.config.tables import PLAN_ALGORITHM, PLAN_KEYS
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import ConfigError
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.tables import from_tables
-from fedlearn.statistics.plan import StatisticsPlan
+from fedlearn.statistics.plan import CLIENT, EXAMPLE, StatisticsPlan
+from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.statistics.schema import ClientTable
 from fedlearn.training.csv_columns import CsvFormat
 from fedlearn.training.table_trainer import read_tables, read_tables_by
@@ -62,9 +63,9 @@ def expand_plan(raw: Mapping[str, Any], *, source: str) -> dict[str, Any]:
         raise ConfigError(f"{source}: {error}") from error
 
 
-def plan_in(config: Mapping[str, Any]) -> StatisticsPlan | None:
-    """Return the plan of an expanded configuration, as a run's record has it; ``None``: none."""
-    return _parse(config["algorithm"]["args"]["plan"]) if has_plan(config) else None
+def query_in(config: Mapping[str, Any]) -> StatisticsQuery:
+    """Return the query of an expanded configuration with a plan, as a run's record has it."""
+    return StatisticsQuery(**config["algorithm"]["args"])
 
 
 def load_csv_tables(
@@ -126,11 +127,13 @@ def _expand(raw: Mapping[str, Any]) -> dict[str, Any]:
     plan = StatisticsPlan.of({key: raw[key] for key in PLAN_KEYS if key in raw})
     rest = {key: value for key, value in raw.items() if key not in PLAN_KEYS}
     data = _expand_data(rest.get("data"), plan)
+    # What is no unit is reported when the whole is validated.
+    unit = EXAMPLE if _table(rest, "privacy").get("unit") == EXAMPLE else CLIENT
     made = {
         **rest,
         "data": data,
         "model": {"kind": "none"},
-        "algorithm": {"name": PLAN_ALGORITHM, "args": {"plan": plan.to_json()}},
+        "algorithm": {"name": PLAN_ALGORITHM, "args": {"plan": plan.to_json(), "unit": unit}},
         "num_rounds": plan.num_rounds,
         "cohort": _expand_cohort(_table(rest, "cohort"), data),
         # All are asked: the result is over those that answer in time.
@@ -140,7 +143,7 @@ def _expand(raw: Mapping[str, Any]) -> dict[str, Any]:
     secure, privacy = _table(rest, "secure_aggregation"), _table(rest, "privacy")
     is_private = privacy.get("mode", "off") != "off"
     if is_private:
-        plan.require_bound(reason="privacy")
+        plan.require_private(unit=unit)
         # The bound of the plan takes its place, but privacy asks for one.
         made["privacy"] = {"clip_norm": plan.bound, **privacy}
     if secure.get("mode", "off") != "off" or privacy.get("mode") == "distributed":

@@ -80,7 +80,8 @@ _COUNTING_EXAMPLES = frozenset(
 _USUAL_EVALUATED = 50
 #: Why a query refuses a key, if not because there is no model.
 _WITHOUT_MODEL = {
-    "privacy.mode": "this mode adds noise to models; a query takes central or distributed",
+    "privacy.mode": "this mode adds noise to models; a query takes central or distributed, with "
+    'privacy.unit = "example" to hide single examples',
     "privacy.clip_quantile": "the bounds of a query are fixed",
     "privacy.bands": "rounds of a query do not add up to a model, in which noise would cancel",
     "secure_aggregation.clip_norm": "the sums of a query have bounds of their own",
@@ -659,6 +660,12 @@ class Config(Section):
         if self.centralized:
             text = f"is {quote(self.privacy.mode)}, but centralized pools the examples of all users"
             yield Problem((mode, "centralized"), f"{text}; remove one of them")
+        if self.has_model and self.privacy.unit == "example":
+            text = (
+                'is "example", but it is for sums over examples (a query or statistics); to hide '
+                'single examples of a training, set privacy.mode to "example"'
+            )
+            yield Problem(("privacy.unit", "model.kind"), text)
         yield from self._check_accounted_sampling()
         takes_turns, bands = self.cohort.sampling == "cyclic", self.privacy.bands
         if self.privacy.mode == "central" and takes_turns != (bands is not None):

@@ -56,7 +56,7 @@ def choose_ledger(components: Simulation, database: Database | None, *, writes: 
     name = privacy.population
     if is_auto:
         charged = [] if database is None else load_charged_examples(database)
-        name = _find_ledger(found, charged, by_user=privacy.mode != "example")
+        name = _find_ledger(found, charged, by_user=not privacy.hides_examples)
     if writes and database is not None and found.is_stable:
         # Little-endian, so that the database can be read on any machine.
         sketch = found.sketch.astype("<u8").tobytes()
@@ -165,7 +165,8 @@ def start_accounting(
     if not components.config.has_model:
         # In units of its bound each of k sums has norm 1, so all together have norm √k.
         multiplier = plan.noise_multiplier * math.sqrt(len(components.algorithm.lanes))
-        noise = f"noise {multiplier:.4g} times the bound of each sum"
+        bound = "the most that one example adds to" if plan.sums_examples else "the bound of"
+        noise = f"noise {multiplier:.4g} times {bound} each sum"
     if section.reproducible:
         note = f"{noise}, from a public seed: nothing is private, and no ε is claimed"
         return PrivacyAccounting([note], None, 0)
@@ -179,10 +180,11 @@ def start_accounting(
     kinds = {event.cohorts.adjacency.value for event in [*ledger.load_spent(), plan.event]}
     if len(kinds) > 1:
         raise ConfigError(
-            f"cohort.sampling, privacy.mode: earlier runs on the clients {ledger.population!r} "
-            f"were accounted for differently ({' and '.join(sorted(kinds))}), so there is no "
-            "common guarantee; use the same sampling and mode, or, if the data are others', say "
-            "so in privacy.other_data_because"
+            f"cohort.sampling, privacy.mode, privacy.unit: earlier runs on the clients "
+            f"{ledger.population!r} were accounted for differently "
+            f"({' and '.join(sorted(kinds))}), so there is no common guarantee; use the same "
+            "sampling, mode and unit, or, if the data are others', say so in "
+            "privacy.other_data_because"
         )
     charging = Charging(
         ledger,

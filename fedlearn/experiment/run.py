@@ -152,12 +152,10 @@ class Run:
         """
         if self.record.status is not RunStatus.DONE or not has_plan(self.record.config):
             return None
-        from fedlearn.config.statistics import plan_in  # noqa: PLC0415 (it takes torch)
+        from fedlearn.config.statistics import query_in  # noqa: PLC0415 (it takes torch)
         from fedlearn.experiment.statistics_result import result_of  # noqa: PLC0415 (likewise)
 
-        plan = plan_in(self.record.config)
-        assert plan is not None
-        return result_of(self.stored, plan)
+        return result_of(self.stored, query_in(self.record.config))
 
     def weights(self, *, best: bool = True) -> "dict[str, Tensor]":
         """Return the tensors of the best model, or of the last.

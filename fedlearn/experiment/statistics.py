@@ -12,7 +12,7 @@ from fedlearn.experiment.statistics_result import StatisticsResult, result_of
 from fedlearn.rounds.records import RoundRecord
 from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.tables import from_tables
-from fedlearn.statistics.plan import StatisticsPlan
+from fedlearn.statistics.plan import CLIENT, EXAMPLE, StatisticsPlan
 from fedlearn.statistics.query import NUM_OPEN, StatisticsQuery
 from fedlearn.statistics.schema import ClientTable
 
@@ -72,19 +72,21 @@ def run_statistics(
                 f"run_statistics(): {name} is given, but all clients take part in each round of "
                 "the plan; leave it out"
             )
-    for name in ("privacy", "secure_aggregation"):
-        table = settings.get(name)
-        if isinstance(table, Mapping) and table.get("mode", "off") != "off":
-            parsed.require_bound(reason=name.replace("_", " "))
-    given = _read_tables(tables, parsed)
+    secure, privacy = (_table(settings, name) for name in ("secure_aggregation", "privacy"))
+    unit = EXAMPLE if privacy.get("unit") == EXAMPLE else CLIENT
+    if secure:
+        parsed.require_bound(reason="secure aggregation")
+    if privacy:
+        parsed.require_private(unit=unit)
+    given, query = _read_tables(tables, parsed), StatisticsQuery.of(parsed, unit=unit)
     run = simulate(
         None,
         from_tables(given),
-        StatisticsQuery.of(parsed),
+        query,
         callbacks=[*callbacks, StopWhenFinished()],
         **_complete(settings, parsed, num_clients=len(given)),
     )
-    return result_of(run.stored, parsed)
+    return result_of(run.stored, query)
 
 
 class StopWhenFinished:
@@ -136,6 +138,12 @@ def _read_tables(
     return found
 
 
+def _table(settings: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """Return a table of the settings with a mode; empty if it is off or no table."""
+    table = settings.get(name)
+    return table if isinstance(table, Mapping) and table.get("mode", "off") != "off" else {}
+
+
 def _complete(
     settings: Mapping[str, object], plan: StatisticsPlan, *, num_clients: int
 ) -> dict[str, Any]:
@@ -146,10 +154,9 @@ def _complete(
         "cohort": {"num_wanted": num_clients},
         "stragglers": {"over_selection": 1.0},
     }
-    secure, privacy = settings.get("secure_aggregation"), settings.get("privacy")
-    if isinstance(secure, Mapping) and secure.get("mode", "off") != "off":
+    if secure := _table(settings, "secure_aggregation"):
         made["secure_aggregation"] = {"modulus_bits": _MODULUS_BITS, **secure}
-    if isinstance(privacy, Mapping) and privacy.get("mode", "off") != "off":
+    if privacy := _table(settings, "privacy"):
         # The query's own bound takes its place, but privacy asks for one.
         made["privacy"] = {"clip_norm": plan.bound, **privacy}
     return made

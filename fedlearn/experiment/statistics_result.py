@@ -6,18 +6,20 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.algorithms.query import QueryStrategy
 from fedlearn.assembly import build_secure_plan
 from fedlearn.core.json_values import to_json_values
+from fedlearn.core.params import Layout, NoModel
 from fedlearn.core.participations import Status
 from fedlearn.core.quantities import format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.layout import table_text
 from fedlearn.experiment.recorded import config_of
 from fedlearn.experiment.spending import load_spending
+from fedlearn.privacy.bounded_sum import BoundedLane
 from fedlearn.privacy.spending import Spending
 from fedlearn.statistics.counts import RowCount
-from fedlearn.statistics.plan import StatisticsPlan
 from fedlearn.statistics.query import ANSWERS, NUM_OPEN, StatisticsQuery
 from fedlearn.statistics.statistic import ResultRow
 from fedlearn.store.runs import StoredRun
@@ -48,7 +50,10 @@ class StatisticsCharge:
             num_rounds=spent.num_own,
             epsilon=spent.epsilon,
             target_delta=spent.target_delta,
-            hidden=spent.hidden,
+            # A row whose contribution is zero is as one that is not in the table.
+            hidden="one row added or removed"
+            if spent.adjacency is Adjacency.ZERO_OUT
+            else spent.hidden,
         )
 
 
@@ -169,14 +174,14 @@ def _format(value: float | None) -> str:
     return f"{value:.0f}" if is_whole and abs(value or 0.0) < 1e15 else format_number(value)  # noqa: PLR2004 - exact
 
 
-def result_of(stored: StoredRun, plan: StatisticsPlan) -> StatisticsResult:
+def result_of(stored: StoredRun, query: StatisticsQuery) -> StatisticsResult:
     """Compute the result of a finished run of a plan, simulated or deployed.
 
     Raises:
         ConfigError: The run's configuration cannot be read.
         StoreError: The run has no checkpoint, or it is damaged.
     """
-    query, rounds = StatisticsQuery.of(plan), stored.rounds()
+    rounds = stored.rounds()
     reports = [each.participations.num(Status.REPORTED) for each in rounds]
     sigma = _noise_of(stored, query, num_reports=max(reports))
     rows = tuple(query.result_rows(stored.state_tensors(), sigma=sigma))
@@ -194,15 +199,19 @@ def result_of(stored: StoredRun, plan: StatisticsPlan) -> StatisticsResult:
 
 def _noise_of(stored: StoredRun, query: StatisticsQuery, *, num_reports: int) -> float | None:
     """Return the standard deviation of the noise in each number of a sum; ``None``: no noise."""
-    config = config_of(stored.record)
-    section, bound = config.privacy, query.sums[ANSWERS].bound
+    config, spec = config_of(stored.record), query.sums[ANSWERS]
+    section = config.privacy
     if not section.is_on:
         return None
-    assert bound is not None  # privacy needs one
+    assert spec.bound is not None  # privacy needs one
     assert section.noise_multiplier is not None  # the run has calibrated it
     if not section.is_distributed:
-        return section.noise_multiplier * bound
+        size = math.prod(spec.shape)
+        example_bound = spec.example_bound if section.hides_examples else None
+        grid = BoundedLane(spec.bound, size, example_bound)
+        return section.noise_multiplier * grid.sensitivity * grid.step
     secure = build_secure_plan(config, config.straggler_policy(), QueryStrategy(query))
     assert secure is not None  # distributed noise needs secure sums
     # Enough noise for the fewest clients that may be in a sum; with more of them, there is more.
-    return secure.noise_share * math.sqrt(num_reports) * bound
+    [lane] = secure.lanes(Layout.of(NoModel()))
+    return lane.noise * lane.step * math.sqrt(num_reports)

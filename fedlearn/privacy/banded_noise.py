@@ -128,7 +128,7 @@ class BandedUpdates(BoundedUpdates):
         for name, lane in self.summed.lanes(self.lanes, layout).items():
             reach = matrix.reach * largest * lane.levels
             # The other half of the exact range is for the noise.
-            if reach > EXACT / 2.0 or self.summed.sigma(name) * matrix.norm > MAX_SIGMA:
+            if reach > EXACT / 2.0 or self.summed.sigma(name, lane) * matrix.norm > MAX_SIGMA:
                 raise ValueError(
                     f"sums of {largest} clients over {len(matrix.diagonals)} rounds with "
                     f"{self.summed.multipliers[name]:g} times the noise of their bound exceed "
@@ -200,7 +200,8 @@ class BandedMean:
         for name, part in parts.items():
             labels = (name, round_num, attempt)
             # Relative to a column's norm: a participation adds one column of C to the rows.
-            noise = self.noise.draw(summed.sigma(name) * norm, len(part), labels=labels)
+            sigma = summed.sigma(name, lanes[name]) * norm
+            noise = self.noise.draw(sigma, len(part), labels=labels)
             part.add_(noise.to(part.device))
         # From here on, everything is computed from numbers that already have noise, so floating
         # point does no harm. Products are rounded before they are added (no fused multiply-add), so

@@ -13,6 +13,11 @@ symbol                    here
 :math:`z`                 ``noise_multiplier``
 ========================= ==================================================
 
+To hide one example instead of its client, noise is in proportion to what one example adds to the
+client's sum. Clipping to a ball brings no two sums further apart, and rounding moves each number of
+both by half a level at most. So one example moves a sum of d numbers by at most its own levels and
+√d, whatever it is and whatever the others are.
+
 References:
     Casacuberta et al., 2022, `Widespread Underestimation of Sensitivity in Differentially Private
     Libraries and How to Fix It <https://arxiv.org/abs/2207.10635>`_ (floating-point sums).
@@ -22,7 +27,7 @@ References:
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
 import torch
@@ -41,6 +46,10 @@ from fedlearn.core.ranges import Count, Ranged
 _TOGETHER = 32
 #: Levels of a bound, chosen so that the float32 sum of ``_TOGETHER`` rows is exact.
 _LEVELS = 2.0**24 / _TOGETHER
+#: Levels of one example's bound, where a single example is hidden.
+_EXAMPLE_LEVELS = 2.0**20
+#: What the rounding of float64 adds, in levels, to exact sums of up to 2**28 examples.
+_ROUNDED_SUMS = 1.0
 #: Float64, in which a whole round is summed, holds every integer up to this.
 EXACT = 2.0**53
 #: Columns that are summed at a time, so that they fit into the CPU's cache.
@@ -58,6 +67,8 @@ class BoundedLane(Ranged):
     Attributes:
         bound: Largest L2 norm of one client's values, C >= 1e-12.
         size: Numbers in the lane.
+        example_bound: Largest L2 norm of what one example adds to them; ``None``: the client is
+            hidden as a whole.
 
     Raises:
         ValueError: The bound is out of range, or the lane so long that its grid would be too
@@ -66,23 +77,34 @@ class BoundedLane(Ranged):
 
     bound: Annotated[float, Ge(_LEAST_BOUND)]
     size: Count
+    example_bound: Annotated[float | None, Ge(_LEAST_BOUND)] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self._rounding > self.levels / 4.0:
+        hidden = _LEVELS if self.example_bound is None else _EXAMPLE_LEVELS
+        if self._rounding > hidden / 4.0:
             raise ValueError(
-                f"a lane of {self.size} numbers is too long for {self.levels:.0f} levels; train "
+                f"a lane of {self.size} numbers is too long for {hidden:.0f} levels; train "
                 "fewer parameters"
             )
 
     @property
     def levels(self) -> float:
         """Largest L2 norm of one client's integers, S."""
-        return _LEVELS
+        return _LEVELS if self.example_bound is None else self.bound / self.step + self._rounding
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 norm by which the hidden client or example moves the sum, in levels."""
+        if self.example_bound is None:
+            return self.levels
+        return _EXAMPLE_LEVELS + 2.0 * self._rounding + _ROUNDED_SUMS
 
     @property
     def step(self) -> float:
         """The value of one level."""
+        if self.example_bound is not None:
+            return self.example_bound / _EXAMPLE_LEVELS
         return self.bound / (self.levels * (1.0 - _MARGIN) - self._rounding)
 
     @property
@@ -100,12 +122,22 @@ class BoundedLane(Ranged):
             The levels that one row adds have an L2 norm of at most :attr:`levels`: a row is scaled
             to slightly less, and rounded to the nearest integers.
         """
+        if self.example_bound is not None:
+            self._add_precisely(total, rows)
+            return
         for begin in range(0, len(rows), _TOGETHER):
             group = rows[begin : begin + _TOGETHER]
             scales_B = (1.0 / (self.step * (norms(group) / self.bound).clamp(min=1.0))).float()
             for part, values in _split_columns(group):
                 levels = torch.mul(values, scales_B[:, None]).round_()
                 total[part].add_(levels.sum(dim=0))  # not a matrix product, which might round
+
+    def _add_precisely(self, total: Tensor, rows: Rows) -> None:
+        """Add rows in float64: the levels of an example may be few next to those of its client."""
+        for row in rows:
+            values = row.double()
+            longer = (torch.linalg.vector_norm(values) / self.bound).clamp(min=1.0)
+            total.add_((values / (self.step * longer)).round_())
 
 
 def _split_columns(rows: Rows) -> Iterator[tuple[slice, Tensor]]:
@@ -140,8 +172,11 @@ class BoundedSum(Ranged):
 
     Attributes:
         bounds: By lane, the largest L2 norm of one client's values, > 0.
-        multipliers: By lane, the standard deviation of its noise relative to its bound, > 0.
+        multipliers: By lane, the standard deviation of its noise relative to the largest norm by
+            which the hidden client or example moves it, > 0.
         largest: Most clients in a sum.
+        example_bounds: By lane, the largest L2 norm of what one example adds to a client's values,
+            to hide a single example; empty: clients are hidden as a whole.
 
     Guarantees:
         Adding or removing a client moves the sum by at most the lane's levels, whatever the other
@@ -151,6 +186,7 @@ class BoundedSum(Ranged):
     bounds: Mapping[str, float]
     multipliers: Mapping[str, float]
     largest: Count
+    example_bounds: Mapping[str, float] = field(default_factory=dict)
 
     def weigh(self, num_examples_B: Tensor) -> Tensor:
         """Return ones: a larger weight would let a client exceed the bound."""
@@ -181,19 +217,23 @@ class BoundedSum(Ranged):
         Raises:
             ValueError: Sums with their noise are too large to be exact, or a lane is too long.
         """
-        for lane in lanes:
+        found = {}
+        for spec in lanes:
+            name = spec.name
+            lane = BoundedLane(self.bounds[name], spec.size(layout), self.example_bounds.get(name))
             # The other half of the exact range is for the noise.
-            if self.sigma(lane.name) > MAX_SIGMA or self.largest * _LEVELS > EXACT / 2.0:
+            if self.sigma(name, lane) > MAX_SIGMA or self.largest * lane.levels > EXACT / 2.0:
                 raise ValueError(
-                    f"a sum of {self.largest} clients with {self.multipliers[lane.name]:g} times "
-                    "the noise of their bound exceeds exact integers; ask fewer clients or "
-                    "lower the noise"
+                    f"a sum of {self.largest} clients with {self.multipliers[name]:g} times the "
+                    "noise of their bound exceeds exact integers; ask fewer clients, lower the "
+                    "noise, or lower the bound"
                 )
-        return {lane.name: BoundedLane(self.bounds[lane.name], lane.size(layout)) for lane in lanes}
+            found[name] = lane
+        return found
 
-    def sigma(self, lane: str) -> float:
-        """Return the standard deviation of a lane's noise, in levels."""
-        return self.multipliers[lane] * _LEVELS
+    def sigma(self, name: str, lane: BoundedLane) -> float:
+        """Return the standard deviation of the noise in a lane, in levels."""
+        return self.multipliers[name] * lane.sensitivity
 
 
 @dataclass(frozen=True)
@@ -291,7 +331,7 @@ class NoisyMean:
         assert isinstance(summed, BoundedSum)  # a plan makes both
         for name, lane in summed.lanes(strategy.lanes, layout).items():
             total, labels = aggregate.lanes[name], (name, round_num, attempt)
-            noise = self.noise.draw(summed.sigma(name), len(total), labels=labels)
+            noise = self.noise.draw(summed.sigma(name, lane), len(total), labels=labels)
             noisy = total.add_(noise.to(total.device))
             means[name] = noisy.mul_(lane.step / self.expected).to(layout.dtype)
         return Aggregate(lanes=means, num_clients=max(1, round(self.expected))), state

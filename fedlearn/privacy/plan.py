@@ -59,6 +59,9 @@ class PrivacyPlan(Ranged, ABC):
             contribution, > 0.
         num_wanted: Reports that a round expects: the public denominator of the mean.
         streams: Source of cohorts and noise.
+        sums_examples: Whether clients add up over their examples, and noise hides one example
+            added or removed, rather than a client. Nothing is clipped for that: the strategy's
+            lanes state what one example adds.
     """
 
     cohorts: UserCohorts
@@ -66,6 +69,7 @@ class PrivacyPlan(Ranged, ABC):
     noise_multiplier: Positive
     num_wanted: int
     streams: Streams
+    sums_examples: bool = False
 
     #: Descriptions, for people: which side adds the noise, and to what.
     mode_text: ClassVar[str]
@@ -90,7 +94,7 @@ class PrivacyPlan(Ranged, ABC):
     @property
     def accounted(self) -> Cohorts:
         """The cohorts of a round in the accountant's terms."""
-        return self.cohorts
+        return _cohorts_of_examples(self.cohorts) if self.sums_examples else self.cohorts
 
     @property
     def num_releases(self) -> int:
@@ -105,7 +109,7 @@ class PrivacyPlan(Ranged, ABC):
     @property
     def clip_text(self) -> str:
         """Description of the clip norm of updates."""
-        return f"{self.clip_norm:g}"
+        return "what one example adds" if self.sums_examples else f"{self.clip_norm:g}"
 
     @property
     def clip_quantile(self) -> float | None:
@@ -413,6 +417,8 @@ class DistributedPlan(PrivacyPlan):
         for lane in inner.lanes:
             if lane is not DELTA:
                 _require_bound(lane)
+            if self.sums_examples:
+                _require_example_bound(lane)
         return inner
 
 
@@ -506,9 +512,7 @@ class ExampleLevelPlan(PrivacyPlan):
     @property
     def accounted(self) -> Cohorts:
         """Cohorts of examples: an example is used whenever its user is sampled."""
-        cohorts = self.cohorts
-        size = cohorts.size if isinstance(cohorts, FixedCohorts) else cohorts.expected
-        return ExampleCohorts(cohorts.population, size)
+        return _cohorts_of_examples(self.cohorts)
 
     @property
     def num_releases(self) -> int:
@@ -595,6 +599,12 @@ class ExampleNoiseStrategy(StrategyWrapper):
         return [rules[id(update)] for update in updates]
 
 
+def _cohorts_of_examples(cohorts: UserCohorts) -> ExampleCohorts:
+    """Return the cohorts of examples: an example is used whenever its user is sampled."""
+    size = cohorts.size if isinstance(cohorts, FixedCohorts) else cohorts.expected
+    return ExampleCohorts(cohorts.population, size)
+
+
 def _require_equal_weights(inner: Strategy) -> None:
     if getattr(inner.aggregation, "by_examples", False):
         raise ValueError(
@@ -610,8 +620,14 @@ def _build_bounded_sum(plan: PrivacyPlan, inner: Strategy) -> BoundedSum:
     }
     # In units of its bound, each of the k lanes has norm 1, so together they have norm √k.
     multiplier = plan.noise_multiplier * math.sqrt(len(bounds))
-    multipliers = dict.fromkeys(bounds, multiplier)
-    return BoundedSum(bounds=bounds, multipliers=multipliers, largest=plan.cohorts.largest)
+    return BoundedSum(
+        bounds=bounds,
+        multipliers=dict.fromkeys(bounds, multiplier),
+        largest=plan.cohorts.largest,
+        example_bounds={lane.name: _require_example_bound(lane) for lane in inner.lanes}
+        if plan.sums_examples
+        else {},
+    )
 
 
 def _require_bound(lane: LaneSpec) -> float:
@@ -622,3 +638,14 @@ def _require_bound(lane: LaneSpec) -> float:
             f"adds to it; give {lane.name}_bound"
         )
     return lane.bound
+
+
+def _require_example_bound(lane: LaneSpec) -> float:
+    """Return the largest norm that one example adds; raises ValueError if nothing limits it."""
+    if lane.example_bound is None:
+        raise ValueError(
+            f'privacy.unit is "example", but {lane.name!r} declares no example_bound, so it may '
+            "be no sum over examples; give SumSpec an example_bound, or set privacy.unit to "
+            '"client"'
+        )
+    return lane.example_bound

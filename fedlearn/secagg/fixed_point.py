@@ -51,6 +51,7 @@ METRIC_SIZE = 2
 
 _CHUNK = 1 << 15  # float64 elements that stay in the cache
 _FEWEST_LEVELS = 8.0  # smallest ratio of a clipped norm to what rounding may add to it
+_FLOAT64_MARGIN = 2.0**-20  # what float64 adds to the norm of an example in exact sums, at most
 _TAIL = 14.0  # standard deviations that a sum's noise may reach
 _LINE_BYTES = 64  # a cache line: loading a vector register across two lines costs twice
 
@@ -226,9 +227,19 @@ def build_vector_lane(
 
 
 def build_noisy_lane(
-    name: str, *, size: int, bound: float, modulus_bits: int, num_clients: int, noise_share: float
+    name: str,
+    *,
+    size: int,
+    bound: float,
+    modulus_bits: int,
+    num_clients: int,
+    noise_share: float,
+    hidden_norm: float | None = None,
 ) -> Lane:
     """Build a lane for vectors of an L2 norm up to ``bound``, to which each client adds noise.
+
+    Where one example of a client is hidden, it moves the client's levels by its own norm and what
+    rounding adds: less than one level to each number of the sums with and without it.
 
     Args:
         name: Name of the lane.
@@ -237,22 +248,29 @@ def build_noisy_lane(
         modulus_bits: b.
         num_clients: n.
         noise_share: Standard deviation of one client's noise, divided by the norm of its levels,
-            > 0.
+            or of those that one of its examples adds, > 0.
+        hidden_norm: Largest norm of what one example adds to a vector; ``None``: noise hides the
+            client.
 
     Raises:
         ConfigError: The modulus is too narrow: rounding could add more than an eighth to a norm
             (sqrt(d) levels), or one client's noise would be below ``MIN_NOISE``.
     """
     tail, rounding = _TAIL * noise_share * math.sqrt(num_clients), math.sqrt(size)
-    # Solve n M + tail (M + sqrt(d)) < 2**(b - 1) for M.
+    share = 1.0  # of the bound: what is hidden
+    if hidden_norm is not None:
+        share, rounding = hidden_norm / bound * (1.0 + _FLOAT64_MARGIN), 2.0 * rounding
+    # Solve n M + tail (share M + rounding) < 2**(b - 1) for M.
     # Less 2: the noise is rounded up to whole levels, and the inequality is strict.
     room = (1 << (modulus_bits - 1)) - 2 - tail * rounding
-    max_level = min(math.floor(room / (num_clients + tail)), MAX_LEVEL)
-    if max_level < _FEWEST_LEVELS * rounding or noise_share * max_level < MIN_NOISE:
+    max_level = min(math.floor(room / (num_clients + tail * share)), MAX_LEVEL)
+    levels = share * max_level
+    if levels < _FEWEST_LEVELS * rounding or noise_share * levels < MIN_NOISE:
         raise ConfigError(
-            f"lane {name!r}: {modulus_bits} bits leave {max(max_level, 0)} levels for vectors of "
-            f"{size} numbers next to the noise of {num_clients} clients, and rounding alone makes "
-            f"such a vector longer by {rounding:.4g} levels; use a wider modulus"
+            f"lane {name!r}: {modulus_bits} bits leave {max(math.floor(levels), 0)} levels for "
+            f"vectors of {size} numbers next to the noise of {num_clients} clients, and rounding "
+            f"alone makes such a vector longer by {rounding:.4g} levels; use a wider modulus"
+            f"{'' if hidden_norm is None else ', or a lower bound of a client (max_examples)'}"
         )
     plain = Lane(
         name=name,
@@ -263,7 +281,7 @@ def build_noisy_lane(
         modulus_bits=modulus_bits,
         weighted=False,
     )
-    lane = replace(plain, noise=noise_share * plain.norm)
+    lane = replace(plain, noise=noise_share * (levels + rounding))
     lane.require_room(num_clients)
     return lane
 

@@ -122,6 +122,9 @@ class SecurePlan:
             "client's contribution, > 0; not set: clients add none."
         ),
     ] = None
+    hides_examples: Annotated[
+        bool, doc("Whether the noise hides one example of a client, rather than the client.")
+    ] = False
 
     def __post_init__(self) -> None:
         if wrong := describe_out_of_range(self):
@@ -194,7 +197,10 @@ class SecurePlan:
 
     @property
     def noise_share(self) -> float:
-        """Standard deviation of a client's noise in a lane, divided by the lane's norm; 0: none."""
+        """Standard deviation of a client's noise in a lane, divided by what it hides; 0: none.
+
+        That is the norm of the lane, or the largest norm of one example in it.
+        """
         if self.noise_multiplier is None:
             return 0.0
         # Scaled to norm 1 each, k lanes together have norm √k. Noise of independent clients adds up
@@ -206,11 +212,7 @@ class SecurePlan:
         """Return, for each lane of the strategy, the session's lanes that carry it end to end."""
         lanes = {DELTA.name: self._build_delta_lanes(layout)} if self.has_model else {}
         for lane in self.further:
-            assert lane.bound is not None  # checked when this was made
-            vector = self._build_lane(
-                lane.name, lane.size(layout), lane.bound, weighted=lane.weighted
-            )
-            lanes[lane.name] = (vector,)
+            lanes[lane.name] = (self._build_further_lane(lane, lane.size(layout)),)
         return lanes
 
     def lanes(self, layout: Layout) -> tuple[Lane, ...]:
@@ -256,7 +258,8 @@ class SecurePlan:
         is_less = self.num_assured < self.min_survivors
         assured = f"; {self.num_assured} if the coordinator lies" if is_less else ""
         scale = "x examples / max_examples" if self.by_examples else "x 1"
-        of_each = f"of each client: {self.noise_share:.4g} times its norm"
+        whose = "the norm of one of its examples" if self.hides_examples else "its norm"
+        of_each = f"of each client: {self.noise_share:.4g} times {whose}"
         levels = f"levels up to {lane.max_level}, n levels < 2^{lane.modulus_bits - 1}"
         step = f"step = {clip} / levels = {lane.step:.3g}"
         largest = f"at most n steps = {lane.largest_error(n):.3g}"
@@ -270,7 +273,8 @@ class SecurePlan:
         ]
         if self.noise_multiplier is not None:
             enough = f"so that {self.num_noisy} = {self.min_survivors} - A clients together have"
-            times = f"{self.noise_multiplier:.4g} times that of all lanes"
+            whose = "one example" if self.hides_examples else "all lanes"
+            times = f"{self.noise_multiplier:.4g} times that of {whose}"
             facts += [("noise", f"{of_each}, {enough} {times}")]
         return [
             *facts,
@@ -313,11 +317,24 @@ class SecurePlan:
         """Build the lane of one number of the delta, or of a query's first sum, to explain it."""
         if self.has_model:
             return self._build_lane(PARAMETERS, 1, self.clip_norm)
-        first = self.further[0]
-        assert first.bound is not None  # checked when this was made
-        return self._build_lane(first.name, 1, first.bound, weighted=first.weighted)
+        return self._build_further_lane(self.further[0], 1)
 
-    def _build_lane(self, name: str, size: int, bound: float, *, weighted: bool = True) -> Lane:
+    def _build_further_lane(self, spec: LaneSpec, size: int) -> Lane:
+        assert spec.bound is not None  # checked when this was made
+        hidden_norm = spec.example_bound if self.hides_examples else None
+        return self._build_lane(
+            spec.name, size, spec.bound, weighted=spec.weighted, hidden_norm=hidden_norm
+        )
+
+    def _build_lane(
+        self,
+        name: str,
+        size: int,
+        bound: float,
+        *,
+        weighted: bool = True,
+        hidden_norm: float | None = None,
+    ) -> Lane:
         num_clients = self.parameters.num_clients
         if self.noise_multiplier is not None:
             return build_noisy_lane(
@@ -327,6 +344,7 @@ class SecurePlan:
                 modulus_bits=self.modulus_bits,
                 num_clients=num_clients,
                 noise_share=self.noise_share,
+                hidden_norm=hidden_norm,
             )
         return build_vector_lane(
             name,

@@ -15,7 +15,7 @@ n, Σ u, Σ u²                    ``sums`` of a column
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, combinations_with_replacement
 from typing import ClassVar
 
 import torch
@@ -62,12 +62,12 @@ class MeanAndVariance(Statistic):
 
     def measure(self, table: ClientTable, schema: Schema, broadcast: State) -> Tensor:
         """Compute n, Σ u and Σ u² of each column."""
-        sums = []
+        sums = list[float]()
         for name in self.columns:
             u = _scale(table, schema, name)
             u = u[~u.isnan()]
-            sums += [torch.tensor(float(len(u))), u.sum(), u.square().sum()]
-        return torch.stack([each.double() for each in sums])
+            sums += [float(len(u)), _add_up(u), _add_up(u.square())]
+        return torch.tensor(sums, dtype=torch.float64)
 
     def rows(
         self, state: State, *, schema: Schema, sigmas: Sequence[float] | None
@@ -134,8 +134,10 @@ class Correlation(Statistic):
         """Compute n, Σ u and Σ u v."""
         u = torch.stack([_scale(table, schema, name) for name in self.columns], dim=1)
         u = u[~u.isnan().any(dim=1)]
-        products = (u.T @ u)[tuple(torch.triu_indices(u.shape[1], u.shape[1]))]
-        return torch.cat([torch.tensor([float(len(u))], dtype=u.dtype), u.sum(dim=0), products])
+        of_columns = u.unbind(dim=1)
+        pairs = combinations_with_replacement(of_columns, 2)
+        sums = [*map(_add_up, of_columns), *(_add_up(one * other) for one, other in pairs)]
+        return torch.tensor([float(len(u)), *sums], dtype=torch.float64)
 
     def rows(
         self, state: State, *, schema: Schema, sigmas: Sequence[float] | None
@@ -187,6 +189,11 @@ def _scale(table: ClientTable, schema: Schema, name: str) -> Tensor:
             "low and high, which scale them"
         )
     return scaled
+
+
+def _add_up(values: Tensor) -> float:
+    """Add up numbers exactly: so a row moves a sum by itself, whatever the others and the order."""
+    return math.fsum(values.tolist())
 
 
 def _place(schema: Schema, name: str) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from fedlearn.statistics.counts import (
     RowCount,
 )
 from fedlearn.statistics.moments import Correlation, MeanAndVariance
-from fedlearn.statistics.schema import COLUMNS, Column, Schema
+from fedlearn.statistics.schema import COLUMNS, CategoryColumn, Column, NumberColumn, Schema
 from fedlearn.statistics.search import FrequentTexts, Quantiles
 from fedlearn.statistics.statistic import Statistic
 
@@ -40,6 +40,8 @@ KINDS: Mapping[str, Sequence[type[Statistic]]] = {
     ]
     for each in _ALL
 }
+#: What privacy hides, as in ``privacy.unit``.
+CLIENT, EXAMPLE = "client", "example"
 #: Rounding may make a client's sums this much longer, which should not count as clipped.
 _MARGIN = 1e-9
 _NO_SUMS = frozenset({"min", "max", "minimum", "maximum", "range"})
@@ -168,6 +170,11 @@ class StatisticsPlan:
             return None
         return self.max_examples * (1.0 + _MARGIN)
 
+    @property
+    def row_bound(self) -> float:
+        """Largest L2 norm of what one row adds to what its client sends."""
+        return 1.0 + _MARGIN
+
     def require_bound(self, *, reason: str) -> None:
         """Check that what a client sends has a bound.
 
@@ -193,6 +200,39 @@ class StatisticsPlan:
                     f"columns.{open_ended[0]} has no low and high, but statistics[{place}] "
                     f"({statistic.kind}) needs a range of it for {reason}; give one that you know "
                     "without looking at the data"
+                )
+
+    def require_private(self, *, unit: str) -> None:
+        """Check that privacy can hide a client, or an example: one row.
+
+        Raises:
+            ConfigError: What is hidden adds without a bound, or could show by other means.
+        """
+        self.require_bound(reason="privacy")
+        if unit == EXAMPLE:
+            self._require_answers_to_any_row()
+
+    def _require_answers_to_any_row(self) -> None:
+        """Check that no number or known value that a row may have keeps its client from answering.
+
+        Otherwise a client that does not answer would show that it has such a row, and privacy could
+        not hide the row.
+
+        Raises:
+            ConfigError: A column lacks a range, or a name for other values.
+        """
+        for name, column in self.columns.items():
+            if isinstance(column, CategoryColumn) and column.other is None:
+                raise ConfigError(
+                    f'columns.{name}.other is missing, and privacy.unit is "example": a client '
+                    "with one row of another value could not answer, which would show the row; "
+                    'give all other values a name, such as other = "other"'
+                )
+            if isinstance(column, NumberColumn) and not column.has_range:
+                raise ConfigError(
+                    f'columns.{name} has no low and high, and privacy.unit is "example": a client '
+                    "with one infinite number could not answer, which would show its row; give a "
+                    "range that you know without looking at the data"
                 )
 
     def _check(self, statistic: Statistic, place: str) -> None:

@@ -19,7 +19,7 @@ from fedlearn.algorithms.query import Query, SumSpec
 from fedlearn.algorithms.strategy import State
 from fedlearn.core.features import Features
 from fedlearn.errors import ConfigError
-from fedlearn.statistics.plan import StatisticsPlan
+from fedlearn.statistics.plan import CLIENT, EXAMPLE, StatisticsPlan
 from fedlearn.statistics.schema import ClientTable
 from fedlearn.statistics.statistic import ResultRow
 
@@ -41,21 +41,26 @@ class StatisticsQuery(Query):
         >>> query = StatisticsQuery(plan='{"columns": {"age": {"kind": "number"}}, '
         ...                              '"statistics": [{"kind": "count", "columns": ["age"]}]}')
         >>> query.sums
-        {'answers': SumSpec(shape=(2,), bound=None, by_examples=False)}
+        {'answers': SumSpec(shape=(2,), bound=None, by_examples=False, example_bound=None)}
     """
 
     plan: Annotated[str, doc("The plan as JSON.")]
+    unit: Annotated[str, doc('What privacy hides: "client", or "example": one row of a table.')] = (
+        CLIENT
+    )
 
     def __post_init__(self) -> None:
+        if self.unit not in (CLIENT, EXAMPLE):
+            raise ValueError(f'unit is {self.unit!r}; give "{CLIENT}" or "{EXAMPLE}"')
         try:
             _ = self.parsed
         except ConfigError as error:  # at a client, the coordinator's settings are wrong
             raise ValueError(f"plan: {error}") from error
 
     @classmethod
-    def of(cls, plan: StatisticsPlan) -> "StatisticsQuery":
+    def of(cls, plan: StatisticsPlan, *, unit: str = CLIENT) -> "StatisticsQuery":
         """Build the query of a plan."""
-        return cls(plan=plan.to_json())
+        return cls(plan=plan.to_json(), unit=unit)
 
     @property
     def parsed(self) -> StatisticsPlan:
@@ -65,7 +70,10 @@ class StatisticsQuery(Query):
     @property
     def sums(self) -> Mapping[str, SumSpec]:
         """One vector of all statistics."""
-        return {ANSWERS: SumSpec(shape=(self.parsed.size,), bound=self.parsed.bound)}
+        plan = self.parsed
+        example_bound = plan.row_bound if self.unit == EXAMPLE else None
+        spec = SumSpec(shape=(plan.size,), bound=plan.bound, example_bound=example_bound)
+        return {ANSWERS: spec}
 
     def init(self) -> State:
         """Return the first states of the statistics."""
@@ -85,7 +93,11 @@ class StatisticsQuery(Query):
     def answer(self, features: Features, labels: Tensor, *, broadcast: Lanes) -> Lanes:
         """Add up the client's rows, scaled; places that the round does not use are zeros."""
         plan, round_num = self.parsed, int(broadcast[_ROUND])
-        table = ClientTable.from_features(features, labels, plan.columns).limit(plan.max_examples)
+        table = ClientTable.from_features(features, labels, plan.columns)
+        if self.unit == CLIENT:
+            # One row more or less changes the choice, so where a row is hidden, all count, and the
+            # sums are scaled down to the bound.
+            table = table.limit(plan.max_examples)
         states, scales = _split(broadcast, len(plan.statistics)), plan.scales(round_num)
         answers = torch.zeros(plan.size, dtype=torch.float64)
         for place, part in self._parts(round_num):

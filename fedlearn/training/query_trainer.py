@@ -79,8 +79,14 @@ class QueryTrainer:
                     f"sums declares {spec.shape}"
                 )
             lanes[name] = value.double().reshape(-1)
+        # The number of examples has no noise, so it would show a single one.
+        hides_examples = any(spec.example_bound is not None for spec in specs.values())
         return LocalResult(
-            tensors={}, num_examples=self.num_examples, metrics={}, state={}, lanes=lanes
+            tensors={},
+            num_examples=1 if hides_examples else self.num_examples,
+            metrics={},
+            state={},
+            lanes=lanes,
         )
 
     def evaluate(

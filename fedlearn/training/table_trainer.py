@@ -37,7 +37,7 @@ class TableTrainer:
         >>> table = {"age": [31, None, 47], "name": ["a", "b", "c"]}
         >>> trainer = TableTrainer(table, columns=["age"])
         >>> trainer.honors
-        ('StatisticsQuery', 'plan')
+        ('StatisticsQuery', 'plan', 'unit')
     """
 
     table: Mapping[str, Iterable[Any]] | Path | str  # Any: values of the user
@@ -52,8 +52,8 @@ class TableTrainer:
 
     @property
     def honors(self) -> Collection[str]:
-        """The query of statistics, and its only setting."""
-        return (StatisticsQuery.__name__, "plan")
+        """The query of statistics, and its settings."""
+        return (StatisticsQuery.__name__, "plan", "unit")
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Answer the plan in the settings; there are no tensors to train.

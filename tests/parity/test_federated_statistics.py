@@ -12,13 +12,14 @@ from torch import nn
 
 import fedlearn as fl
 from fedlearn.errors import ConfigError, DataError
+from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.statistics import ClientTable, StatisticsPlan
 from tests.e2e.noise import has_scale
 
 COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "age": {"kind": "number", "low": 0, "high": 100},
     "bmi": {"kind": "number", "low": 10, "high": 60},
-    "sex": {"kind": "category", "values": ["f", "m"]},
+    "sex": {"kind": "category", "values": ["f", "m"], "other": "other"},
     "dx": {"kind": "text", "width": 5},
 }
 ONE_ROUND: Sequence[Mapping[str, Any]] = [
@@ -135,9 +136,15 @@ def test_one_client_is_enough() -> None:
 
 # ---- Privacy ----------------------------------------------------------------------------------
 
+#: A client has 50 rows, and noise for a client as much as for two rows.
+CLIENTS: Mapping[str, Any] = {"unit": "client", "noise_multiplier": 0.04}
+ROWS: Mapping[str, Any] = {"unit": "example", "noise_multiplier": 2.0}
+SECURE: Mapping[str, Any] = {"secure_aggregation": MODULAR}
 PRIVATE: Sequence[Any] = [
-    pytest.param("central", {}, id="central"),
-    pytest.param("distributed", {"secure_aggregation": MODULAR}, id="distributed"),
+    pytest.param({"mode": "central", **CLIENTS}, {}, id="central"),
+    pytest.param({"mode": "central", **ROWS}, {}, id="central, rows"),
+    pytest.param({"mode": "distributed", **CLIENTS}, SECURE, id="distributed"),
+    pytest.param({"mode": "distributed", **ROWS}, SECURE, id="distributed, rows"),
 ]
 SEEDS: Sequence[Any] = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 
@@ -159,14 +166,14 @@ def private(mode: str, multiplier: float, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("mode", "way"), PRIVATE)
-def test_noise_is_as_large_as_stated(mode: str, way: dict[str, Any], seed: int) -> None:
+@pytest.mark.parametrize(("noise", "way"), PRIVATE)
+def test_noise_is_as_large_as_stated(noise: dict[str, Any], way: dict[str, Any], seed: int) -> None:
     """Errors in units of the stated ones are about 1; no result is far outside."""
     tables = draw_many()
     plan = plan_of(*ONE_ROUND)
     truth = values_of(fl.run_statistics(plan, tables))
     errors = list[float]()
-    privacy = private(mode, 0.04, reproducible=True)
+    privacy = {**noise, "target_delta": 1e-3, "reproducible": True}
     result = fl.run_statistics(plan, tables, seed=seed, privacy=privacy, **way)
     assert result.charge is None, "noise from a public seed promises nothing"
     for row in result.rows:
@@ -185,14 +192,14 @@ def test_noise_is_as_large_as_stated(mode: str, way: dict[str, Any], seed: int) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("mode", "way"), PRIVATE)
+@pytest.mark.parametrize(("noise", "way"), PRIVATE)
 def test_quantiles_and_texts_with_noise_are_within_their_stated_error(
-    mode: str, way: dict[str, Any], seed: int
+    noise: dict[str, Any], way: dict[str, Any], seed: int
 ) -> None:
     tables = draw_many()
     ages = np.concatenate([each["age"] for each in tables])
     counts = pd.Series([text for each in tables for text in each["dx"]]).value_counts().to_dict()
-    privacy = private(mode, 0.04, reproducible=True)
+    privacy = {**noise, "target_delta": 1e-3, "reproducible": True}
     result = fl.run_statistics(plan_of(*SEVERAL), tables, seed=seed, privacy=privacy, **way)
     for level, row in result["quantiles", "age"].items():
         assert row.rank_error is not None
@@ -252,6 +259,53 @@ def test_a_plan_of_one_round_is_one_charge_to_the_ledger_and_a_second_run_adds_t
     assert again.charge.num_rounds == 1
     assert again.charge.epsilon > first.charge.epsilon, "both are in the same ledger"
     assert "1 round charged" in str(again)
+
+
+@pytest.mark.parametrize(("mode", "way"), [("central", {}), ("distributed", SECURE)])
+def test_a_row_costs_what_one_gaussian_does_and_is_not_added_to_the_costs_of_clients(
+    mode: str, way: dict[str, Any]
+) -> None:
+    plan, tables = plan_of(*ONE_ROUND), draw_tables()
+    rows: dict[str, Any] = private(mode, 2.0, unit="example", population="ward 5")
+    found = fl.run_statistics(plan, tables, privacy=rows, **way)
+    assert found.charge is not None
+    assert found.charge.hidden == "one row added or removed"
+    assert found.charge.num_rounds == 1
+    assert found.charge.epsilon == pytest.approx(gaussian_epsilon(1.0 / 2.0, 1e-3), rel=1e-6)
+    with pytest.raises(ConfigError, match="no common guarantee; use the same sampling, mode and"):
+        fl.run_statistics(plan, tables, privacy=rows | {"unit": "client"}, **way)
+
+
+def test_no_more_than_sums_over_rows_can_hide_one() -> None:
+    """Neither the numbers of rows that clients have, nor a training or another query."""
+    rows = private("central", 2.0, unit="example")
+    plan, tables = plan_of(*ONE_ROUND), draw_tables()
+
+    class Seen:
+        def after_round(self, record: fl.RoundRecord, model: nn.Module) -> None:
+            counted.update(each.num_examples for each in record.participations)
+
+    counted = set[int]()
+    fl.run_statistics(plan, tables, privacy=rows, callbacks=[Seen()])
+    assert counted == {1}
+    fl.run_statistics(plan, tables, callbacks=[Seen()])
+    assert len(counted) > 2, "the control"
+    x, y = torch.zeros(9, 2), torch.zeros(9).long()
+    data = fl.from_arrays(x, y, partition=fl.Iid(3), test=(x, y), seed=0)
+    settings: Any = {"num_rounds": 1, "cohort": {"num_wanted": 3}}
+    moments = fl.Moments(num_features=2, max_examples=9, max_norm=1.0)
+    with pytest.raises(ConfigError, match="declares no example_bound"):
+        fl.simulate(None, data, moments, privacy=rows | {"clip_norm": 1.0}, **settings)
+    with pytest.raises(ConfigError, match=r'set privacy\.mode to "example"'):
+        fl.simulate(
+            lambda: nn.Linear(2, 2),
+            data,
+            fl.FedAvg(
+                fl.LocalSgd(epochs=1, batch_size=3, learning_rate=0.1), weight_by_examples=False
+            ),
+            privacy=rows | {"clip_norm": 1.0},
+            **settings,
+        )
 
 
 def test_a_plan_that_the_budget_cannot_pay_to_its_end_is_not_begun() -> None:
@@ -362,7 +416,7 @@ def test_suppressed_counts_are_counted_and_shown_as_such() -> None:
     result = fl.run_statistics(plan_of(asked), tables)
     assert result.num_suppressed == 2
     assert "2 counts suppressed" in str(result)
-    assert [row[3] for row in result.table()[1:]] == ["suppressed", "suppressed"]
+    assert [row[3] for row in result.table()[1:]] == ["suppressed", "suppressed", "0"]
     assert result.num_examples is None, "the plan does not ask for it"
 
 

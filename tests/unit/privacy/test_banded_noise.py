@@ -105,7 +105,7 @@ def errors(diagonals: tuple[int, ...], *, num_rounds: int) -> NDArray[np.float64
         (rounds.release(levels.clone(), round_num=each) - levels).numpy()
         for each, levels in enumerate(sums(num_rounds))
     ]
-    sigma = rounds.strategy.summed.sigma(DELTA.name) * math.hypot(*diagonals)
+    sigma = rounds.strategy.summed.sigma(DELTA.name, rounds.lane) * math.hypot(*diagonals)
     return np.stack(found) / sigma
 
 

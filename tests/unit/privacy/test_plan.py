@@ -56,7 +56,7 @@ def test_a_whole_contribution_moves_the_sums_by_one_over_the_multiplier(
         assert isinstance(summed, BoundedSum)
         assert summed.bounds.keys() == {lane.name for lane in each.lanes}
         lanes = summed.lanes(each.lanes, Params.of(nn.Linear(3, 2)).layout)
-        moved = [lane.levels / summed.sigma(name) for name, lane in lanes.items()]
+        moved = [lane.levels / summed.sigma(name, lane) for name, lane in lanes.items()]
         assert math.hypot(*moved) == pytest.approx(1.0 / noise_multiplier, rel=1e-9)
 
 
