@@ -21,6 +21,7 @@ from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatu
 from fedlearn.rounds.run import ResumedRound
 from fedlearn.store.lease import deploy
 from fedlearn.store.patience import Patience
+from fedlearn.store.queue_rows import require_name
 from fedlearn.store.runs import Database
 
 #: Another coordinator may be creating the run right now: how often to retry, and after how long.
@@ -28,19 +29,35 @@ _ATTEMPTS, _AGAIN_S = 20, 0.5
 
 
 def ensure_deployed(
-    database: Database, components: assembly.Deployment, *, name: str, clock: Clock
+    database: Database,
+    components: assembly.Deployment,
+    *,
+    name: str,
+    clock: Clock,
+    from_queue: bool = False,
 ) -> None:
     """Create and deploy the run called ``name`` if it does not exist yet.
 
+    Args:
+        database: The database of the run.
+        components: The run's parts.
+        name: Name of the run.
+        clock: Used to wait while another coordinator creates it.
+        from_queue: Whether a service runs it, out of the queue.
+
     Raises:
         ConfigError: The run exists with another configuration, or with one that cannot be read.
-        StoreError: The run cannot be created.
+        StoreError: The run cannot be created. Without ``from_queue``, the queue may have a run of
+            that name; with it, the run may have been cancelled.
     """
+    with database.reading() as session:  # before the attempts, since waiting does not help
+        require_name(session, name, from_queue=from_queue)
     for attempt in range(_ATTEMPTS):
         if any(record.name == name for record in database.runs()):
             break
         try:
-            database.create(replace(new_record(components, extra={}), name=name))
+            record = replace(new_record(components, extra={}), name=name)
+            database.create(record, from_queue=from_queue)
         except StoreUnavailable:
             raise
         except StoreError:

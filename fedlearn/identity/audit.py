@@ -34,6 +34,10 @@ class Action(StrEnum):
         CLIENT_ENROLLED: A client redeemed its invitation.
         CLIENT_REVOKED: A client, or its open invitation, is refused from now on.
         KEY_ROTATED: A client replaced its keys.
+        SERVICE_LED: A coordinator has taken the service's lease.
+        RUN_QUEUED: A run was submitted to the service.
+        RUN_CANCELLED: An operator took a run out of the queue, or asked to end it.
+        RUN_RETRIED: A failed or cancelled run was queued again.
         RUN_STARTED: A run was created.
         RUN_ADOPTED: A run that had only a folder got its record back.
         RUN_DEPLOYED: A run may be served to clients.
@@ -52,6 +56,10 @@ class Action(StrEnum):
     CLIENT_ENROLLED = "client.enrolled"
     CLIENT_REVOKED = "client.revoked"
     KEY_ROTATED = "key.rotated"
+    SERVICE_LED = "service.led"
+    RUN_QUEUED = "run.queued"
+    RUN_CANCELLED = "run.cancelled"
+    RUN_RETRIED = "run.retried"
     RUN_STARTED = "run.started"
     RUN_ADOPTED = "run.adopted"
     RUN_DEPLOYED = "run.deployed"

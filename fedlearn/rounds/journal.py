@@ -59,24 +59,44 @@ class RoundJournal(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeployedRun:
-    """The shared row of a deployed run, through which coordinators and operators interact.
+class LeaseState:
+    """A row with a lease, through which coordinators and operators interact.
 
     Attributes:
-        name: Name of the run.
-        run_id: Unique id by which clients know the run: 32 hexadecimal digits. A rollback to an
-            earlier checkpoint gives the run a new id.
+        name: Name of the run or the service.
         control: The operator's current instruction.
-        holder: The coordinator that runs it; empty after an orderly end.
-        epoch: Number of times that a coordinator has taken over the run.
+        holder: The coordinator that has the lease; empty after an orderly end.
+        epoch: Number of times that a coordinator has taken the lease.
         beat: Heartbeat counter, which grows while the holder is alive.
         status: The holder's latest status report; JSON values only.
     """
 
     name: str
-    run_id: str
     control: Control
     holder: str
     epoch: int
     beat: int
     status: Mapping[str, object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployedRun(LeaseState):
+    """The shared row of a deployed run.
+
+    Attributes:
+        run_id: Unique id by which clients know the run: 32 hexadecimal digits. A rollback to an
+            earlier checkpoint gives the run a new id.
+    """
+
+    run_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service(LeaseState):
+    """The shared row of a service, which runs the queue of its database.
+
+    Attributes:
+        uuid: Unique id of the service: 32 hexadecimal digits.
+    """
+
+    uuid: str

@@ -36,6 +36,7 @@ from fedlearn.store.engine import explain_errors, migrate, open_engine, serializ
 from fedlearn.store.holding import hold_run, is_held
 from fedlearn.store.interrupts import defer_interrupts
 from fedlearn.store.names import memorable_names
+from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, extend_queued, require_name
 from fedlearn.store.retention import DEFAULT_RETENTION
 from fedlearn.store.rounds import (
     RoundSummary,
@@ -83,10 +84,6 @@ def sqlite_url(path: Path) -> str:
 
 def allow_writes(_: Session) -> None:
     """Allow every write: the :data:`Guard` of a run that is not deployed."""
-
-
-class _NameTaken(StoreError):
-    """Another run has this name, or a folder of this name exists already."""
 
 
 class Database:
@@ -216,24 +213,22 @@ class Database:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def create(self, record: RunRecord) -> "StoredRun":
+    def create(self, record: RunRecord, *, from_queue: bool = False) -> "StoredRun":
         """Add a run under its own name, with a folder and its ``config.json``.
 
+        Args:
+            record: The run.
+            from_queue: Whether it is a run of the queue, which is running there. No other process
+                can create a run of that name.
+
         Raises:
-            StoreError: The name is taken or cannot name a folder, or the run cannot be written.
-                Nothing is left behind that would block another attempt.
+            StoreError: The name is taken or cannot name a folder, or the run cannot be written, or
+                is not running in the queue. Nothing is left behind that would block another
+                attempt.
         """
-        if not _NAME.fullmatch(record.name):
-            raise StoreError(
-                f"a run cannot be called {record.name!r}: use up to 64 letters, digits, "
-                "'-', '_' and '.', beginning with a letter or a digit"
-            )
-        if sys.platform == "win32" and _is_refused_by_windows(record.name):
-            raise StoreError(
-                f"a run cannot be called {record.name!r} on Windows: no file can have that name; "
-                "choose another one"
-            )
-        with self.writing() as session:
+        check_run_name(record.name)
+        with self.writing(lock=NAMES_LOCK) as session:
+            require_name(session, record.name, from_queue=from_queue)
             # Insert the row first: until the transaction ends, no other process can create a run
             # of this name, nor its folder.
             run_id = _insert_run(session, record=record)
@@ -252,7 +247,7 @@ class Database:
             StoreError: The run cannot be written; nothing of it is left behind.
         """
         for name in memorable_names(seed):
-            with suppress(_NameTaken):
+            with suppress(NameTaken):
                 return self.create(replace(record, name=name))
         raise AssertionError("there are names without end")
 
@@ -263,7 +258,8 @@ class Database:
             RunHeld: A process is running the run.
             StoreError: The name is taken, or the run cannot be written.
         """
-        with hold_run(self.runs_dir / record.name), self.writing() as session:
+        with hold_run(self.runs_dir / record.name), self.writing(lock=NAMES_LOCK) as session:
+            require_name(session, record.name, from_queue=False)
             run_id = _insert_run(session, record=record)
             for file in files:
                 session.add(build_row(CheckpointRow, file, run_id=run_id, file=file.path.name))
@@ -616,9 +612,11 @@ class StoredRun:
     def extend(self, num_rounds: int) -> None:
         """Set the number of rounds; a run that was done can then be resumed.
 
-        Any process may call this, even while another one runs the run.
+        A run of the queue that was done is queued again. Any process may call this, even while
+        another one runs the run.
         """
         with self.database.writing() as session:
+            extend_queued(session, self.name, num_rounds=num_rounds)
             row = session.get_one(RunRow, self._run_id)
             before, row.num_rounds = row.num_rounds, num_rounds
             if row.status is RunStatus.DONE:
@@ -703,7 +701,7 @@ def _new_folder(path: Path) -> Iterator[Path]:
         # Left by a process that was killed while it created a run: the folder is used, not
         # refused.
         if not _is_unfinished(path):
-            raise _NameTaken(
+            raise NameTaken(
                 f"{path} exists already; choose another name for the run, or move it away"
             ) from error
     with ExitStack() as undo:
@@ -734,7 +732,7 @@ def _insert_run(session: Session, *, record: RunRecord) -> int:
     try:
         session.flush()
     except IntegrityError as error:
-        raise _NameTaken(
+        raise NameTaken(
             f"there is a run called {record.name!r} already; choose another name"
         ) from error
     return row.id
@@ -749,6 +747,24 @@ def _build_run_record(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunR
     if record.status is RunStatus.RUNNING and is_held(runs_dir / record.name) is False:
         return replace(record, status=RunStatus.LOST)
     return record
+
+
+def check_run_name(name: str, *, noun: str = "run") -> None:
+    """Refuse a name that cannot name a folder.
+
+    Raises:
+        StoreError: It is not up to 64 letters, digits, ``-``, ``_`` and ``.``.
+    """
+    if not _NAME.fullmatch(name):
+        raise StoreError(
+            f"a {noun} cannot be called {name!r}: use up to 64 letters, digits, "
+            "'-', '_' and '.', beginning with a letter or a digit"
+        )
+    if sys.platform == "win32" and _is_refused_by_windows(name):
+        raise StoreError(
+            f"a {noun} cannot be called {name!r} on Windows: no file can have that name; "
+            "choose another one"
+        )
 
 
 def _is_refused_by_windows(name: str) -> bool:

@@ -30,6 +30,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import STATUSES, Status
 from fedlearn.rounds.records import Outcome, RunStatus
+from fedlearn.rounds.scheduling import QueueState
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -128,6 +129,13 @@ class Base(DeclarativeBase):
         ),
         Outcome: _Code(Outcome.AGGREGATED, Outcome.SKIPPED),
         Status: _Code(*STATUSES),
+        QueueState: _Code(
+            QueueState.QUEUED,
+            QueueState.RUNNING,
+            QueueState.DONE,
+            QueueState.FAILED,
+            QueueState.CANCELLED,
+        ),
     }
 
 
@@ -211,7 +219,18 @@ class CheckpointRow(Base):
     num_bytes: Mapped[int] = mapped_column(BigInteger)
 
 
-class DeploymentRow(Base):
+class LeasedRow:
+    """The columns of a lease; see :class:`fedlearn.rounds.journal.LeaseState`."""
+
+    uuid: Mapped[str] = mapped_column(String(32), unique=True)
+    control: Mapped[str] = mapped_column(String(8))
+    holder: Mapped[str] = mapped_column(Text)
+    epoch: Mapped[int] = mapped_column(BigInteger)
+    beat: Mapped[int] = mapped_column(BigInteger)
+    status: Mapped[Mapping[str, Any]]
+
+
+class DeploymentRow(LeasedRow, Base):
     """A deployed run; see :class:`fedlearn.rounds.journal.DeployedRun`."""
 
     __tablename__ = "deployments"
@@ -219,12 +238,37 @@ class DeploymentRow(Base):
     run_id: Mapped[int] = mapped_column(
         ForeignKey("runs.id"), primary_key=True, autoincrement=False
     )
-    uuid: Mapped[str] = mapped_column(String(32), unique=True)
-    control: Mapped[str] = mapped_column(String(8))
-    holder: Mapped[str] = mapped_column(Text)
-    epoch: Mapped[int] = mapped_column(BigInteger)
-    beat: Mapped[int] = mapped_column(BigInteger)
-    status: Mapped[Mapping[str, Any]]
+
+
+class ServiceRow(LeasedRow, Base):
+    """A service of many runs; see :class:`fedlearn.rounds.journal.Service`."""
+
+    __tablename__ = "services"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+
+
+class QueueRow(Base):
+    """A run in the queue; see :class:`fedlearn.rounds.scheduling.QueuedRun`.
+
+    A queued run may never start, so it stores the run's name and not a foreign key.
+    """
+
+    __tablename__ = "queue"
+
+    id: Mapped[int] = mapped_column(primary_key=True)
+    name: Mapped[str] = mapped_column(String(64), unique=True)
+    study: Mapped[str] = mapped_column(String(64))
+    priority: Mapped[int]
+    after: Mapped[str] = mapped_column(String(64))
+    start_from: Mapped[Mapping[str, Any]]
+    config: Mapped[Mapping[str, Any]]
+    state: Mapped[QueueState]
+    reason: Mapped[str] = mapped_column(_PlainText)
+    submitted_by: Mapped[str] = mapped_column(_PlainText)
+    submitted_utc: Mapped[str] = mapped_column(String(32))
+    started_utc: Mapped[str] = mapped_column(String(32))
+    ended_utc: Mapped[str] = mapped_column(String(32))
 
 
 class OpenRoundRow(Base):

@@ -35,7 +35,9 @@ from fedlearn.identity.rosters import IdentityRoster
 from fedlearn.parallel.task import Progress
 from fedlearn.rounds.journal import Control
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
+from fedlearn.rounds.scheduling import Submission
 from fedlearn.store.lease import Lease, set_control
+from fedlearn.store.queue import RunQueue
 from fedlearn.store.runs import Database
 
 NAN, ASIDE = "the delta is not finite", "it is set aside until it reconnects"
@@ -198,6 +200,23 @@ def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
     other = build_deployment(config(tmp_path, client={"epochs": 7}), data_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"client\.epochs: \d then, 7 now; restore"):
         ensure_deployed(site.database, other, name="federation", clock=clock)
+
+
+def test_a_coordinator_leaves_the_runs_of_the_queue_to_the_service(
+    site: Site, tmp_path: Path
+) -> None:
+    """Whether or not they have started, and the service starts no run that is not in the queue."""
+    clock = SystemClock()
+    components = build_deployment(config(tmp_path), data_dir=tmp_path)
+    queue = RunQueue(site.database, clock)
+    queue.submit(Submission(name="queued", config={}, start_from={}))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="the queue has a run called 'queued'"):
+            ensure_deployed(site.database, components, name="queued", clock=clock)
+        queue.start("queued")
+        ensure_deployed(site.database, components, name="queued", clock=clock, from_queue=True)
+    with pytest.raises(StoreError, match="'federation' is not in the queue"):
+        ensure_deployed(site.database, components, name="federation", clock=clock, from_queue=True)
 
 
 def test_without_a_coordinator_it_is_said_so(site: Site) -> None:

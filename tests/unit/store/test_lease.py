@@ -14,10 +14,21 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participations
 from fedlearn.errors import DeploymentError, Fenced, StoreError
-from fedlearn.rounds.journal import OpenRound
+from fedlearn.rounds.journal import LeaseState, OpenRound
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord, RunStatus
 from fedlearn.store.journal import StoredJournal
-from fedlearn.store.lease import Lease, deploy, find_deployment, list_deployments, set_control
+from fedlearn.store.lease import (
+    RUN_LEASE,
+    SERVICE_LEASE,
+    Lease,
+    LeaseKind,
+    deploy,
+    ensure_service,
+    find_deployment,
+    find_service,
+    list_deployments,
+    set_control,
+)
 from fedlearn.store.runs import Database, StoredRun
 from tests.records import RUN
 
@@ -49,6 +60,32 @@ def a_lease(database: Database, holder: str, clock: VirtualClock | None = None) 
     """Return a coordinator's lease; each has its own clock, unless one is given."""
     clock = VirtualClock() if clock is None else clock
     return Lease(database, RUN.name, holder=holder, ttl_s=TTL_S, clock=clock)
+
+
+class Leases:
+    """Leases of one kind on one row, each with its own clock unless one is given."""
+
+    def __init__(self, database: Database, kind: LeaseKind) -> None:
+        self.database = database
+        self.kind = kind
+        self.name = RUN.name if kind is RUN_LEASE else "clinics"
+
+    def __call__(
+        self, holder: str, clock: VirtualClock | None = None, *, heir_of: str = ""
+    ) -> Lease:
+        clock = VirtualClock() if clock is None else clock
+        named = {"holder": holder, "heir_of": heir_of}
+        return Lease(self.database, self.name, ttl_s=TTL_S, clock=clock, kind=self.kind, **named)
+
+    def find(self) -> LeaseState:
+        return self.kind.find(self.database, self.name)
+
+
+@pytest.fixture(params=[RUN_LEASE, SERVICE_LEASE], ids=["run", "service"])
+def leases(request: pytest.FixtureRequest, database: Database) -> Leases:
+    """Leases of a run and of a service, in turn."""
+    ensure_service(database, "clinics")
+    return Leases(database, request.param)
 
 
 def take_over(database: Database) -> tuple[Lease, Lease]:
@@ -106,31 +143,31 @@ def test_the_holder_hears_what_the_operator_wants(database: Database) -> None:
 # -- the lease ----------------------------------------------------------------------------
 
 
-def test_a_free_lease_is_taken_at_once_and_by_one(database: Database) -> None:
+def test_a_free_lease_is_taken_at_once_and_by_one(leases: Leases) -> None:
     """The second coordinator has to wait."""
-    one, two = a_lease(database, "one"), a_lease(database, "two")
+    one, two = leases("one"), leases("two")
     assert one.try_acquire()
     assert not two.try_acquire()
     assert (one.is_held(), two.is_held()) == (True, False)
 
 
-def test_a_silent_holder_is_taken_over_after_the_time_to_live(database: Database) -> None:
+def test_a_silent_holder_is_taken_over_after_the_time_to_live(leases: Leases) -> None:
     """Measured by the waiting coordinator's own clock, from its first look."""
     clock = VirtualClock(1e6)
-    one, two = a_lease(database, "one"), a_lease(database, "two", clock)
+    one, two = leases("one"), leases("two", clock)
     assert one.try_acquire()
     assert not two.try_acquire()
     clock.sleep(TTL_S - 0.01)
     assert not two.try_acquire()
     clock.sleep(0.01)
     assert two.try_acquire()
-    assert find_deployment(database, RUN.name).epoch == 2
+    assert leases.find().epoch == 2
 
 
-def test_a_holder_that_renews_is_never_taken_over(database: Database) -> None:
+def test_a_holder_that_renews_is_never_taken_over(leases: Leases) -> None:
     """However long another one waits."""
     clock = VirtualClock()
-    one, two = a_lease(database, "one"), a_lease(database, "two", clock)
+    one, two = leases("one"), leases("two", clock)
     assert one.try_acquire()
     for _ in range(20):
         assert not two.try_acquire()
@@ -138,23 +175,23 @@ def test_a_holder_that_renews_is_never_taken_over(database: Database) -> None:
         one.renew({})
 
 
-def test_one_of_several_waiters_takes_over(database: Database) -> None:
+def test_one_of_several_waiters_takes_over(leases: Leases) -> None:
     """The others then wait for the new holder."""
-    assert a_lease(database, "dead").try_acquire()
+    assert leases("dead").try_acquire()
     clock = VirtualClock()
-    waiting = [a_lease(database, f"waiter-{number}", clock) for number in range(3)]
+    waiting = [leases(f"waiter-{number}", clock) for number in range(3)]
     assert [lease.try_acquire() for lease in waiting] == [False] * 3
     clock.sleep(TTL_S)
     assert [lease.try_acquire() for lease in waiting] == [True, False, False]
-    assert find_deployment(database, RUN.name).holder == "waiter-0"
+    assert leases.find().holder == "waiter-0"
 
 
 class Interrupted(VirtualClock):
     """A clock whose third reading lets another coordinator acquire the lease first."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, leases: Leases) -> None:
         super().__init__()
-        self.other = a_lease(database, "other")
+        self.other = leases("other")
         self.reads = 0
 
     def now_s(self) -> float:
@@ -164,19 +201,19 @@ class Interrupted(VirtualClock):
         return super().now_s()
 
 
-def test_a_change_between_looking_and_taking_is_noticed(database: Database) -> None:
+def test_a_change_between_looking_and_taking_is_noticed(leases: Leases) -> None:
     """Two coordinators that saw the same free lease cannot both acquire it."""
-    clock = Interrupted(database)
-    lease = a_lease(database, "one", clock)
+    clock = Interrupted(leases)
+    lease = leases("one", clock)
     assert not lease.try_acquire()
     assert not lease.is_held()
     assert clock.other.is_held()
-    assert find_deployment(database, RUN.name).holder == "other"
+    assert leases.find().holder == "other"
 
 
-def test_a_released_lease_is_taken_at_once(database: Database) -> None:
+def test_a_released_lease_is_taken_at_once(leases: Leases) -> None:
     """After an orderly exit, the next coordinator need not wait."""
-    one, two = a_lease(database, "one"), a_lease(database, "two")
+    one, two = leases("one"), leases("two")
     assert one.try_acquire()
     one.release()
     assert not one.is_held()
@@ -184,20 +221,20 @@ def test_a_released_lease_is_taken_at_once(database: Database) -> None:
     with pytest.raises(Fenced):
         one.renew({})
     one.release()
-    assert find_deployment(database, RUN.name).holder == "two"
+    assert leases.find().holder == "two"
 
 
-def test_an_acquisition_of_which_no_answer_came_is_repeated(database: Database) -> None:
+def test_an_acquisition_of_which_no_answer_came_is_repeated(leases: Leases) -> None:
     """The holder in the row is itself, so it does not wait for it to expire."""
-    lease = a_lease(database, "one")
-    assert a_lease(database, "one").try_acquire()
+    lease = leases("one")
+    assert leases("one").try_acquire()
     assert lease.try_acquire()
 
 
-def test_a_holder_doubts_before_others_take_over(database: Database) -> None:
+def test_a_holder_doubts_before_others_take_over(leases: Leases) -> None:
     """By its own clock, without a query; a renewal restores its confidence."""
     clock = VirtualClock()
-    lease = a_lease(database, "one", clock)
+    lease = leases("one", clock)
     assert not lease.is_held()
     assert lease.try_acquire()
     clock.sleep(TTL_S * 0.7)
@@ -208,11 +245,11 @@ def test_a_holder_doubts_before_others_take_over(database: Database) -> None:
     assert lease.is_held()
 
 
-def test_waiting_ends_when_it_is_told_to(database: Database) -> None:
+def test_waiting_ends_when_it_is_told_to(leases: Leases) -> None:
     """Otherwise it ends when the holder's lease expires."""
-    assert a_lease(database, "dead").try_acquire()
+    assert leases("dead").try_acquire()
     clock = VirtualClock()
-    waiter = a_lease(database, "waiter", clock)
+    waiter = leases("waiter", clock)
     assert not waiter.acquire(is_stopped=lambda: clock.now_s() > 2.0)
     assert waiter.acquire(is_stopped=lambda: False)
     assert TTL_S <= clock.now_s() <= TTL_S + waiter.renew_every_s
@@ -322,3 +359,55 @@ def test_a_lease_that_was_never_held_guards_too(database: Database) -> None:
     run = database.run(RUN.name, guard=a_lease(database, "standby").guard)
     with pytest.raises(Fenced, match=r"coordinated by no process \(epoch 0\), not by standby"):
         run.commit(checkpoint_after(0))
+
+
+# -- services -----------------------------------------------------------------------------
+
+
+def test_a_database_has_one_service(database: Database) -> None:
+    """Its queue and its clients are the database's, so a second one would share them."""
+    first = ensure_service(database, "clinics")
+    assert ensure_service(database, "clinics") == find_service(database, "clinics") == first
+    assert (len(first.uuid), first.control, first.holder, first.epoch) == (32, "run", "", 0)
+    with pytest.raises(DeploymentError, match="belongs to the service 'clinics', not to 'wards'"):
+        ensure_service(database, "wards")
+    with pytest.raises(DeploymentError, match="called 'clinic'; did you mean 'clinics'"):
+        find_service(database, "clinic")
+    with pytest.raises(StoreError, match=r"a service cannot be called '\.\./x'"):
+        ensure_service(database, "../x")
+
+
+def test_a_holder_of_either_kind_that_was_taken_over_is_fenced(leases: Leases) -> None:
+    """Its guard raises, and the new holder's does not."""
+    clock = VirtualClock()
+    old, new = leases("old"), leases("new", clock)
+    assert old.try_acquire()
+    assert not new.try_acquire()
+    with leases.database.writing() as session:
+        old.guard(session)
+    clock.sleep(TTL_S)
+    assert new.try_acquire()
+    with (
+        pytest.raises(Fenced, match=rf"^{leases.kind.noun} .* by new \(epoch 2\), not by old"),
+        leases.database.writing() as session,
+    ):
+        old.guard(session)
+    with leases.database.writing() as session:
+        new.guard(session)
+
+
+def test_an_heir_takes_the_lease_of_its_predecessor_at_once(leases: Leases) -> None:
+    """Control: another process waits, and so does the heir of another holder."""
+    dead = leases("dead")
+    assert dead.try_acquire()
+    assert not leases("stranger").try_acquire()
+    assert not leases("other", heir_of="somebody").try_acquire()
+    heir = leases("heir", heir_of="dead")
+    assert heir.try_acquire()
+    assert heir.predecessor == "dead"
+    with pytest.raises(Fenced):
+        dead.renew({})
+    heir.release()
+    next_one = leases("next", heir_of="heir")
+    assert next_one.try_acquire()
+    assert next_one.predecessor == ""

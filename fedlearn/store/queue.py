@@ -1,0 +1,238 @@
+"""The queue of runs in the database, shared by operators' commands and the service.
+
+Every transition locks the run's row and checks its state, so that of two processes one succeeds and
+the other gets an error that says why.
+"""
+
+from collections.abc import Collection
+from typing import NoReturn
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from fedlearn.core.clock import WallClock, utc
+from fedlearn.core.words import did_you_mean
+from fedlearn.errors import DeploymentError
+from fedlearn.identity.audit import Action
+from fedlearn.rounds.records import RunStatus
+from fedlearn.rounds.scheduling import QueuedRun, QueueState, Submission
+from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, extend_queued, lock_row
+from fedlearn.store.runs import Database, Guard, allow_writes, check_run_name
+from fedlearn.store.schema import DeploymentRow, QueueRow, RunRow, build_record, build_row
+
+#: Why a run ended that its operator cancelled.
+CANCELLED_BY_OPERATOR = "cancelled by the operator"
+
+_REMEDIES = {
+    QueueState.QUEUED: "`fedlearn cancel` removes it from the queue",
+    QueueState.RUNNING: "`fedlearn cancel` ends it",
+    QueueState.DONE: "`fedlearn extend` adds rounds",
+    QueueState.FAILED: "`fedlearn retry` queues it again",
+    QueueState.CANCELLED: "`fedlearn retry` queues it again",
+}
+
+
+class RunQueue:
+    """The runs that were submitted to the service of a database, in every state.
+
+    Every method raises :class:`~fedlearn.errors.StoreError` if the database cannot be read or
+    written, and :class:`~fedlearn.errors.DeploymentError` if the queue has no such run or its state
+    does not allow the change. :meth:`start` and :meth:`finish` are the service's, which passes the
+    guard of its lease; they also raise :class:`~fedlearn.errors.Fenced` after a takeover, and may
+    be repeated after a crash. All other methods may be called by any process.
+    """
+
+    def __init__(
+        self, database: Database, clock: WallClock, *, guard: Guard = allow_writes
+    ) -> None:
+        self._database = database
+        self._clock = clock
+        self._guard = guard
+
+    def submit(self, submission: Submission) -> QueuedRun:
+        """Queue a run; its name is then reserved.
+
+        Raises:
+            DeploymentError: ``after`` or ``start_from`` names a run that does not exist.
+            StoreError: The name is taken, or cannot name a run.
+        """
+        check_run_name(submission.name)
+        with self._database.writing(lock=NAMES_LOCK) as session:
+            _require_free(session, submission.name)
+            queued = set(session.scalars(select(QueueRow.name)))
+            if submission.after:
+                _require_known(submission.after, queued, where="in the queue", option="--after")
+            if source := submission.start_from.get("run", ""):
+                runs = queued.union(session.scalars(select(RunRow.name)))
+                _require_known(source, runs, where="in this database", option="--from")
+            new = {"reason": "", "started_utc": "", "ended_utc": ""}
+            row = build_row(
+                QueueRow,
+                submission,
+                state=QueueState.QUEUED,
+                submitted_by=self._database.actor.label,
+                submitted_utc=self._now_utc(),
+                **new,
+            )
+            session.add(row)
+            session.flush()  # it gives the row its id
+            self._record(session, Action.RUN_QUEUED, row, priority=row.priority, after=row.after)
+            return build_record(row, QueuedRun)
+
+    def list(self) -> list[QueuedRun]:
+        """Return all runs of the queue, in the order of submission."""
+        with self._database.reading() as session:
+            rows = session.scalars(select(QueueRow).order_by(QueueRow.id))
+            return [build_record(row, QueuedRun) for row in rows]
+
+    def find(self, name: str) -> QueuedRun:
+        """Return the run called ``name``; the error suggests the nearest name."""
+        with self._database.reading() as session:
+            row = session.scalar(select(QueueRow).where(QueueRow.name == name))
+            return _refuse_unknown(session, name) if row is None else build_record(row, QueuedRun)
+
+    def cancel(self, name: str) -> QueuedRun:
+        """Cancel a run that is not over, and return it.
+
+        A queued run is cancelled at once. A running one is aborted: it is ``running`` until the
+        service has ended it.
+        """
+        with self._database.writing() as session:
+            row = _lock(session, name)
+            if row.state.is_over:
+                raise DeploymentError(f"{name} is {row.state}, so there is nothing to cancel")
+            if row.state is QueueState.QUEUED or not _set_control(session, name, "abort"):
+                # A running one without a deployment has begun nothing, and never will: see
+                # `Database.create` and `deploy`, which look at the state.
+                self._end(row, QueueState.CANCELLED, CANCELLED_BY_OPERATOR)
+            self._record(session, Action.RUN_CANCELLED, row)
+            return build_record(row, QueuedRun)
+
+    def retry(self, name: str) -> QueuedRun:
+        """Queue a failed or cancelled run again, at its old place, and return it.
+
+        It resumes at its last checkpoint.
+        """
+        with self._database.writing() as session:
+            row = _lock(session, name)
+            if row.state not in (QueueState.FAILED, QueueState.CANCELLED):
+                raise DeploymentError(
+                    f"{name} is {row.state}, neither failed nor cancelled; {_REMEDIES[row.state]}"
+                )
+            row.state, row.reason, row.ended_utc = QueueState.QUEUED, "", ""
+            self._record(session, Action.RUN_RETRIED, row)
+            return build_record(row, QueuedRun)
+
+    def extend(self, name: str, num_rounds: int) -> QueuedRun:
+        """Raise the total number of rounds of a run to ``num_rounds``, and return it.
+
+        A run that is done is queued again; all others keep their state.
+        """
+        with self._database.writing() as session:
+            row = _lock(session, name)
+            run = session.scalar(select(RunRow).where(RunRow.name == name))
+            before = row.config["num_rounds"] if run is None else run.num_rounds
+            if num_rounds <= before:
+                raise DeploymentError(
+                    f"{name} has {before} rounds already; give more than that (--rounds)"
+                )
+            extend_queued(session, name, num_rounds=num_rounds)
+            if run is not None:
+                run.num_rounds = num_rounds
+                if run.status is RunStatus.DONE:
+                    run.status = RunStatus.RUNNING
+            self._record(
+                session,
+                Action.RUN_EXTENDED,
+                row,
+                from_rounds=before,
+                to_rounds=num_rounds,
+            )
+            return build_record(row, QueuedRun)
+
+    def start(self, name: str) -> QueuedRun:
+        """Record that the service starts a queued run, and return it; no-op if it is running."""
+        with self._database.writing() as session:
+            self._guard(session)
+            row = _lock(session, name)
+            if row.state.is_over:
+                raise DeploymentError(f"{name} is {row.state}; {_REMEDIES[row.state]}")
+            if row.state is QueueState.QUEUED:
+                row.state, row.started_utc = QueueState.RUNNING, self._now_utc()
+                # It may have been cancelled in an earlier life; a pause still holds.
+                _set_control(session, name, "run", instead_of="abort")
+            return build_record(row, QueuedRun)
+
+    def finish(self, name: str, state: QueueState, *, reason: str) -> QueuedRun:
+        """Record how a running run ended, and return it; no-op if it is not running any more.
+
+        A run that was extended after its last round is queued again instead of ``done``.
+
+        Args:
+            name: Name of the run.
+            state: ``DONE``, ``FAILED`` or ``CANCELLED``.
+            reason: Why it failed or was cancelled; empty otherwise.
+        """
+        assert state.is_over
+        with self._database.writing() as session:
+            self._guard(session)
+            row = _lock(session, name)
+            if row.state is not QueueState.RUNNING:
+                return build_record(row, QueuedRun)
+            status = session.scalar(select(RunRow.status).where(RunRow.name == name))
+            if state is QueueState.DONE and status is not RunStatus.DONE:
+                row.state = QueueState.QUEUED
+            else:
+                self._end(row, state, reason)
+            return build_record(row, QueuedRun)
+
+    def _record(self, session: Session, action: Action, row: QueueRow, **facts: object) -> None:
+        session.flush()
+        self._database.record_act(session, action, subject=row.name, details=facts)
+
+    def _end(self, row: QueueRow, state: QueueState, reason: str) -> None:
+        row.state, row.reason, row.ended_utc = state, reason, self._now_utc()
+
+    def _now_utc(self) -> str:
+        return utc(self._clock.unix_s())
+
+
+def _require_free(session: Session, name: str) -> None:
+    state = session.scalar(select(QueueRow.state).where(QueueRow.name == name))
+    if state is not None:
+        raise NameTaken(
+            f"the queue has a run called {name!r}, which is {state}; {_REMEDIES[state]}, or choose "
+            "another name (--name)"
+        )
+    if session.scalar(select(RunRow.id).where(RunRow.name == name)) is not None:
+        raise NameTaken(f"there is a run called {name!r} already; choose another name (--name)")
+
+
+def _require_known(name: str, known: Collection[str], *, where: str, option: str) -> None:
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise DeploymentError(f"{option} {name}: there is no such run {where}; {hint}".rstrip("; "))
+
+
+def _lock(session: Session, name: str) -> QueueRow:
+    row = lock_row(session, name)
+    return _refuse_unknown(session, name) if row is None else row
+
+
+def _refuse_unknown(session: Session, name: str) -> NoReturn:
+    hint = did_you_mean(name, session.scalars(select(QueueRow.name)))
+    raise DeploymentError(
+        f"the queue has no run called {name!r}; {hint}`fedlearn queue` lists them all"
+    )
+
+
+def _set_control(session: Session, name: str, control: str, *, instead_of: str = "") -> bool:
+    """Send a command to a run's deployment; return whether it was sent.
+
+    It is not sent if there is no deployment, or if the last command is not ``instead_of``.
+    """
+    run_id = select(RunRow.id).where(RunRow.name == name).scalar_subquery()
+    changed = update(DeploymentRow).where(DeploymentRow.run_id == run_id).values(control=control)
+    if instead_of:
+        changed = changed.where(DeploymentRow.control == instead_of)
+    return session.scalar(changed.returning(DeploymentRow.run_id)) is not None

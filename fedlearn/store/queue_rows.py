@@ -1,0 +1,55 @@
+"""The queue's rows, as code that creates and extends runs needs them.
+
+The queue reserves the names of its runs: nothing else can create a run of such a name.
+"""
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from fedlearn.errors import StoreError
+from fedlearn.rounds.scheduling import QueueState
+from fedlearn.store.schema import QueueRow
+
+#: Lock of transactions that give a run its name, in the runs or in the queue.
+NAMES_LOCK = 7_306_087_434
+
+
+class NameTaken(StoreError):
+    """Another run has this name, in the runs or in the queue, or its folder exists already."""
+
+
+def lock_row(session: Session, name: str) -> QueueRow | None:
+    """Return the row of the run called ``name``, locked until the transaction ends."""
+    return session.scalar(select(QueueRow).where(QueueRow.name == name).with_for_update())
+
+
+def require_name(session: Session, name: str, *, from_queue: bool) -> None:
+    """Check that a run may be created under ``name``; the caller holds :data:`NAMES_LOCK`.
+
+    Args:
+        session: The transaction that creates the run.
+        name: Name of the run.
+        from_queue: Whether the run comes from the queue, where it must be running.
+
+    Raises:
+        NameTaken: It does not come from the queue, but the queue has a run of that name.
+        StoreError: It comes from the queue, but is not running there.
+    """
+    row = lock_row(session, name)
+    if not from_queue and row is not None:
+        raise NameTaken(
+            f"the queue has a run called {name!r} (`fedlearn queue`); choose another name"
+        )
+    if from_queue and (row is None or row.state is not QueueState.RUNNING):
+        stands = "is not in the queue" if row is None else f"is {row.state} in the queue"
+        raise StoreError(f"run {name!r} {stands}, so it does not start")
+
+
+def extend_queued(session: Session, name: str, *, num_rounds: int) -> None:
+    """Set the number of rounds of a run, if the queue has it; one that was done is queued again."""
+    row = lock_row(session, name)
+    if row is None:
+        return
+    row.config = {**row.config, "num_rounds": num_rounds}
+    if row.state is QueueState.DONE:
+        row.state, row.ended_utc = QueueState.QUEUED, ""
