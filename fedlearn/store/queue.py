@@ -16,7 +16,7 @@ from fedlearn.errors import DeploymentError
 from fedlearn.identity.audit import Action
 from fedlearn.rounds.records import RunStatus
 from fedlearn.rounds.scheduling import QueuedRun, QueueState, Submission
-from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, extend_queued, lock_row
+from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, lock_row, queue_again
 from fedlearn.store.runs import Database, Guard, allow_writes, check_run_name
 from fedlearn.store.schema import DeploymentRow, QueueRow, RunRow, build_record, build_row
 
@@ -136,8 +136,10 @@ class RunQueue:
                 raise DeploymentError(
                     f"{name} has {before} rounds already; give more than that (--rounds)"
                 )
-            extend_queued(session, name, num_rounds=num_rounds)
-            if run is not None:
+            queue_again(session, name)
+            if run is None:
+                row.config = {**row.config, "num_rounds": num_rounds}
+            else:  # whose configuration stays that of its beginning, as in its record
                 run.num_rounds = num_rounds
                 if run.status is RunStatus.DONE:
                     run.status = RunStatus.RUNNING

@@ -45,11 +45,8 @@ def require_name(session: Session, name: str, *, from_queue: bool) -> None:
         raise StoreError(f"run {name!r} {stands}, so it does not start")
 
 
-def extend_queued(session: Session, name: str, *, num_rounds: int) -> None:
-    """Set the number of rounds of a run, if the queue has it; one that was done is queued again."""
+def queue_again(session: Session, name: str) -> None:
+    """Queue a run again that was done, if the queue has it."""
     row = lock_row(session, name)
-    if row is None:
-        return
-    row.config = {**row.config, "num_rounds": num_rounds}
-    if row.state is QueueState.DONE:
+    if row is not None and row.state is QueueState.DONE:
         row.state, row.ended_utc = QueueState.QUEUED, ""

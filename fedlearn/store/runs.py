@@ -36,7 +36,7 @@ from fedlearn.store.engine import explain_errors, migrate, open_engine, serializ
 from fedlearn.store.holding import hold_run, is_held
 from fedlearn.store.interrupts import defer_interrupts
 from fedlearn.store.names import memorable_names
-from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, extend_queued, require_name
+from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, queue_again, require_name
 from fedlearn.store.retention import DEFAULT_RETENTION
 from fedlearn.store.rounds import (
     RoundSummary,
@@ -616,7 +616,7 @@ class StoredRun:
         another one runs the run.
         """
         with self.database.writing() as session:
-            extend_queued(session, self.name, num_rounds=num_rounds)
+            queue_again(session, self.name)
             row = session.get_one(RunRow, self._run_id)
             before, row.num_rounds = row.num_rounds, num_rounds
             if row.status is RunStatus.DONE:
