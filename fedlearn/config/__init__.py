@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from fedlearn.config.files import load as load
     from fedlearn.config.files import render as render
     from fedlearn.config.section import Section as Section
+    from fedlearn.config.serving import ServiceConfig as ServiceConfig
     from fedlearn.config.serving import ServingConfig as ServingConfig
+    from fedlearn.config.serving import load_service as load_service
     from fedlearn.config.serving import load_serving as load_serving
+    from fedlearn.config.submitted import for_service as for_service
     from fedlearn.config.tree import Config as Config
     from fedlearn.config.tree import config_hash as config_hash
 
@@ -32,7 +35,8 @@ _HOME = {
     "client": "ClientConfig load_client",
     "files": "from_mapping load render",
     "section": "Section",
-    "serving": "ServingConfig load_serving",
+    "serving": "ServiceConfig ServingConfig load_service load_serving",
+    "submitted": "for_service",
     "tree": "Config config_hash",
 }
 

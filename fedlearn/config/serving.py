@@ -1,16 +1,33 @@
-"""The part of a deployment's configuration that operators need, loaded without importing torch."""
+"""The part of a deployment's configuration that operators need, loaded without importing torch.
 
+A deployment of one run has this part in the run's own file. A service of many runs has a file of
+its own, which describes no run: experiments are submitted to it.
+"""
+
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Any, Final, Protocol
+
+from pydantic import Field
 
 from fedlearn.config.problems import Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths
-from fedlearn.config.section import RunName, Section
+from fedlearn.config.section import Problem, RunName, Section
 from fedlearn.config.service import ServiceSection
 from fedlearn.config.store import StoreSection
 from fedlearn.config.tables import PLAN_KEYS, TABLES, Use
 from fedlearn.errors import ConfigError
+
+#: Keys of the tables that a service and its runs share, which each run sets for itself.
+KEYS_OF_A_RUN: Final[Mapping[str, tuple[str, ...]]] = {
+    "store": ("checkpoint_every_s", "keep_last", "keep_every", "keep_best"),
+    "coordinator": ("patience_s", "send_ahead", "set_aside_after", "eligibility", "training"),
+}
+
+
+#: Unknown keys count as ours, so that they are refused where all others are checked.
+_ANY = Use.SERVING
 
 
 class HasStore(Protocol):
@@ -41,8 +58,54 @@ class ServingConfig(Section):
     coordinator: ServiceSection = ServiceSection()
 
 
+class ManyRunsSection(Section):
+    """How a service runs the queue of its database."""
+
+    max_concurrent_runs: Annotated[int, Field(ge=1, le=16)] = Field(
+        2, description="Most runs that are at work at a time, from 1 to 16; the others are queued."
+    )
+
+
+class ServiceConfig(ServingConfig):
+    """The configuration of a service of many runs; ``name`` is that of the service."""
+
+    service: ManyRunsSection = ManyRunsSection()
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse keys that belong to the runs, whose files say what applies to each."""
+        for table, keys in KEYS_OF_A_RUN.items():
+            given = getattr(self, table).model_fields_set
+            for key in keys:
+                if key in given:
+                    text = "belongs to a run; set it in the experiments that you submit"
+                    yield Problem((f"{table}.{key}",), text)
+
+
+def load_service(path: Path) -> ServiceConfig:
+    """Load the configuration of a service of many runs from a TOML file.
+
+    Raises:
+        ConfigError: As :func:`fedlearn.config.files.load`, or the file describes a run.
+    """
+    return _validate_service(path, *read(path))
+
+
+def _validate_service(path: Path, raw: dict[str, Any], toml: str) -> ServiceConfig:
+    # Any: not validated yet
+    of_runs = [key for key in raw if key in PLAN_KEYS or Use.SERVING not in TABLES.get(key, _ANY)]
+    if of_runs:
+        raise ConfigError(
+            f"{path}: {', '.join(of_runs)}: belongs to an experiment, and this is the file of a "
+            "service; keep them apart, and queue the experiment with `fedlearn submit`"
+        )
+    raw = with_absolute_paths(raw, path.absolute().parent, root=ServiceConfig)
+    return validate(ServiceConfig, raw, sources=Sources(str(path), toml))
+
+
 def load_serving(path: Path) -> HasService:
     r"""Load from a TOML file how its deployment is served, and ignore what it computes.
+
+    The file of a service of many runs gives a :class:`ServiceConfig`.
 
     If that part is invalid, the whole file is loaded instead, so that the error lists all problems.
 
@@ -58,11 +121,13 @@ def load_serving(path: Path) -> HasService:
         'clinics'
     """
     raw, toml = read(path)
+    if "service" in raw:
+        return _validate_service(path, raw, toml)
     # Unknown keys stay in, to be refused below.
     served = {
         key: value
         for key, value in raw.items()
-        if key not in PLAN_KEYS and Use.SERVING in TABLES.get(key, Use.SERVING)
+        if key not in PLAN_KEYS and Use.SERVING in TABLES.get(key, _ANY)
     }
     served = with_absolute_paths(served, path.absolute().parent, root=ServingConfig)
     with suppress(ConfigError):
