@@ -106,7 +106,8 @@ def coordinator(
     """
     from fedlearn.cli.environment import track_progress
     from fedlearn.config import load
-    from fedlearn.deployment.coordinator import Start, coordinate
+    from fedlearn.deployment.coordinator import coordinate
+    from fedlearn.deployment.hosted_run import Start
     from fedlearn.deployment.places import Places
 
     start = Start.RESTORED if restored else Start.WHERE_IT_IS

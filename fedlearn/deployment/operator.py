@@ -336,12 +336,13 @@ def _describe_wait(status: _Status, *, control: Control) -> list[str]:
                 f"loss {format_number(progress['loss'])}, "
                 f"{progress['examples_per_s']:.0f} examples/s"
             )
-    num_set_aside = status.get("set_aside", 0)
+    num_set_aside, num_elsewhere = status.get("set_aside", 0), status.get("elsewhere", 0)
     num_refused = len(status.get("other_version", ()))
     if phase is Phase.WAITING:
         lines.append(
             f"it needs {status['needed']} eligible clients: {status.get('connected', 0)} "
             f"are connected, {status.get('eligible', 0)} of them eligible"
+            + (f" ({num_elsewhere} work for another run)" if num_elsewhere else "")
             + (f", {num_set_aside} set aside" if num_set_aside else "")
             + (f", {num_refused} refused because of their version" if num_refused else "")
         )

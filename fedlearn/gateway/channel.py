@@ -30,6 +30,7 @@ from fedlearn.gateway.connections import Sessions
 from fedlearn.gateway.exchanges import Exchanges, LiveQuestion, Offer
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.questions import ACCEPTED, QuestionState, Ruling, refuse_unusable
+from fedlearn.gateway.served_runs import ServedRuns
 from fedlearn.gateway.upload_store import LoggedReply, OpeningRecord, ReplyLog, remove_exchanges
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, CohortRequests, are_same, decode_reply, require_free
@@ -58,7 +59,7 @@ class GatewayChannel:
     is not recorded.
 
     Attributes:
-        loop: The event loop of the server; ``exchanges`` and ``sessions`` are only used on it.
+        loop: The server's event loop; ``runs``, ``exchanges`` and ``sessions`` are only used on it.
         folder: For outgoing requests and incoming replies.
         recovery_grace_s: Minimum time that clients have to reconnect to a resumed exchange.
         changed: Set by the server when a client connects, disconnects, or changes its eligibility.
@@ -67,6 +68,7 @@ class GatewayChannel:
     """
 
     loop: LoopThread
+    runs: ServedRuns
     exchanges: Exchanges
     sessions: Sessions
     run_id: str
@@ -90,16 +92,19 @@ class GatewayChannel:
         self._passing = self.folder / "passing" / SecretBytes.generate(8).reveal().hex()
 
     def available(self) -> Sequence[ClientId]:
-        """Return the clients that are connected and eligible, by number."""
-        return tuple(self.loop.ask(self.sessions.find_eligible))
+        """Return the clients that the run may ask now, by number.
+
+        They are connected and eligible, and neither work for another run nor are kept for one.
+        """
+        return self.loop.ask(partial(self.runs.find_available, self.run_id))
 
     def set_aside(self, client_id: ClientId) -> None:
         """Make a client unavailable until it reconnects."""
-        self.loop.post(partial(self.sessions.set_aside, client_id))
+        self.loop.post(partial(self.sessions.set_aside, client_id, run_id=self.run_id))
 
     def num_set_aside(self) -> int:
         """Return the number of connected clients that are set aside."""
-        return len(self.loop.ask(self.sessions.find_set_aside))
+        return len(self.loop.ask(partial(self.sessions.find_set_aside, self.run_id)))
 
     def wait_for(self, num: int, check: Check) -> None:
         """Wait until ``num`` clients are available, or ``check`` raises."""
@@ -284,7 +289,8 @@ class GatewayChannel:
     ) -> list[Offer]:
         """Encode each request once; large ones go to files instead of staying in memory."""
         folder = self._passing / "requests"
-        has_older = not self.loop.ask(partial(self.sessions.all_speak_newest, client_ids))
+        all_speak_newest = partial(self.sessions.all_speak_newest, run_id=self.run_id)
+        has_older = not self.loop.ask(partial(all_speak_newest, client_ids))
         with explain_disk_errors(
             folder, raises=StoreError, doing="write the requests of a round to"
         ):

@@ -114,15 +114,47 @@ def count_call(
             del running[client_id]
 
 
+@dataclass(kw_only=True, eq=False)
+class Audience:
+    """The clients that one run may ask.
+
+    Attributes:
+        admits: Whether a client may be sent the run's tasks, judged by what it reports.
+        needs_newest: Why the run needs the newest protocol; empty if it does not.
+        changed: Called when a client connects, disconnects, or changes its eligibility.
+        num_wanted: Number of clients that a round would ask. Clients check in at any pace until so
+            many are eligible.
+    """
+
+    run_id: str
+    admits: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
+    needs_newest: str
+    changed: Callable[[], None]
+    num_wanted: int = 0
+
+    def may_ask(self, session: "ServerSession") -> bool:
+        """Whether the client of a session may be sent the run's tasks."""
+        if session.only_looks or self.run_id in session.set_aside_by:
+            return False
+        if session.only_run not in (None, self.run_id):
+            return False
+        if self.needs_newest and session.protocol != wire.PROTOCOL:
+            return False
+        return self.admits(session.client, session.eligibility)
+
+
 class ServerSession:
     """One connected client.
 
     Attributes:
         protocol: The protocol version that it speaks.
         software: The software that it runs, as it reports.
-        is_eligible: Whether it may be sent tasks.
+        eligible_for: Ids of the runs whose tasks it may be sent.
         only_looks: Whether it disconnects after the welcome, so it must not be sent tasks.
-        is_set_aside: Whether it is sent no tasks while it is connected, because it keeps failing.
+        only_run: Id of the only run in which an earlier client takes part; ``None``: it may take
+            part in any.
+        set_aside_by: Ids of runs that send it no tasks while it is connected, because it keeps
+            failing in them.
         since_s: When it connected, on the server's clock.
         held: Replies for which the client still waits for a receipt.
         ending: Why the session has ended; ``None`` while it is open.
@@ -134,9 +166,10 @@ class ServerSession:
         self.protocol = hello.protocol
         self.software = hello.software[:MAX_SOFTWARE]
         self.eligibility = hello.eligibility
-        self.is_eligible = False
+        self.eligible_for: frozenset[str] = frozenset()
         self.only_looks = hello.only_looks
-        self.is_set_aside = False
+        self.only_run: str | None = None
+        self.set_aside_by = set[str]()
         self.since_s = since_s
         self.held = tuple(hello.held[:_MAX_HELD])
         self.ending: CallStatus | None = None
@@ -203,24 +236,19 @@ class Sessions:
     """All sessions, at most one for each client.
 
     Attributes:
-        admits: Whether a client may be sent tasks, judged by the eligibility that it reports.
-        changed: Called when a client connects, disconnects, or changes its eligibility.
         pace: Decides when clients that are not needed come back.
         versions: Which protocol versions may connect.
+        audiences: By id of a run, whom it may ask.
         is_needed: Whether a client's reply is awaited; such a client is never sent away.
-        num_wanted: Number of clients that a round would ask. Clients check in at any pace until so
-            many are eligible.
     """
 
     settings: GatewaySettings
-    admits: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
-    changed: Callable[[], None]
     counters: GatewayCounters
     clock: Clock
     pace: Pace
     versions: Versions = field(default_factory=Versions)
+    audiences: dict[str, Audience] = field(default_factory=dict)
     is_needed: Callable[[ClientId], bool] = lambda _: False
-    num_wanted: int = 0
     _sessions: dict[ClientId, ServerSession] = field(default_factory=dict)  # the oldest first
     _touched: dict[ClientId, ServerSession] = field(default_factory=dict)
 
@@ -235,15 +263,25 @@ class Sessions:
         """Return all sessions."""
         return list(self._sessions.values())
 
-    def find_eligible(self) -> list[ClientId]:
-        """Return the ids of clients that may be sent tasks, in ascending order."""
-        return sorted(each for each, session in self._sessions.items() if session.is_eligible)
+    def find_eligible(self, run_id: str) -> list[ClientId]:
+        """Return the ids of clients that may be sent tasks of a run, in ascending order."""
+        return sorted(
+            each for each, session in self._sessions.items() if run_id in session.eligible_for
+        )
 
     def may_check_in(self, client_id: ClientId) -> bool:
         """Return whether a client may check in now: the pace allows it, or the client is needed."""
         if self.pace.admits() or self.is_needed(client_id):
             return True
-        return sum(each.is_eligible for each in self._sessions.values()) < self.num_wanted
+        # A run that wants no clients must not cost a look at all of them.
+        return any(
+            self._num_eligible(each.run_id) < each.num_wanted
+            for each in self.audiences.values()
+            if each.num_wanted
+        )
+
+    def _num_eligible(self, run_id: str) -> int:
+        return sum(run_id in each.eligible_for for each in self._sessions.values())
 
     def take_touched(self) -> list[ServerSession]:
         """Return the last session of each client that changed since the last call.
@@ -278,25 +316,27 @@ class Sessions:
     def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
         """Update a client's eligibility with its latest report."""
         session.eligibility = eligibility
-        may_be_asked = not (session.only_looks or session.is_set_aside)
-        session.is_eligible = may_be_asked and self.admits(session.client, eligibility)
+        session.eligible_for = frozenset(
+            run_id for run_id, each in self.audiences.items() if each.may_ask(session)
+        )
         self._touch(session)
 
     def _touch(self, session: ServerSession) -> None:
         self._touched[session.client.client_id] = session
-        self.changed()
+        for audience in self.audiences.values():
+            audience.changed()
 
-    def set_aside(self, client_id: ClientId) -> None:
-        """Send a client no more tasks until it reconnects."""
+    def set_aside(self, client_id: ClientId, *, run_id: str) -> None:
+        """Send a client no more tasks of a run until it reconnects."""
         session = self._sessions.get(client_id)
-        if session is not None and not session.is_set_aside:
-            session.is_set_aside = True
+        if session is not None and run_id not in session.set_aside_by:
+            session.set_aside_by.add(run_id)
             self.reconsider(session, session.eligibility)
             _log.warning("client_set_aside", client_id=client_id, name=session.client.name)
 
-    def all_speak_newest(self, client_ids: Iterable[ClientId]) -> bool:
-        """Return whether all these clients are known to speak the newest protocol."""
-        if not self.versions.allows_older():
+    def all_speak_newest(self, client_ids: Iterable[ClientId], *, run_id: str) -> bool:
+        """Return whether all these clients of a run are known to speak the newest protocol."""
+        if self.audiences[run_id].needs_newest:
             return True
         found = (self._sessions.get(each) for each in client_ids)
         return all(each is not None and each.protocol == wire.PROTOCOL for each in found)
@@ -313,9 +353,11 @@ class Sessions:
         session.cut(CallStatus(grpc.StatusCode.FAILED_PRECONDITION, reason, "protocol"))
         self.leave(session)
 
-    def find_set_aside(self) -> list[ClientId]:
-        """Return the ids of clients that are set aside, in ascending order."""
-        return sorted(each for each, session in self._sessions.items() if session.is_set_aside)
+    def find_set_aside(self, run_id: str) -> list[ClientId]:
+        """Return the ids of clients that a run has set aside, in ascending order."""
+        return sorted(
+            each for each, session in self._sessions.items() if run_id in session.set_aside_by
+        )
 
     def push(self, client_id: ClientId, message: bytes) -> bool:
         """Send a message to a client; return whether it is connected."""

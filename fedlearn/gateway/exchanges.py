@@ -5,7 +5,7 @@ Each time an exchange asks clients, that is one question, with its own key and l
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isfinite
@@ -134,13 +134,16 @@ class LiveQuestion:
 
 @dataclass(kw_only=True, eq=False)
 class Exchanges:
-    """Runs exchanges, one after the other; each asks clients once or several times.
+    """Runs the exchanges of one run, one after the other; each asks clients once or several times.
 
     Attributes:
         is_leader: Whether this coordinator may accept replies now.
         is_recovering: Whether a crash has left an unfinished exchange. Until it is opened again,
             every client may be one that it needs.
         num_unlogged: Verified replies that are not durable yet.
+        next_turn: Returns the number of a question, in the order in which all runs ask.
+        is_turn: Whether a client that is asked works for this run now, not first for another.
+        released: Called with clients that no longer work for this run.
     """
 
     history: VerdictHistory
@@ -151,6 +154,10 @@ class Exchanges:
     clock: Clock
     is_recovering: bool
     num_unlogged: int = 0
+    next_turn: Callable[[], int] = lambda: 0
+    is_turn: Callable[[ClientId], bool] = lambda _: True
+    released: Callable[[Collection[ClientId]], None] = lambda _: None
+    _turns: dict[TaskKey, int] = field(default_factory=dict)  # of open questions
     _live: dict[TaskKey, LiveQuestion] = field(default_factory=dict)
     _questions: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # the last question
     _waiters: dict[tuple[TaskKey, ClientId], Waiter] = field(default_factory=dict)
@@ -168,6 +175,7 @@ class Exchanges:
         """Send tasks to all participants; replies that an earlier process logged count already."""
         now_s = self.clock.now_s()
         self._live[live.state.key] = live
+        self._turns[live.state.key] = self.next_turn()
         self._questions |= dict.fromkeys(live.state.participants, live)
         self.is_recovering = False
         self.history.open(live.state.key)
@@ -181,7 +189,7 @@ class Exchanges:
         for client_id, participant in live.state.participants.items():
             self._cancelled.pop(client_id, None)
             session = self.sessions.find(client_id)
-            if participant.is_taken or session is None:
+            if participant.is_taken or session is None or not self.is_turn(client_id):
                 continue
             offer = live.find_offer(client_id).for_protocol(session.protocol)
             if personal := live.personal.get(client_id, b""):
@@ -193,7 +201,7 @@ class Exchanges:
             if self.sessions.push(client_id, message):
                 live.state.move(client_id, ClientPhase.CONNECTED, now_s=now_s)
         for session in self.sessions.all():
-            self.send_missed_verdicts(session)
+            self.send_missed_verdicts(session, run_id=live.state.key.run_id)
 
     def send_prefetch(
         self, key: TaskKey, offer: Offer, client_ids: Sequence[ClientId], last_round_num: int
@@ -240,6 +248,7 @@ class Exchanges:
         else:
             self.counters.refused[ruling.cause] += 1
         self._settle(live.state.key, client_id, ruling)
+        self.released((client_id,))
 
     def close(self, live: LiveQuestion, *, by_itself: bool, reason: str = "") -> None:
         """Take no more replies; clients receive the reason once the close is durable."""
@@ -281,10 +290,13 @@ class Exchanges:
 
     # Clients.
 
-    def send_missed_verdicts(self, session: ServerSession) -> None:
-        """Send the verdicts on the replies that a client holds; keep those that are unknown."""
+    def send_missed_verdicts(self, session: ServerSession, *, run_id: str) -> None:
+        """Send the verdicts on the replies to a run that a client holds; keep the unknown ones."""
         unknown = []
         for key in session.held:
+            if key.run_id != run_id:
+                unknown.append(key)
+                continue
             judgment = self._judge(TaskKey.of(key), session.client.client_id)
             if isinstance(judgment, Ruling):
                 self._send_verdict(TaskKey.of(key), session, judgment)
@@ -292,17 +304,28 @@ class Exchanges:
                 unknown.append(key)
         session.held = tuple(unknown)
 
-    def greet(self, session: ServerSession) -> None:
-        """Send a client that has just connected the messages that it missed."""
+    def send_missed_cancel(self, session: ServerSession) -> None:
+        """Tell a client that has just connected if its task was cancelled meanwhile."""
         client_id = session.client.client_id
-        live = self._questions.get(client_id)
         if client_id in self._cancelled:
             session.push(_encode_cancel(self._cancelled.pop(client_id), "the round has closed"))
+
+    def send_task(self, session: ServerSession) -> None:
+        """Send a client its task, if its reply is awaited."""
+        client_id = session.client.client_id
+        live = self._questions.get(client_id)
         if live is not None and live.state.is_awaited(client_id):
             personal = live.personal.get(client_id, b"")
             offer = live.find_offer(client_id).for_protocol(session.protocol)
             session.push(self._encode_task(live, offer, personal))
             self.set_phase(client_id, ClientPhase.CONNECTED)
+
+    def find_turn(self, client_id: ClientId) -> int | None:
+        """Return the number of the question on which a client works; ``None``: on none."""
+        live = self._questions.get(client_id)
+        if live is None or live.state.participants[client_id].ruling is not None:
+            return None
+        return self._turns[live.state.key]
 
     def is_needed(self, client_id: ClientId) -> bool:
         """Whether the open exchange waits for this client."""
@@ -571,10 +594,12 @@ class Exchanges:
         """Remove a question from the open ones; return whether it was there."""
         if self._live.get(live.state.key) is not live:
             return False
-        del self._live[live.state.key]
+        del self._live[live.state.key], self._turns[live.state.key]
         for client_id in live.state.participants:
             if self._questions.get(client_id) is live:
                 del self._questions[client_id]
+        # The others were released with their verdict.
+        self.released([each for each, it in live.state.participants.items() if it.ruling is None])
         return True
 
     def _max_inline_bytes(self) -> int:

@@ -54,6 +54,7 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         "clients",
         connected="Connected clients.",
         eligible="Connected clients that may be asked.",
+        elsewhere="Of them, those that work for another run of this coordinator now.",
         set_aside="Connected clients that are not asked because they keep failing: "
         "coordinator.set_aside_after.",
     ),

@@ -1,8 +1,8 @@
 """The gRPC server of a coordinator: clients connect with mutual TLS, and all they do is bounded.
 
 It is an asyncio loop on its own thread; another thread logs replies, and four more read and write
-files. The round loop talks to it through a :class:`GatewayChannel`, as
-``docs/explanation/deployment.md`` shows. No client, active or silent, can delay another one, or the
+files. The round loop of each run talks to it through a :class:`GatewayChannel`, as
+``docs/explanation/deployment.md`` shows. No client, active or silent, can delay another one, or a
 run.
 """
 
@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from functools import partial
-from pathlib import Path
 from typing import cast
 
 import grpc
@@ -31,6 +30,7 @@ from fedlearn.errors import DeploymentError, ProtocolError, StoreError
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.channel import Check, GatewayChannel, Waiting
 from fedlearn.gateway.connections import (
+    Audience,
     CallEnded,
     CallStatus,
     Context,
@@ -52,10 +52,10 @@ from fedlearn.gateway.pace import Pace
 from fedlearn.gateway.processor_time import ProcessorTime
 from fedlearn.gateway.questions import (
     ACCEPTED,
-    ClientPhase,
     VerdictHistory,
     refuse_unusable,
 )
+from fedlearn.gateway.served_runs import RunTerms, ServedRun, ServedRuns
 from fedlearn.gateway.settings import GatewaySettings
 from fedlearn.gateway.token_bucket import TokenBucket
 from fedlearn.gateway.transfers import Transfers
@@ -68,7 +68,7 @@ from fedlearn.transport.addresses import is_loopback
 from fedlearn.transport.content import TaskKey
 from fedlearn.transport.grpc_client import NAME_METADATA
 
-__all__ = ["Gateway", "GatewayChannel", "GatewaySettings"]
+__all__ = ["Gateway", "GatewayChannel", "GatewaySettings", "RunTerms"]
 
 _POLL_S = 1.0  # between two reads of the registry and of the leadership
 _STOP_S = 0.5  # after the grace period, for cancelled calls to end
@@ -99,15 +99,12 @@ class Gateway:
     """The gRPC server of a coordinator, on its own thread.
 
     Attributes:
-        uploads_dir: Folder for requests and replies in transit; used by this run alone.
+        runs: The runs that are served from the start; :meth:`open_run` adds others.
         authority: Issues and serves certificates; ``None``: plaintext on the loopback, where
             clients are trusted to give their own names, for tests and demonstrations.
-        eligible: Whether a client may be sent tasks, judged by what it reports.
-        is_leader: Whether this coordinator may accept replies now; must be cheap.
+        is_leader: Whether this coordinator may serve clients now; must be cheap.
         beat_s: Longest silence towards a client, in seconds, so that it knows that this
             coordinator is alive; 0: unlimited, since no other coordinator can take over.
-        needs_newest: Why the run needs clients of the newest protocol; empty: the previous one
-            suffices.
         public_addresses: Where clients reach the coordinator from now on; empty: where they do
             now.
         pace: Limits the rate of check-ins; ``None``: the rate is measured.
@@ -119,14 +116,11 @@ class Gateway:
     settings: GatewaySettings
     _: KW_ONLY
     registry: Registry
-    run_id: str
-    uploads_dir: Path
+    runs: Sequence[RunTerms]
     authority: Authority | None
-    eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
     is_leader: Callable[[], bool]
     clock: RealClock
     beat_s: float = 0.0
-    needs_newest: str = ""
     public_addresses: Sequence[str] = ()
     pace: Pace | None = None
 
@@ -134,7 +128,6 @@ class Gateway:
         self.counters = GatewayCounters()
         self.address = ""
         self.enrolment_address = ""
-        self._changed = threading.Event()
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
         self._strangers = self._num_paced = self._num_connections = 0
@@ -145,12 +138,10 @@ class Gateway:
         self._enrolled = EnrolledClients(self.registry, self._apply_enrolments, self.clock)
         self._sessions = Sessions(
             settings=self.settings,
-            admits=self.eligible,
-            changed=self._changed.set,
             counters=self.counters,
             clock=self.clock,
             pace=self._pace,
-            versions=Versions(needs_newest=self.needs_newest),
+            versions=Versions(needs_newest=self._explain_newest_protocol),
         )
 
     def start(self) -> None:
@@ -160,35 +151,17 @@ class Gateway:
             DeploymentError: A port cannot be opened, or is not on the loopback without TLS.
             StoreError: The upload store cannot be read.
         """
-        # 1. Recover from the logs of earlier processes which replies counted, so that clients that
-        # missed their receipt still get one.
-        history, is_recovering = VerdictHistory(self.run_id), False
-        for name, log in read_exchange_logs(self.uploads_dir / "replies", run_id=self.run_id):
-            if log.closed is None:
-                is_recovering = True
-            else:
-                taken = log.replies[: log.closed.num_consumed]
-                rulings = {each.client_id: ACCEPTED for each in taken}
-                for number, reason in log.closed.refused.items():
-                    rulings[ClientId(int(number))] = refuse_unusable(reason)
-                history.remember(TaskKey.of_folder(self.run_id, name), rulings)
-        # A coordinator that no longer leads would delete the files of its successor.
-        if self.is_leader():
-            shutil.rmtree(self.uploads_dir / "passing", ignore_errors=True)
-        # 2. Build the parts. They all belong to the loop's thread from here on.
+        # They all belong to the loop's thread from here on.
         self._loop = LoopThread("gateway")
         self._writer = GroupWriter(self._loop.post)
         self._files = ThreadPoolExecutor(4, thread_name_prefix="gateway-files")
-        self._exchanges = Exchanges(
-            history=history,
-            sessions=self._sessions,
-            writer=self._writer,
-            is_leader=self.is_leader,
-            counters=self.counters,
-            clock=self.clock,
-            is_recovering=is_recovering,
+        unserved = self._build_exchanges(
+            VerdictHistory(""), is_leader=self.is_leader, is_recovering=False
         )
-        self._sessions.is_needed = self._exchanges.is_needed
+        self._served = ServedRuns(sessions=self._sessions, unserved=unserved, clock=self.clock)
+        self._sessions.is_needed = self._served.is_needed
+        for terms in self.runs:
+            self.open_run(terms)
         self._contacts = Contacts(
             registry=self.registry,
             sessions=self._sessions,
@@ -196,7 +169,7 @@ class Gateway:
             clock=self.clock,
         )
         self._transfers = Transfers(
-            exchanges=self._exchanges,
+            runs=self._served,
             files=self._files,
             find_objection=self._find_objection,
             stall_timeout_s=self.settings.stall_timeout_s,
@@ -218,27 +191,97 @@ class Gateway:
         self._loop.call(self._close(grace_s, reason)).result()
         self._end()
 
+    def open_run(self, terms: RunTerms) -> None:
+        """Serve a run from now on, besides those that are served already.
+
+        Raises:
+            StoreError: Its upload store cannot be read.
+        """
+        # The logs of earlier processes say which replies counted, so that clients that missed their
+        # receipt still get one.
+        history, is_recovering = VerdictHistory(terms.run_id), False
+        for name, log in read_exchange_logs(terms.uploads_dir / "replies", run_id=terms.run_id):
+            if log.closed is None:
+                is_recovering = True
+            else:
+                taken = log.replies[: log.closed.num_consumed]
+                rulings = {each.client_id: ACCEPTED for each in taken}
+                for number, reason in log.closed.refused.items():
+                    rulings[ClientId(int(number))] = refuse_unusable(reason)
+                history.remember(TaskKey.of_folder(terms.run_id, name), rulings)
+        # A coordinator that no longer leads would delete the files of its successor.
+        if terms.is_leader():
+            shutil.rmtree(terms.uploads_dir / "passing", ignore_errors=True)
+        changed = threading.Event()
+        run = ServedRun(
+            terms=terms,
+            exchanges=self._build_exchanges(
+                history, is_leader=terms.is_leader, is_recovering=is_recovering
+            ),
+            audience=Audience(
+                run_id=terms.run_id,
+                admits=terms.eligible,
+                needs_newest=terms.needs_newest,
+                changed=changed.set,
+            ),
+            changed=changed,
+        )
+        self._loop.ask(partial(self._served.add, run))
+
+    def close_run(self, run_id: str) -> None:
+        """Stop serving a run; its open questions are suspended, as by a crash."""
+        self._loop.ask(partial(self._served.remove, run_id))
+
     def channel(
-        self, *, check: Check = lambda: None, waiting: Waiting = nullcontext
+        self, run_id: str = "", *, check: Check = lambda: None, waiting: Waiting = nullcontext
     ) -> GatewayChannel:
-        """Create the channel for the round loop.
+        """Create the channel for the round loop of a run.
 
         Args:
+            run_id: Id of the run; empty: the first one.
             check: Called often while the channel waits; any error that it raises ends the wait.
             waiting: Surrounds each wait for replies.
         """
+        run = self._find_run(run_id)
         return GatewayChannel(
             loop=self._loop,
-            exchanges=self._exchanges,
+            runs=self._served,
+            exchanges=run.exchanges,
             sessions=self._sessions,
-            run_id=self.run_id,
-            folder=self.uploads_dir,
+            run_id=run.run_id,
+            folder=run.terms.uploads_dir,
             recovery_grace_s=self.settings.recovery_grace_s,
-            changed=self._changed,
+            changed=run.changed,
             check=check,
             waiting=waiting,
             clock=self.clock,
         )
+
+    def serves(self, run_id: str) -> bool:
+        """Whether a run is served."""
+        return any(each.run_id == run_id for each in self._loop.ask(self._served.all))
+
+    def _find_run(self, run_id: str) -> ServedRun:
+        runs = self._loop.ask(self._served.all)
+        return next(each for each in runs if run_id in ("", each.run_id))
+
+    def _build_exchanges(
+        self, history: VerdictHistory, *, is_leader: Callable[[], bool], is_recovering: bool
+    ) -> Exchanges:
+        return Exchanges(
+            history=history,
+            sessions=self._sessions,
+            writer=self._writer,
+            is_leader=is_leader,
+            counters=self.counters,
+            clock=self.clock,
+            is_recovering=is_recovering,
+        )
+
+    def _explain_newest_protocol(self) -> str:
+        """Say why every run needs clients of the newest protocol; empty if one does not."""
+        reasons = [each.needs_newest for each in self._sessions.audiences.values()]
+        return reasons[0] if reasons and all(reasons) else ""
 
     def on_polling_failure(self, report: Callable[[StoreError], None]) -> None:
         """Call ``report`` if the task that polls the registry dies while the server is open."""
@@ -256,13 +299,18 @@ class Gateway:
 
         self._loop.post(lambda: self._poll.add_done_callback(report_death))
 
-    def set_num_wanted(self, num_clients: int) -> None:
+    def set_num_wanted(self, num_clients: int, *, run_id: str = "") -> None:
         """Let clients check in at any pace until ``num_clients`` are eligible for a round."""
-        self._loop.post(partial(setattr, self._sessions, "num_wanted", num_clients))
+        audience = self._find_run(run_id).audience
+        self._loop.post(partial(setattr, audience, "num_wanted", num_clients))
 
-    def status(self) -> dict[str, object]:
-        """Return the connected clients and the state of the open exchange, as JSON values."""
-        return self._loop.ask(self._status)
+    def status(self, run_id: str = "") -> dict[str, object]:
+        """Return a run's clients and the state of its open exchange, as JSON values.
+
+        ``run_id`` is the run's id; empty: the first one.
+        """
+        run = self._find_run(run_id)
+        return self._loop.ask(partial(self._status, run))
 
     def find_names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
         """Return the names of clients; the name of a client that is not enrolled is empty."""
@@ -295,11 +343,14 @@ class Gateway:
 
         return self._loop.ask(look_up)
 
-    def _status(self) -> dict[str, object]:
-        set_aside = self._sessions.find_set_aside()
-        return self._exchanges.status(self._find_name) | {
+    def _status(self, run: ServedRun) -> dict[str, object]:
+        set_aside = self._sessions.find_set_aside(run.run_id)
+        eligible = self._sessions.find_eligible(run.run_id)
+        elsewhere = [each for each in eligible if self._served.works_elsewhere(each, run.run_id)]
+        return run.exchanges.status(self._find_name) | {
             "connected": len(self._sessions),
-            "eligible": len(self._sessions.find_eligible()),
+            "eligible": len(eligible),
+            "elsewhere": len(elsewhere),
             "set_aside": len(set_aside),
             "other_version": self._sessions.versions.status(self._find_name),
             **self._pace.values(),
@@ -465,7 +516,8 @@ class Gateway:
         self._poll.cancel()
         self._report_refusals()
         # Exchanges first: they answer uploads with a reason, before `stop` cancels their calls.
-        self._exchanges.abandon()
+        for run in self._served.all():
+            run.exchanges.abandon()
         for session in self._sessions.all():
             self._sessions.send_away(session, reason, after_s=_SOON_S)
         if not self._enrolled.is_unreachable:  # otherwise this would wait for a database
@@ -481,7 +533,8 @@ class Gateway:
         while True:
             await self._update_pace()
             await self._enrolled.renew()
-            self._exchanges.send_pending_verdicts()
+            for run in self._served.all():
+                run.exchanges.send_pending_verdicts()
             self._end_revoked_sessions()
             self._report()
             await self._contacts.keep()
@@ -632,19 +685,23 @@ class Gateway:
             raise CallEnded(grpc.StatusCode.UNAVAILABLE, "too many clients are connecting")
         hello = await self._read_hello(client, context)
         session = ServerSession(client, hello, since_s=self.clock.now_s())
+        run_id = self._served.choose_run(session)
+        if not hello.takes_many_runs:
+            session.only_run = run_id
         welcome = wire_pb2.Welcome(
             protocol=hello.protocol,
             software=SOFTWARE,
             client_id=client.client_id,
-            run_id=self.run_id,
+            run_id=run_id,
+            run_ids=[each.run_id for each in self._served.all()],
             unix_s=self.clock.unix_s(),
             beat_s=self._beat_s(hello.protocol),
             addresses=self.public_addresses,
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
-        self._exchanges.send_missed_verdicts(session)  # even if there is no room for the session
+        self._served.send_missed_verdicts(session)  # even if there is no room for the session
         if self._sessions.enter(session):
-            self._exchanges.greet(session)
+            self._served.greet(session)
         await self._converse(session, context)
         if session.ending is not None and session.ending.code is not grpc.StatusCode.OK:
             raise CallEnded(*session.ending)
@@ -688,7 +745,7 @@ class Gateway:
     def _leave(self, session: ServerSession) -> None:
         self._sessions.leave(session)
         if self._sessions.find(session.client.client_id) is None:
-            self._exchanges.set_phase(session.client.client_id, ClientPhase.GONE)
+            self._served.set_gone(session.client.client_id)
 
     async def _listen(self, session: ServerSession, context: Context) -> None:
         bucket = TokenBucket(self.settings.max_messages_per_s, self.clock.now_s())
@@ -710,9 +767,11 @@ class Gateway:
     def _handle_message(self, session: ServerSession, message: wire_pb2.FromClient) -> None:
         match message.WhichOneof("what"):
             case "result":
-                self._exchanges.receive_result(session, message.result)
+                key = message.result.envelope.key
+                self._served.exchanges_of(key.run_id).receive_result(session, message.result)
             case "progress":
-                self._exchanges.record_progress(session, message.progress)
+                key = message.progress.key
+                self._served.exchanges_of(key.run_id).record_progress(session, message.progress)
             case "eligibility":
                 self._sessions.reconsider(session, message.eligibility)
             case _:  # a second hello, or a message of a later version

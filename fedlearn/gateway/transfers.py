@@ -30,6 +30,7 @@ from fedlearn.gateway.exchanges import (
     receipt,
 )
 from fedlearn.gateway.questions import ClientPhase, Judgment, ReplyState, Ruling, refuse
+from fedlearn.gateway.served_runs import ServedRuns
 from fedlearn.gateway.upload_store import PartialUpload
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire, wire_pb2
@@ -57,7 +58,7 @@ class Transfers:
         chunk_bytes: Chunk size of downloads.
     """
 
-    exchanges: Exchanges
+    runs: ServedRuns
     files: Executor
     find_objection: Callable[[EnrolledClient], tuple[str, str] | None]
     stall_timeout_s: float
@@ -71,14 +72,15 @@ class Transfers:
         """Send the bytes of a request, starting at the offset that the client asks for."""
         with count_call(self._running, client.client_id, at_most=_MAX_TRANSFERS, what="transfers"):
             request = parse_message(wire_pb2.DownloadRequest, await self._read(client, context))
-            offer = self.exchanges.find_offer(client.client_id, request.digest)
-            if offer is None:
+            found = self.runs.find_offer(client.client_id, request.digest)
+            if found is None:
                 reason = "this client has no such task (any more)"
                 raise CallEnded(grpc.StatusCode.NOT_FOUND, reason)
+            exchanges, offer = found
             self.counters.downloads += 1
             # For a request sent ahead, the client's phase is that of its present task.
-            if self.exchanges.is_pending_task(client.client_id, offer):
-                self.exchanges.set_phase(client.client_id, ClientPhase.DOWNLOADING)
+            if exchanges.is_pending_task(client.client_id, offer):
+                exchanges.set_phase(client.client_id, ClientPhase.DOWNLOADING)
             await self._send(offer, request.offset, client, context)
 
     async def upload(self, client: EnrolledClient, context: Context) -> None:
@@ -163,10 +165,11 @@ class Transfers:
         self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
     ) -> Ruling:
         """Receive the missing bytes of a reply if it is admitted, and wait for its verdict."""
-        judgment = self.exchanges.admit(client, envelope)
+        exchanges = self.runs.exchanges_of(envelope.key.run_id)
+        judgment = exchanges.admit(client, envelope)
         if judgment is ReplyState.OPEN:
             try:
-                judgment = await self._receive_bytes(client, envelope, context)
+                judgment = await self._receive_bytes(exchanges, client, envelope, context)
             except FileNotFoundError as error:
                 raise CallEnded(
                     grpc.StatusCode.UNAVAILABLE, "the round is over; try again"
@@ -175,16 +178,20 @@ class Transfers:
                 self.counters.disk_full += 1
                 _log.error("upload_not_stored", client_id=client.client_id, reason=str(error))
                 raise CallEnded(*NOT_STORED) from error
-        return await self.exchanges.wait_for_verdict(
+        return await exchanges.wait_for_verdict(
             client.client_id, envelope, judgment, wait_s=self.stall_timeout_s
         )
 
     async def _receive_bytes(
-        self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
+        self,
+        exchanges: Exchanges,
+        client: EnrolledClient,
+        envelope: wire_pb2.Envelope,
+        context: Context,
     ) -> Judgment:
         open_upload = partial(
             PartialUpload,
-            self.exchanges.find_folder(TaskKey.of(envelope.key)),
+            exchanges.find_folder(TaskKey.of(envelope.key)),
             client_id=client.client_id,
             digest=envelope.digest,
             num_bytes=envelope.num_bytes,
@@ -195,15 +202,15 @@ class Transfers:
             begun_s = self.clock.now_s()
             self.counters.uploads += 1
             self.counters.uploads_resumed += upload.was_resumed
-            self.exchanges.set_phase(client.client_id, ClientPhase.UPLOADING)
+            exchanges.set_phase(client.client_id, ClientPhase.UPLOADING)
             offset = wire_pb2.UploadStatus(offset=upload.offset)
             await self._with_stall_timeout(client, context.write(offset.SerializeToString()))
             missing = await self._pump(upload, client, context)
             if missing == 0 and upload.digest() == envelope.digest:
-                judgment = self.exchanges.admit(client, envelope)  # it may have closed meanwhile
+                judgment = exchanges.admit(client, envelope)  # it may have closed meanwhile
                 if judgment is not ReplyState.OPEN:
                     return judgment
-                self.exchanges.log_reply(client.client_id, envelope, upload)
+                exchanges.log_reply(client.client_id, envelope, upload)
                 self.counters.upload_seconds.observe(self.clock.now_s() - begun_s)
                 self.counters.upload_bytes.observe(upload.num_bytes)
                 is_taken = True  # the file now belongs to the log
@@ -216,7 +223,7 @@ class Transfers:
                 reason = "the bytes received earlier do not match the rest; start again"
                 raise CallEnded(grpc.StatusCode.ABORTED, reason)
             ruling = WRONG_DIGEST if missing == 0 else _NOT_AS_ANNOUNCED
-            self.exchanges.count_refusal(client, ruling)
+            exchanges.count_refusal(client, ruling)
             return ruling
         finally:
             if not is_taken:

@@ -28,10 +28,10 @@ class Versions:
     """Decides which versions may connect, and remembers the clients that it refused.
 
     Attributes:
-        needs_newest: Why the run needs the newest protocol; empty if it does not.
+        needs_newest: Returns why every run needs the newest protocol; empty if one does not.
     """
 
-    needs_newest: str = ""
+    needs_newest: Callable[[], str] = lambda: ""
     _refused: dict[ClientId, _RefusedClient] = field(default_factory=dict)
 
     def find_objection(self, client_id: ClientId, hello: wire_pb2.Hello) -> str:
@@ -45,10 +45,10 @@ class Versions:
         if protocol not in wire.MESSAGE_VERSIONS:
             spoken = " and ".join(str(each) for each in sorted(wire.MESSAGE_VERSIONS))
             what = f"the client speaks protocol {protocol}, this coordinator speaks {spoken}"
-        elif protocol < wire.PROTOCOL and self.needs_newest:
+        elif protocol < wire.PROTOCOL and (needs_newest := self.needs_newest()):
             what = (
                 f"the client speaks protocol {protocol}, this run needs {wire.PROTOCOL}, because "
-                f"{self.needs_newest}"
+                f"{needs_newest}"
             )
         else:
             self._refused.pop(client_id, None)
@@ -60,10 +60,6 @@ class Versions:
     ) -> str:
         """Refuse a client whose replies cannot be read, until it connects with another version."""
         return self._refuse(client_id, protocol, software, reason)
-
-    def allows_older(self) -> bool:
-        """Return whether clients of an older protocol may take part."""
-        return not self.needs_newest
 
     def status(self, name: Callable[[ClientId], str]) -> list[dict[str, object]]:
         """Return the refused clients, as JSON values."""

@@ -9,7 +9,7 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import DeploymentError
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.eligibility import Requirements
-from fedlearn.gateway.server import Gateway, GatewaySettings
+from fedlearn.gateway.server import Gateway, GatewaySettings, RunTerms
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.registry import EnrolledClient, Registry
 from fedlearn.testing.registry import FreshRegistry
@@ -101,15 +101,19 @@ class LocalGateway:
             settings: Its settings; ``None`` uses those of the first server.
             run_id: Its run id; ``None`` uses that of the first server.
         """
-        gateway = Gateway(
-            settings or self._settings,
-            registry=self.registry,
+        terms = RunTerms(
             run_id=run_id or self.run_id,
             uploads_dir=self.folder / "spool" / (run_id or self.run_id),
-            authority=self.authority,
             eligible=self._eligible,
             # No other coordinator takes over in a test.
             is_leader=lambda: True,
+        )
+        gateway = Gateway(
+            settings or self._settings,
+            registry=self.registry,
+            runs=[terms],
+            authority=self.authority,
+            is_leader=terms.is_leader,
             clock=self.clock,
         )
         gateway.start()

@@ -16,6 +16,9 @@ MESSAGE_VERSIONS: Mapping[int, int] = {3: 5, 2: 4}
 #: The newest protocol. Peers that do not know it are offered the previous one.
 PROTOCOL = max(MESSAGE_VERSIONS)
 
+#: Id of no run, in the welcome of a coordinator that has none.
+NO_RUN = "no-run"
+
 #: Largest part of a request or reply in one chunk.
 CHUNK_BYTES = 512 << 10
 

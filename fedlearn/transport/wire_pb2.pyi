@@ -37,18 +37,20 @@ class Eligibility(_message.Message):
     def __init__(self, num_examples: _Optional[int] = ..., device: _Optional[str] = ..., on_power: bool = ..., idle: bool = ..., unmetered: bool = ..., takes_ahead: bool = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("protocol", "software", "eligibility", "held", "only_looks")
+    __slots__ = ("protocol", "software", "eligibility", "held", "only_looks", "takes_many_runs")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     ELIGIBILITY_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     ONLY_LOOKS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_MANY_RUNS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     eligibility: Eligibility
     held: _containers.RepeatedCompositeFieldContainer[TaskKey]
     only_looks: bool
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., held: _Optional[_Iterable[_Union[TaskKey, _Mapping]]] = ..., only_looks: bool = ...) -> None: ...
+    takes_many_runs: bool
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., held: _Optional[_Iterable[_Union[TaskKey, _Mapping]]] = ..., only_looks: bool = ..., takes_many_runs: bool = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("key", "phase")
@@ -101,7 +103,7 @@ class FromClient(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., eligibility: _Optional[_Union[Eligibility, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., result: _Optional[_Union[Result, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol", "software", "client_id", "run_id", "unix_s", "beat_s", "addresses")
+    __slots__ = ("protocol", "software", "client_id", "run_id", "unix_s", "beat_s", "addresses", "run_ids")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     CLIENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -109,6 +111,7 @@ class Welcome(_message.Message):
     UNIX_S_FIELD_NUMBER: _ClassVar[int]
     BEAT_S_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    RUN_IDS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     software: str
     client_id: int
@@ -116,7 +119,8 @@ class Welcome(_message.Message):
     unix_s: float
     beat_s: float
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., beat_s: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    run_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., software: _Optional[str] = ..., client_id: _Optional[int] = ..., run_id: _Optional[str] = ..., unix_s: _Optional[float] = ..., beat_s: _Optional[float] = ..., addresses: _Optional[_Iterable[str]] = ..., run_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Task(_message.Message):
     __slots__ = ("key", "digest", "num_bytes", "data", "remaining_s", "max_reply_bytes", "max_inline_bytes", "personal", "last_round_num", "constants_digest", "constants_bytes")

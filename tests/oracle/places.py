@@ -29,7 +29,7 @@ from fedlearn.client.policy import Policy, SecureAggregationPolicy
 from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock, VirtualClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.coordinator import load_identity_keys
+from fedlearn.deployment.hosted_run import load_identity_keys
 from fedlearn.identity.identity import Identity
 from fedlearn.simulation.sessions import SessionCollector, SessionStates
 from fedlearn.store.patience import Patience

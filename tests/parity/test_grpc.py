@@ -42,7 +42,7 @@ from fedlearn.core.randomness import Seed
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.channel import GatewayChannel
 from fedlearn.gateway.eligibility import Requirements
-from fedlearn.gateway.server import Gateway, GatewaySettings
+from fedlearn.gateway.server import Gateway, GatewaySettings, RunTerms
 from fedlearn.identity.identity import Invitation
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
@@ -145,10 +145,15 @@ def gateway(folder: Path) -> Iterator[tuple[Gateway, FreshRegistry, Authority]]:
     opened = Gateway(
         GatewaySettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
         registry=registry,
-        run_id="parity",
-        uploads_dir=folder / "spool",
+        runs=[
+            RunTerms(
+                run_id="parity",
+                uploads_dir=folder / "spool",
+                eligible=Requirements().admits,
+                is_leader=lambda: True,
+            )
+        ],
         authority=authority,
-        eligible=Requirements().admits,
         is_leader=lambda: True,
         clock=clock,
     )

@@ -26,7 +26,7 @@ from fedlearn.client.runtime import Runtime
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.params import Params
 from fedlearn.core.participations import Status
-from fedlearn.deployment.coordinator import load_identity_keys
+from fedlearn.deployment.hosted_run import load_identity_keys
 from fedlearn.rounds.secure import SecureCollector
 from fedlearn.secagg.graph import Topology
 from fedlearn.secagg.parameters import Adversary, Assumptions, derive

@@ -28,8 +28,9 @@ from fedlearn.config import load
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import Scalar
 from fedlearn.core.participations import Status
-from fedlearn.deployment.coordinator import Start, coordinate
+from fedlearn.deployment.coordinator import coordinate
 from fedlearn.deployment.flower import run
+from fedlearn.deployment.hosted_run import Start
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.places import Places
 from fedlearn.errors import ConfigError, RoundError, TooFewNodes

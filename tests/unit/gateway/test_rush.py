@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.gateway.server import Gateway, GatewaySettings
+from fedlearn.gateway.server import Gateway, GatewaySettings, RunTerms
 from fedlearn.identity.identity import Identity
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
@@ -76,10 +76,15 @@ def test_of_a_rush_everybody_is_told_when_to_come(tmp_path: Path) -> None:
     gateway = Gateway(
         GatewaySettings(address="127.0.0.1:0", max_connected=100, come_back_s=4.0),
         registry=registry,
-        run_id="0" * 32,
-        uploads_dir=tmp_path,
+        runs=[
+            RunTerms(
+                run_id="0" * 32,
+                uploads_dir=tmp_path,
+                eligible=lambda _client, _told: True,
+                is_leader=lambda: True,
+            )
+        ],
         authority=None,
-        eligible=lambda _client, _told: True,
         is_leader=lambda: True,
         clock=clock,
     )

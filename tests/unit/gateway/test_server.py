@@ -5,19 +5,16 @@ import errno
 import math
 import os
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Queue
-from types import MappingProxyType
-from typing import TypeVar
 
 import grpc
 import numpy as np
 import pytest
-import torch
 
 from fedlearn.core.clock import RealClock, SystemClock, VirtualClock
 from fedlearn.core.codec import decode, encode
@@ -30,11 +27,10 @@ from fedlearn.core.messages import (
     Request,
     SecureReply,
     SecureTrainRequest,
-    TrainReply,
     TrainRequest,
 )
 from fedlearn.core.positioned import PositionedFile
-from fedlearn.errors import ConfigError, ConnectionRefused, DeploymentError, Parked, StoreError
+from fedlearn.errors import ConfigError, DeploymentError, Parked, StoreError
 from fedlearn.gateway import channel as gateway_channel
 from fedlearn.gateway import server as gateway_server
 from fedlearn.gateway.channel import GatewayExchange
@@ -42,234 +38,32 @@ from fedlearn.gateway.connections import ServerSession, Sessions
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.pace import Pace
-from fedlearn.gateway.server import Gateway, GatewayChannel, GatewaySettings
+from fedlearn.gateway.server import Gateway, GatewayChannel, GatewaySettings, RunTerms
 from fedlearn.gateway.upload_store import ClosingRecord, Draft, LoggedReply, PartialUpload, ReplyLog
 from fedlearn.identity.identity import Identity
-from fedlearn.identity.registry import Contact, EnrolledClient
+from fedlearn.identity.registry import Contact
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.base import ask_once
-from fedlearn.transport.content import compute_digest, encode_signed_reply
+from fedlearn.transport.content import compute_digest
 from fedlearn.transport.grpc_client import (
     NAME_METADATA,
     ComeBackLater,
-    GatewayConnection,
-    GatewaySession,
 )
-
-T = TypeVar("T")
-
-RUN_ID = "0123456789abcdef0123456789abcdef"
-WAIT_S = 60.0  # exceeded only by a hang
-NEVER = 3600.0
-
-SETTINGS = GatewaySettings(address="127.0.0.1:0", stall_timeout_s=WAIT_S, recovery_grace_s=1.0)
-
-Receipt = wire_pb2.Receipt
-Told = wire_pb2.FromCoordinator
-
-
-def train_request(round_num: int = 0, *, size: int = 4, attempt: int = 0) -> TrainRequest:
-    tensors = {"weight": torch.arange(size, dtype=torch.float32)}
-    return TrainRequest(
-        round_num=round_num,
-        attempt=attempt,
-        tensors=tensors,
-        order=tuple(tensors),
-        settings={},
-        seed=0,
-    )
-
-
-def train_reply(value: float, *, round_num: int = 0, size: int = 4) -> TrainReply:
-    lanes = {"delta": torch.full((size,), value)}
-    return TrainReply(round_num=round_num, lanes=lanes, num_examples=1, metrics={})
-
-
-def value_of(reply: Reply) -> float:
-    assert isinstance(reply, TrainReply)
-    return float(reply.lanes["delta"][0])
-
-
-def envelope(
-    task: wire_pb2.Task, data: bytes, *, client_id: int, identity: Identity
-) -> wire_pb2.Envelope:
-    digest = compute_digest(data)
-    signature = identity.sign(encode_signed_reply(task.key, client_id=client_id, digest=digest))
-    return wire_pb2.Envelope(key=task.key, digest=digest, num_bytes=len(data), signature=signature)
-
-
-@dataclass
-class Member:
-    """A scripted client: it connects and records the messages that it receives."""
-
-    name: str
-    client_id: int
-    identity: Identity
-    loop: LoopThread
-    told: "Queue[Told | None]" = field(default_factory=Queue)
-    address: str = ""
-    session: GatewaySession | None = None
-    _running: Future[None] | None = None
-    _leave: asyncio.Event | None = None
-
-    def connect(
-        self,
-        gateway: Gateway,
-        *,
-        held: Sequence[wire_pb2.TaskKey] = (),
-        device: str = "cpu",
-        num_examples: int = 0,
-        only_looks: bool = False,
-        takes_ahead: bool = False,
-    ) -> "Member":
-        welcomed: Future[None] = Future()
-        self.address, self.told = gateway.address, Queue()
-        hello = wire_pb2.Hello(
-            protocol=wire.PROTOCOL,
-            software="fedlearn of the tests",
-            held=held,
-            eligibility=wire_pb2.Eligibility(
-                device=device, num_examples=num_examples, takes_ahead=takes_ahead
-            ),
-            only_looks=only_looks,
-        )
-        self._running = self.loop.call(self._run(welcomed, hello))
-        welcomed.result(WAIT_S)
-        return self
-
-    def disconnect(self) -> None:
-        assert self._running is not None
-        assert self._leave is not None
-        self.loop.post(self._leave.set)
-        self._running.result(WAIT_S)
-
-    def hear(self) -> Told | None:
-        return self.told.get(timeout=WAIT_S)
-
-    def hear_task(self) -> wire_pb2.Task:
-        told = self.hear()
-        assert told is not None
-        assert told.WhichOneof("what") == "task", told
-        return told.task
-
-    def hear_receipt(self) -> wire_pb2.Receipt:
-        told = self.hear()
-        assert told is not None
-        assert told.WhichOneof("what") == "receipt", told
-        return told.receipt
-
-    def say(self, message: wire_pb2.FromClient) -> None:
-        assert self.session is not None
-        self.loop.call(self.session.send(message)).result(WAIT_S)
-
-    def answer(self, task: wire_pb2.Task, reply: Reply | bytes) -> None:
-        data = reply if isinstance(reply, bytes) else encode(reply)
-        signed = envelope(task, data, client_id=self.client_id, identity=self.identity)
-        self.say(wire_pb2.FromClient(result=wire_pb2.Result(envelope=signed, data=data)))
-
-    def downloaded(self, task: wire_pb2.Task, path: Path) -> bytes:
-        path.write_bytes(b"")
-        self.use(
-            lambda connection: connection.download(task.digest, num_bytes=task.num_bytes, path=path)
-        ).result(WAIT_S)
-        return path.read_bytes()
-
-    def upload(self, task: wire_pb2.Task, path: Path) -> Future[wire_pb2.Receipt]:
-        data = path.read_bytes()
-        signed = envelope(task, data, client_id=self.client_id, identity=self.identity)
-        return self.use(lambda connection: connection.upload(signed, path))
-
-    def use(self, call: Callable[[GatewayConnection], Awaitable[T]]) -> "Future[T]":
-        async def used() -> T:
-            async with GatewayConnection(self.address, None, name=self.name) as connection:
-                return await call(connection)
-
-        return self.loop.call(used())
-
-    async def _run(self, welcomed: Future[None], hello: wire_pb2.Hello) -> None:
-        self._leave = asyncio.Event()
-        leave = asyncio.create_task(self._leave.wait())
-        try:
-            async with (
-                GatewayConnection(self.address, None, name=self.name) as connection,
-                connection.session(hello) as self.session,
-            ):
-                welcomed.set_result(None)
-                listening = asyncio.create_task(self._listen(self.session))
-                await asyncio.wait({leave, listening}, return_when="FIRST_COMPLETED")
-                listening.cancel()
-                await asyncio.wait({listening})
-        except (ConnectionError, ConnectionRefused) as error:
-            if not welcomed.done():
-                welcomed.set_exception(error)
-        finally:
-            leave.cancel()
-
-    async def _listen(self, session: GatewaySession) -> None:
-        heard = self.told  # of this session only
-        try:
-            while (told := await session.receive()) is not None:
-                heard.put(told)
-        except (ConnectionError, ConnectionRefused):
-            pass
-        heard.put(None)
-
-
-@dataclass
-class Site:
-    """A server and its clients."""
-
-    folder: Path
-    loop: LoopThread
-    registry: FreshRegistry
-    gateways: list[Gateway] = field(default_factory=list)
-    members: list[Member] = field(default_factory=list)
-    is_leader: bool = True
-
-    def open(
-        self,
-        settings: GatewaySettings = SETTINGS,
-        *,
-        clock: RealClock | None = None,
-        pace: Pace | None = None,
-        beat_s: float = 0.0,
-    ) -> Gateway:
-        gateway = Gateway(
-            settings,
-            registry=self.registry,
-            run_id=RUN_ID,
-            uploads_dir=self.folder,
-            authority=None,
-            eligible=lambda _, told: told.device != "toaster",
-            is_leader=lambda: self.is_leader,
-            clock=clock or SystemClock(),
-            pace=pace,
-            beat_s=beat_s,
-        )
-        gateway.start()
-        self.gateways.append(gateway)
-        return gateway
-
-    def shut(self, gateway: Gateway) -> None:
-        self.gateways.remove(gateway)
-        gateway.stop(grace_s=0.0)
-
-    def enrol(self, name: str, *, tags: Sequence[str] = ()) -> Member:
-        identity = Identity.create()
-        token = self.registry.invite(name, tags=tags, valid_s=60.0)
-        client: EnrolledClient = self.registry.redeem(
-            name,
-            token,
-            identity_key=identity.public_key,
-            certify=lambda client_id: (b"", f"{client_id:064x}", "2999-01-01T00:00:00Z"),
-        )
-        member = Member(name, client.client_id, identity, self.loop)
-        self.members.append(member)
-        return member
-
-    def connected(self, gateway: Gateway, num: int) -> list[Member]:
-        return [self.enrol(f"client-{len(self.members)}").connect(gateway) for _ in range(num)]
+from tests.scripted_clients import (
+    NEVER,
+    RUN_ID,
+    SETTINGS,
+    WAIT_S,
+    Collecting,
+    Member,
+    Receipt,
+    Site,
+    envelope,
+    train_reply,
+    train_request,
+    value_of,
+)
 
 
 @pytest.fixture
@@ -280,77 +74,6 @@ def site(tmp_path: Path) -> Iterator[Site]:
     for gateway in site.gateways:
         gateway.stop(grace_s=0.0)
     loop.stop()
-
-
-class Collecting:
-    """Runs an exchange in a thread, and hands replies to the test one at a time."""
-
-    def __init__(
-        self,
-        channel: GatewayChannel,
-        members: list[Member],
-        request: Request | Mapping[int, Request],
-        *,
-        deadline_s: float = NEVER,
-        enough: int | None = None,
-        refused: Mapping[int, str] = MappingProxyType({}),
-    ) -> None:
-        self.refused = refused
-        self.arrived: Queue[tuple[int, Reply]] = Queue()
-        self.outcome: Future[int] = Future()
-        self._go_on = threading.Semaphore(0)
-        requests = {
-            ClientId(member.client_id): request[member.client_id]
-            if isinstance(request, Mapping)
-            else request
-            for member in members
-        }
-        self._thread = threading.Thread(
-            target=self._run, args=(channel, requests, deadline_s, enough), daemon=True
-        )
-        self._thread.start()
-
-    def _run(
-        self,
-        channel: GatewayChannel,
-        requests: dict[ClientId, Request],
-        deadline_s: float,
-        enough: int | None,
-    ) -> None:
-        num = 0
-        try:
-            for arrival in ask_once(channel, requests, deadline_s=deadline_s):
-                num += 1
-                if arrival.client_id in self.refused:
-                    arrival.refuse(self.refused[arrival.client_id])
-                self.arrived.put((arrival.client_id, arrival.reply))
-                self._go_on.acquire()
-                if num == enough:
-                    break
-        except Parked as parked:
-            self.outcome.set_exception(parked)
-        else:
-            self.outcome.set_result(num)
-
-    def next(self) -> tuple[int, Reply]:
-        """Return the next reply that arrived; it is consumed only by :meth:`consume`."""
-        return self.arrived.get(timeout=WAIT_S)
-
-    def consume(self) -> None:
-        self._go_on.release()
-
-    def take(self) -> tuple[int, Reply]:
-        arrived = self.next()
-        self.consume()
-        return arrived
-
-    def end(self) -> int:
-        return self.outcome.result(WAIT_S)
-
-    def goes_on(self) -> bool:
-        """Return whether the exchange is still open after it has checked its clock again."""
-        done, _ = wait([self.outcome], timeout=0.5)
-        return not done
 
 
 def test_a_task_goes_out_and_its_reply_comes_in_and_gets_a_receipt(site: Site) -> None:
@@ -1712,8 +1435,6 @@ def test_a_client_too_many_costs_no_look_at_all_that_are_there() -> None:
     clock, looked = VirtualClock(), list[ClientId]()
     sessions = Sessions(
         settings=replace(SETTINGS, max_connected=1000, come_back_s=60.0),
-        admits=lambda *_: True,
-        changed=lambda: None,
         counters=GatewayCounters(),
         clock=clock,
         pace=Pace(clock, share=0.5),
@@ -1891,10 +1612,15 @@ def test_without_certificates_the_gateway_opens_on_the_loopback_only(site: Site)
     gateway = Gateway(
         GatewaySettings(address="0.0.0.0:0"),
         registry=site.registry,
-        run_id=RUN_ID,
-        uploads_dir=site.folder,
+        runs=[
+            RunTerms(
+                run_id=RUN_ID,
+                uploads_dir=site.folder,
+                eligible=lambda *_: True,
+                is_leader=lambda: True,
+            )
+        ],
         authority=None,
-        eligible=lambda *_: True,
         is_leader=lambda: True,
         clock=SystemClock(),
     )
@@ -1907,10 +1633,15 @@ def test_a_port_that_is_taken_is_named(site: Site) -> None:
     gateway = Gateway(
         GatewaySettings(address=taken),
         registry=site.registry,
-        run_id=RUN_ID,
-        uploads_dir=site.folder / "other",
+        runs=[
+            RunTerms(
+                run_id=RUN_ID,
+                uploads_dir=site.folder / "other",
+                eligible=lambda *_: True,
+                is_leader=lambda: True,
+            )
+        ],
         authority=None,
-        eligible=lambda *_: True,
         is_leader=lambda: True,
         clock=SystemClock(),
     )

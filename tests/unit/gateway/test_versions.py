@@ -17,7 +17,7 @@ from fedlearn.core.codec import decode, encode
 from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, TrainReply, TrainRequest
 from fedlearn.core.software import SOFTWARE
 from fedlearn.errors import OtherVersion
-from fedlearn.gateway.server import Gateway, GatewaySettings
+from fedlearn.gateway.server import Gateway, GatewaySettings, RunTerms
 from fedlearn.gateway.versions import Versions
 from fedlearn.identity.identity import Identity
 from fedlearn.testing.registry import FreshRegistry
@@ -160,7 +160,7 @@ def hello(protocol: int, software: str = "fedlearn 0.0.1") -> Hello:
 def test_a_hello_of_another_version_is_refused_in_words(
     protocol: int, needs_newest: str, words: str
 ) -> None:
-    versions = Versions(needs_newest=needs_newest)
+    versions = Versions(needs_newest=lambda: needs_newest)
     objection = versions.find_objection(ClientId(1), hello(protocol))
     assert bool(objection) == bool(words)
     assert words in objection
@@ -204,10 +204,15 @@ def test_old_and_new_clients_of_one_cohort_are_sent_the_round_that_each_reads(
     gateway = Gateway(
         GatewaySettings(address="127.0.0.1:0"),
         registry=registry,
-        run_id="0" * 32,
-        uploads_dir=tmp_path,
+        runs=[
+            RunTerms(
+                run_id="0" * 32,
+                uploads_dir=tmp_path,
+                eligible=lambda *_: True,
+                is_leader=lambda: True,
+            )
+        ],
         authority=None,
-        eligible=lambda *_: True,
         is_leader=lambda: True,
         clock=SystemClock(),
     )

@@ -11,7 +11,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConnectionRefused, EnrolmentRefused
 from fedlearn.gateway.authority import Authority
-from fedlearn.gateway.server import Gateway, GatewaySettings
+from fedlearn.gateway.server import Gateway, GatewaySettings, RunTerms
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire
@@ -37,10 +37,15 @@ def gateway(tmp_path: Path, authority: Authority, registry: FreshRegistry) -> It
     gateway = Gateway(
         GatewaySettings(address="127.0.0.1:0", enrolment_address="127.0.0.1:0"),
         registry=registry,
-        run_id="run",
-        uploads_dir=tmp_path / "spool",
+        runs=[
+            RunTerms(
+                run_id="run",
+                uploads_dir=tmp_path / "spool",
+                eligible=lambda _client, _told: True,
+                is_leader=lambda: True,
+            )
+        ],
         authority=authority,
-        eligible=lambda _client, _told: True,
         is_leader=lambda: True,
         clock=SystemClock(),
     )

@@ -1,0 +1,218 @@
+"""The runs that a gateway serves, and for which of them each client works.
+
+A client has one task at a time. If several runs ask it, it works for them in the order in which
+they asked. A run that waits for clients is given those that are free before runs that have begun to
+wait later, so no run takes them all.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from fedlearn.core.clock import Clock
+from fedlearn.core.messages import ClientId
+from fedlearn.gateway.connections import Audience, ServerSession, Sessions
+from fedlearn.gateway.exchanges import Exchanges, Offer
+from fedlearn.gateway.questions import ClientPhase
+from fedlearn.identity.registry import EnrolledClient
+from fedlearn.transport import wire, wire_pb2
+
+#: Earliest time at which a client comes back to take part in another run.
+_SOON_S = 0.5
+#: A run that has not looked for clients for so long no longer waits for them.
+_WAITS_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTerms:
+    """What a gateway needs to know of a run to serve it.
+
+    Attributes:
+        run_id: Id of the run that clients see.
+        uploads_dir: Folder for its requests and replies in transit; used by this run alone.
+        eligible: Whether a client may be sent its tasks, judged by what it reports.
+        is_leader: Whether this process may accept its replies now; must be cheap.
+        needs_newest: Why it needs clients of the newest protocol; empty: the previous one suffices.
+        fewest: Clients that a round needs; with fewer connected, its wait holds up no other run.
+        priority: Of two runs that wait for clients, the one with the higher value is given them.
+    """
+
+    run_id: str
+    uploads_dir: Path
+    eligible: Callable[[EnrolledClient, wire_pb2.Eligibility], bool]
+    is_leader: Callable[[], bool]
+    needs_newest: str = ""
+    fewest: int = 1
+    priority: int = 0
+
+
+@dataclass(eq=False, kw_only=True)
+class ServedRun:
+    """One run on the gateway's loop.
+
+    Attributes:
+        changed: Set when a client connects, disconnects, or changes its eligibility.
+        waits_since_s: Since when the run has waited for clients, on the server's clock.
+        looked_s: When it last looked for clients.
+    """
+
+    terms: RunTerms
+    exchanges: Exchanges
+    audience: Audience
+    changed: threading.Event
+    waits_since_s: float = float("-inf")
+    looked_s: float = float("-inf")
+
+    @property
+    def run_id(self) -> str:
+        """Id of the run that clients see."""
+        return self.terms.run_id
+
+    def note_look(self, now_s: float) -> None:
+        """Note that the run looks for clients, which it may have done before."""
+        if not self.is_waiting(now_s):
+            self.waits_since_s = now_s
+        self.looked_s = now_s
+
+    def is_waiting(self, now_s: float) -> bool:
+        """Whether the run waits for clients."""
+        return now_s - self.looked_s <= _WAITS_S
+
+    def is_before(self, other: "ServedRun", now_s: float) -> bool:
+        """Whether this run waits for clients, and is given them before ``other``."""
+        own, others = (
+            (-each.terms.priority, each.waits_since_s, each.run_id) for each in (self, other)
+        )
+        return self is not other and self.is_waiting(now_s) and own < others
+
+
+@dataclass(eq=False, kw_only=True)
+class ServedRuns:
+    """All runs of a gateway; belongs to the server's loop.
+
+    Attributes:
+        unserved: Refuses the replies to all other runs.
+    """
+
+    sessions: Sessions
+    unserved: Exchanges
+    clock: Clock
+    _runs: dict[str, ServedRun] = field(default_factory=dict)
+    _num_questions: int = 0
+
+    def add(self, run: ServedRun) -> None:
+        """Serve a run from now on; clients that hold replies to it learn their verdicts."""
+        self._runs[run.run_id] = run
+        self.sessions.audiences[run.run_id] = run.audience
+        run.exchanges.next_turn = partial(self._number_question, run)
+        run.exchanges.is_turn = lambda client_id: self._find_turn(client_id) is run
+        run.exchanges.released = self._start_next
+        for session in self.sessions.all():
+            if session.only_run == wire.NO_RUN:
+                self.sessions.send_away(session, "another run has begun", after_s=_SOON_S)
+                continue
+            self.sessions.reconsider(session, session.eligibility)
+            run.exchanges.send_missed_verdicts(session, run_id=run.run_id)
+
+    def remove(self, run_id: str) -> None:
+        """Stop serving a run; its open questions are suspended, as by a crash."""
+        run = self._runs[run_id]
+        run.exchanges.abandon()
+        del self._runs[run_id], self.sessions.audiences[run_id]
+        for session in self.sessions.all():
+            if session.only_run == run_id:
+                self.sessions.send_away(session, "the run is over", after_s=_SOON_S)
+            else:
+                self.sessions.reconsider(session, session.eligibility)
+
+    def choose_run(self, session: ServerSession) -> str:
+        """Return the run that a client is welcomed to; earlier clients take part in no other."""
+        audiences = [each.audience for each in self._runs.values()]
+        may = [each for each in audiences if each.may_ask(session)]
+        return next((each.run_id for each in may or audiences), wire.NO_RUN)
+
+    def all(self) -> Sequence[ServedRun]:
+        """Return all runs, in the order in which they were added."""
+        return tuple(self._runs.values())
+
+    def get(self, run_id: str) -> ServedRun:
+        """Return a run that is served."""
+        return self._runs[run_id]
+
+    def exchanges_of(self, run_id: str) -> Exchanges:
+        """Return the exchanges of a run; those of a run that is not served refuse everything."""
+        run = self._runs.get(run_id)
+        return self.unserved if run is None else run.exchanges
+
+    def find_available(self, run_id: str) -> tuple[ClientId, ...]:
+        """Return the clients that a run may ask now, in ascending order.
+
+        They are connected, eligible, and work for no other run, and no run that comes first waits
+        for them.
+        """
+        run, now_s = self._runs[run_id], self.clock.now_s()
+        run.note_look(now_s)
+        found = self.sessions.find_eligible(run_id)
+        if len(self._runs) == 1:
+            return tuple(found)
+        taken = set[ClientId]()
+        for each in self._runs.values():
+            if each.is_before(run, now_s):
+                wanted = self.sessions.find_eligible(each.run_id)
+                taken.update(wanted if len(wanted) >= each.terms.fewest else ())
+        return tuple(c for c in found if c not in taken and not self.works_elsewhere(c, run_id))
+
+    def works_elsewhere(self, client_id: ClientId, run_id: str) -> bool:
+        """Whether a client works for another run than this one."""
+        turn = self._find_turn(client_id)
+        return turn is not None and turn.run_id != run_id
+
+    def greet(self, session: ServerSession) -> None:
+        """Send a client that has just connected the messages that it missed."""
+        for each in self._runs.values():
+            each.exchanges.send_missed_cancel(session)
+        self._start_next((session.client.client_id,))
+
+    def send_missed_verdicts(self, session: ServerSession) -> None:
+        """Send the verdicts on the replies that a client holds; keep those that are unknown."""
+        for run_id in dict.fromkeys(key.run_id for key in session.held):
+            self.exchanges_of(run_id).send_missed_verdicts(session, run_id=run_id)
+
+    def is_needed(self, client_id: ClientId) -> bool:
+        """Whether an open exchange of some run waits for this client."""
+        return any(each.exchanges.is_needed(client_id) for each in self._runs.values())
+
+    def find_offer(self, client_id: ClientId, digest: bytes) -> tuple[Exchanges, Offer] | None:
+        """Return the offer with this digest that was sent or announced to a client, and by whom."""
+        for each in self._runs.values():
+            if (offer := each.exchanges.find_offer(client_id, digest)) is not None:
+                return each.exchanges, offer
+        return None
+
+    def set_gone(self, client_id: ClientId) -> None:
+        """Note that a client has no session any more."""
+        for each in self._runs.values():
+            each.exchanges.set_phase(client_id, ClientPhase.GONE)
+
+    def _number_question(self, run: ServedRun) -> int:
+        run.looked_s = float("-inf")  # it has its clients
+        self._num_questions += 1
+        return self._num_questions
+
+    def _find_turn(self, client_id: ClientId) -> ServedRun | None:
+        """Return the run for which a client works: the one that asked first; ``None``: no run."""
+        first, found = float("inf"), None
+        for each in self._runs.values():
+            asked = each.exchanges.find_turn(client_id)
+            if asked is not None and asked < first:
+                first, found = asked, each
+        return found
+
+    def _start_next(self, client_ids: Iterable[ClientId]) -> None:
+        """Send each client the task of the run whose turn it is, if it was not sent before."""
+        for client_id in client_ids:
+            run, session = self._find_turn(client_id), self.sessions.find(client_id)
+            if run is not None and session is not None:
+                run.exchanges.send_task(session)
