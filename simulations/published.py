@@ -9,7 +9,6 @@ Seeds that are in the file already are not run again; delete it to run all.
 """
 
 import argparse
-import copy
 import json
 import os
 import tempfile
@@ -20,35 +19,23 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any
 
-import torch
+import numpy as np
 from matplotlib.figure import Figure
-from torch import nn
 
-from fedlearn.algorithms.local_parts import find_local_names
-from fedlearn.algorithms.personal_models import build_personal_model, has_personal_update
-from fedlearn.assembly import build_simulation
-from fedlearn.config import Config, load, resolve_addresses
-from fedlearn.config.own_functions import import_function
+from fedlearn.config import load, resolve_addresses
 from fedlearn.core.clock import SystemClock
-from fedlearn.core.params import Params
 from fedlearn.experiment.progress import choose_printer
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.simulate import run_config
 from fedlearn.experiment.site import Site
-from fedlearn.simulation.fine_tuning import SimulatedFineTuning
-from fedlearn.simulation.sources import Examples
-from fedlearn.training.resident import Precision, ResidentModel
 
 HERE = Path(__file__).parent
 #: By run and figure, the value of each seed.
 Results = dict[str, dict[str, list[float]]]
 
 
-def run_once(folder: Path, claim: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, float]:
-    """Run ``experiment.toml`` with overrides; return the last metrics and those of the clients.
-
-    ``best_accuracy`` is the largest of all rounds, and ``accuracy_N`` that after round N.
-    """
+def run_once(folder: Path, overrides: Sequence[str]) -> dict[str, float]:
+    """Run ``experiment.toml`` with overrides; return what it measured, by figure."""
     with tempfile.TemporaryDirectory() as runs_dir:
         overrides = (*overrides, f"store.runs_dir={runs_dir}")
         config = load(folder / "experiment.toml", overrides=overrides)
@@ -56,72 +43,32 @@ def run_once(folder: Path, claim: Mapping[str, Any], overrides: Sequence[str]) -
         with redirect_stdout(StringIO()) as printed:
             printer = choose_printer(printed, as_json=False)
             run = run_config(config, Site(addresses, os.environ, SystemClock(), printer))
-        figures = dict(run.history[-1].metrics)
-        accuracies = {
-            record.round_num + 1: record.metrics["accuracy"]
-            for record in run.history
-            if "accuracy" in record.metrics
-        }
-        figures |= {f"accuracy_{num_rounds}": value for num_rounds, value in accuracies.items()}
-        if accuracies:
-            figures["best_accuracy"] = max(accuracies.values())
-        if "client_tests" in claim:
-            place, _, name = claim["client_tests"].rpartition(":")
-            tests = import_function("client_tests", f"{folder / place}:{name}")()
-            figures |= measure_clients(run, config, tests)
-    return figures
+        return list_figures(run)
 
 
-def measure_clients(run: Run, config: Config, tests: Sequence[Examples]) -> dict[str, float]:
-    """Measure the last model, and each client's own, on the clients' held-out examples.
+def list_figures(run: Run) -> dict[str, float]:
+    """Return the last metrics of a run, those after other rounds, and those of its clients.
 
-    With ``evaluation.fine_tune_epochs`` a client's own model is fine-tuned first.
-
-    Returns:
-        ``client_N`` and ``personal_N`` for each client, and their means by examples, ``clients``
-        and ``personal``.
+    ``best_accuracy`` is the largest of all rounds, and ``accuracy_N`` that after round N. If
+    clients were evaluated, ``client_N`` and ``personal_N`` are the accuracies of the global model
+    and of client N's own, and ``clients`` and ``personal`` their means by examples.
     """
-    data_dir = resolve_addresses(config, environ=os.environ).data_dir
-    built = build_simulation(config, data_dir=data_dir)
-    objective, algorithm = built.objective, built.algorithm
-    model = run.load_model(best=False)
-    params, tensors = Params.of(model), dict(model.state_dict())
-    trained = [spec.name for spec in params.layout.trainable]
-    keeps = has_personal_update(algorithm.local)
-    resident = ResidentModel(
-        built.make_model, objective, device=torch.device("cpu"), precision=Precision.FLOAT32
-    )
-    fine_tuning = built.fine_tuning and SimulatedFineTuning(
-        model=resident, population=built.population, tuning=built.fine_tuning
-    )
-
-    def accuracy(network: nn.Module, test: Examples) -> float:
-        with torch.no_grad():
-            outputs = network(test.features)
-        return float(objective.metrics(outputs, test.labels)["accuracy"].double().mean())
-
-    # Loading into `model` would change `tensors`, which are views of it.
-    personal = copy.deepcopy(model)
-    figures, sizes = dict[str, float](), [len(test.labels) for test in tests]
-    for client_id, test in enumerate(tests):
-        own = build_personal_model(
-            tensors,
-            run.client_state(client_id),
-            local_names=find_local_names(model, algorithm.keep_local),
-            trained_names=trained,
-            local=algorithm.local if keeps else None,
-        )
-        figures[f"client_{client_id}"] = accuracy(model, test)
-        personal.load_state_dict(own)
-        if fine_tuning:
-            tuned = fine_tuning.tune(
-                Params.of(personal), client_id=client_id, round_num=config.num_rounds
-            )
-            personal.load_state_dict(tuned.to_tensors())
-        figures[f"personal_{client_id}"] = accuracy(personal, test)
-    for kind, name in (("client", "clients"), ("personal", "personal")):
-        total = sum(size * figures[f"{kind}_{i}"] for i, size in enumerate(sizes))
-        figures[name] = total / sum(sizes)
+    figures = dict(run.history[-1].metrics)
+    accuracies = {
+        record.round_num + 1: record.metrics["accuracy"]
+        for record in run.history
+        if "accuracy" in record.metrics
+    }
+    figures |= {f"accuracy_{num_rounds}": value for num_rounds, value in accuracies.items()}
+    if accuracies:
+        figures["best_accuracy"] = max(accuracies.values())
+    if "clients/accuracy_mean" in figures:
+        clients = run.clients
+        own = "personal_accuracy" if "personal_accuracy" in clients.metrics else "accuracy"
+        for one, mean, metric in (("client", "clients", "accuracy"), ("personal", "personal", own)):
+            values = clients.metrics[metric]
+            figures |= {f"{one}_{client_id}": float(each) for client_id, each in enumerate(values)}
+            figures[mean] = float(np.average(values, weights=clients.num_examples))
     return figures
 
 
@@ -147,7 +94,7 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
         results: Results = json.loads(kept.read_text()) if kept.exists() else {}
         found = results.get(name, {})
         for seed in range(min(map(len, found.values()), default=0), arguments.seeds):
-            figures = run_once(folder, claim, (*run["overrides"], *short, f"seed={seed}"))
+            figures = run_once(folder, (*run["overrides"], *short, f"seed={seed}"))
             found = {
                 each: [*found.get(each, []), figures[each]]
                 for each in claim["figures"]

@@ -29,7 +29,7 @@ from fedlearn.secagg.draw import RosterDraw
 from fedlearn.secagg.plan import SecurePlan
 from fedlearn.simulation.behavior import ClientBehavior
 from fedlearn.simulation.executors.trainers import MakeTrainer
-from fedlearn.simulation.population import Population
+from fedlearn.simulation.population import PooledPopulation, Population
 from fedlearn.simulation.sources import Examples
 
 ComponentsT = TypeVar("ComponentsT", bound="Components")
@@ -100,9 +100,14 @@ class Components:
             return {}
         reported = {name: each.direction for name, each in self.config.metrics.items()}
         directions = Measures(self.objective, self.metrics).directions | reported
-        if self.fine_tuning is not None or has_personal_models(self.algorithm):
+        if self.fine_tuning is not None or self.has_personal_models:
             directions |= name_personal(directions)
         return directions
+
+    @property
+    def has_personal_models(self) -> bool:
+        """Whether clients have models of their own; where all train as one, none has."""
+        return not self.config.centralized and has_personal_models(self.algorithm)
 
     @property
     def num_needed(self) -> int:
@@ -151,7 +156,7 @@ class Components:
         if not self.config.has_model:
             return build_component(EarlyStopping, section, metric="", direction="min")
         central = {} if self.test is None else Measures(self.objective, self.metrics).directions
-        of_clients = self.directions if evaluated and not self.config.centralized else {}
+        of_clients = self.directions if evaluated else {}
         watched = section.metric
         if watched == "auto":
             watched = "accuracy" if "accuracy" in (central or of_clients) else "loss"
@@ -209,7 +214,7 @@ class Simulation(Components):
 
     Attributes:
         test: The central test set.
-        population: The clients.
+        population: The clients that train: a single one, with all examples, in a centralized run.
         client_tests: The clients with the examples that they are evaluated on; ``None``: on those
             that they train on.
         behavior: How long the simulated devices take, and which of them fail.
@@ -223,6 +228,12 @@ class Simulation(Components):
     client_tests: Population | None = None
     make_trainer: MakeTrainer | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def clients(self) -> Population:
+        """The clients as the data have them, also where all of them train as one."""
+        population = self.population
+        return population.parts if isinstance(population, PooledPopulation) else population
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -155,7 +155,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
             f"cohort.num_wanted: {policy.cohort_size} clients are asked in a round, but the data "
             f"have {population}; lower cohort.num_wanted or stragglers.over_selection"
         )
-    if (evaluated := config.evaluation.num_clients) > population and not pooled:
+    if (evaluated := config.evaluation.num_clients) > population:
         raise ConfigError(
             f"evaluation.clients: {evaluated} clients evaluate, but the data have {population}; "
             "lower it, or leave it out"
@@ -240,6 +240,8 @@ def _require_trainers_without_tests(
     has_sessions = config.engine.transport == "memory" or (
         secure.is_on and secure.simulate_as == "protocol"
     )
+    if config.centralized:
+        return  # all clients train as one, and are evaluated outside sessions
     if has_sessions and experiment.make_trainer is not None and data.client_tests is not None:
         raise ConfigError(
             "clients evaluate by their own trainers in sessions, but the data have tests of each "

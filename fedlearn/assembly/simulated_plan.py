@@ -109,8 +109,8 @@ def assemble(
 
 def _list_names(simulation: Simulation) -> dict[int, str]:
     """Return the names in the data of the clients that are evaluated, by id."""
-    config, names = simulation.config, client_names(simulation.population)
-    if names is None or config.centralized or not config.evaluation.num_clients:
+    names = client_names(simulation.clients)
+    if names is None or not simulation.config.evaluation.num_clients:
         return {}
     return {each: _name_text(names[each]) for each in _sample_evaluated(simulation).tolist()}
 
@@ -121,7 +121,7 @@ def _name_text(name: object) -> str:
 
 def _sample_evaluated(simulation: Simulation) -> NDArray[np.int64]:
     num_clients = simulation.config.evaluation.num_clients
-    return sample_clients(simulation.population.num_clients, num_clients, simulation.seed)
+    return sample_clients(simulation.clients.num_clients, num_clients, simulation.seed)
 
 
 def _build_sampler(simulation: Simulation, cluster: Cluster) -> Sampler:
@@ -207,24 +207,25 @@ def _build_engine(
 def _build_evaluators(
     simulation: Simulation, model: ResidentModel, cluster: Cluster, channel: Channel | None
 ) -> list[Evaluator]:
-    config, population = simulation.config, simulation.population
+    config, clients = simulation.config, simulation.clients
     if not config.has_model:
         return []
     batch_size = config.evaluation.batch_size
     central = build_central_evaluator(simulation.test, model, cluster, batch_size=batch_size)
-    if not config.evaluation.num_clients or config.centralized:
+    if not config.evaluation.num_clients:
         return [central]
     sample = _sample_evaluated(simulation)
-    if channel is None:
+    # In a centralized run, no session is that of a client in the data.
+    if channel is None or config.centralized:
         of_clients: Evaluator = ClientEvaluator(
             model=model,
-            population=ReadOnce(simulation.client_tests or population),
+            population=ReadOnce(simulation.client_tests or clients),
             client_ids=sample,
             batch_size=batch_size,
             cluster=cluster,
-            strategy=simulation.algorithm,
+            strategy=None if config.centralized else simulation.algorithm,
             fine_tuning=_build_fine_tuning(simulation, model),
-            training=None if simulation.client_tests is None else ReadOnce(population),
+            training=None if simulation.client_tests is None else ReadOnce(clients),
         )
     else:
         cohort = [ClientId(client_id) for client_id in sample.tolist()]
@@ -249,8 +250,9 @@ def _build_fine_tuning(simulation: Simulation, model: ResidentModel) -> Simulate
     if tuning is None:
         return None
     if simulation.make_trainer is not None:
+        sessions = "" if simulation.config.centralized else 'set engine.transport to "memory", or '
         raise ConfigError(
             "evaluation.fine_tune_epochs is on, but the clients have their own trainers, which the "
-            'engine does not fine-tune with; set engine.transport to "memory", or give 0 epochs'
+            f"engine does not fine-tune with; {sessions}give 0 epochs"
         )
-    return SimulatedFineTuning(model=model, population=simulation.population, tuning=tuning)
+    return SimulatedFineTuning(model=model, population=simulation.clients, tuning=tuning)

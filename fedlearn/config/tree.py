@@ -231,7 +231,7 @@ class Config(Section):
         False,
         description="Train the same model on the pooled examples instead: a round is "
         "client.epochs passes over all of them. It gives the baseline for a federated "
-        "result.",
+        "result. The clients only evaluate.",
     )
     data: Annotated[DataSection, DATA] = DATA.of("digits")
     model: Annotated[ModelSection, MODELS] = MODELS.of("mlp")
@@ -454,9 +454,6 @@ class Config(Section):
             if value and self.evaluation.clients == 0:
                 text = f"is {value}, but no client evaluates; raise evaluation.clients"
                 yield Problem((key, "evaluation.clients"), text)
-            if value and self.centralized:
-                text = f"is {value}, but a centralized run has no clients; leave it out"
-                yield Problem((key, "centralized"), text)
 
     def _check_asynchrony(self) -> Iterator[Problem]:
         """Refuse conflicts with asynchronous rounds or late updates, and staleness without both."""

@@ -61,8 +61,6 @@ def explain_absence(record: RunRecord) -> str:
     evaluation = record.config.get("evaluation")
     if not record.has_model:
         return "A query has no model to evaluate."
-    if record.config.get("centralized"):
-        return "No clients were evaluated: centralized is true."
     if isinstance(evaluation, Mapping) and evaluation.get("clients") == 0:
         return "No clients were evaluated: evaluation.clients is 0; raise it."
     return (

@@ -138,7 +138,8 @@ class ClientEvaluator:
     Attributes:
         client_ids: The sampled clients, the same every time: shape [n].
         batch_size: Examples per batch.
-        strategy: The algorithm, which says whether clients have personal models.
+        strategy: The algorithm, which builds the clients' personal models; ``None``: they have
+            none.
         fine_tuning: Fine-tunes each client's model before it is measured as the personal one;
             ``None``: nothing does.
         training: The clients with the examples that they train on, if these are others than those
@@ -150,7 +151,7 @@ class ClientEvaluator:
     client_ids: NDArray[np.int64]
     batch_size: int
     cluster: Cluster
-    strategy: Strategy
+    strategy: Strategy | None
     fine_tuning: SimulatedFineTuning | None = None
     training: Population | None = None
 
@@ -163,7 +164,8 @@ class ClientEvaluator:
 
     @property
     def _has_personal(self) -> bool:
-        return self.fine_tuning is not None or has_personal_models(self.strategy)
+        keeps = self.strategy is not None and has_personal_models(self.strategy)
+        return self.fine_tuning is not None or keeps
 
     def evaluate(self, model: GlobalModel) -> EvaluationOutcome:
         """Compute the loss and each metric of the clients, and their distribution.
@@ -235,7 +237,7 @@ class ClientEvaluator:
         ends = zip(client_ids.tolist(), rows.offsets.tolist(), sizes.tolist(), strict=False)
         for place, (client_id, begin, size) in enumerate(ends):
             own = self._build_personal(model, client_id)
-            neighbors = find_neighbors(self.strategy.local)
+            neighbors = None if self.strategy is None else find_neighbors(self.strategy.local)
             if own is None and neighbors is None:  # the client uses the global model
                 continue
             part = slice(begin, begin + size)
@@ -279,7 +281,7 @@ class ClientEvaluator:
     def _build_own(self, model: GlobalModel, client_id: int) -> Params | None:
         """Return the model that a client keeps; ``None`` if it has none yet."""
         state = model.client_states.get(client_id)
-        if not state or not has_personal_models(self.strategy):
+        if self.strategy is None or not state or not has_personal_models(self.strategy):
             return None
         params, local = model.params.complete(), self.strategy.local
         tensors = build_personal_model(

@@ -8,11 +8,10 @@ import torch
 from numpy.typing import NDArray
 
 import fedlearn as fl
-from fedlearn.simulation.sources import TrainTest
 
 
-def make_data(*, is_scaled_as_one: bool = False) -> TrainTest:
-    """Return the examples of all hospitals.
+def make_data(*, is_scaled_as_one: bool = False) -> fl.FederatedData:
+    """Return a client for each hospital, which is evaluated on its own test examples.
 
     Args:
         is_scaled_as_one: Standardize the training examples by the statistics of all hospitals, as
@@ -28,18 +27,8 @@ def make_data(*, is_scaled_as_one: bool = False) -> TrainTest:
         )
         for part in (~is_test, is_test)
     )
-    return TrainTest(train=train, test=test)
-
-
-def client_tests() -> list[fl.Examples]:
-    """Return each hospital's test examples."""
-    test = make_data().test
-    assert test.groups is not None
-    assert isinstance(test.features, torch.Tensor)
-    parts = [np.flatnonzero(test.groups == each) for each in np.unique(test.groups)]
-    return [
-        fl.Examples.of(features=test.features[part], labels=test.labels[part]) for part in parts
-    ]
+    data = fl.from_examples(fl.TrainTest.of(train, test), partition=fl.Natural(), seed=0)
+    return data.with_test_groups(hospitals[is_test])
 
 
 def _load(

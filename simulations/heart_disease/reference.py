@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from heart import client_tests, make_data
+from heart import make_data
 from numpy.typing import NDArray
 
-import fedlearn as fl
+from fedlearn.core.features import require_single_input
+from fedlearn.simulation.population import Population
 
 Vector = NDArray[np.float64]
 _BATCH = 4
@@ -47,11 +48,15 @@ SETTINGS = {
 }
 
 
-def load(examples: fl.Examples) -> tuple[Vector, Vector]:
-    """Return features with a column of ones, and labels."""
-    assert isinstance(examples.features, torch.Tensor)
-    features = examples.features.double().numpy()
-    return np.hstack([features, np.ones((len(features), 1))]), examples.labels.numpy()[:, 0]
+def load(hospitals: Population | None) -> list[tuple[Vector, Vector]]:
+    """Return each hospital's features with a column of ones, and its labels."""
+    assert hospitals is not None
+    found = []
+    for each in range(hospitals.num_clients):
+        features, labels = hospitals.load(np.array([each])).gather()
+        x = require_single_input(features).double().numpy()
+        found.append((np.hstack([x, np.ones((len(x), 1))]), labels.numpy()[:, 0]))
+    return found
 
 
 def initial_weights(seed: int) -> Vector:
@@ -70,24 +75,21 @@ def draw_batches(size: int, generator: np.random.Generator) -> Iterator[NDArray[
 
 def train(setting: Setting, seed: int, *, num_steps: int | None) -> Vector:
     """Train and return the weights; ``num_steps`` is that of each client, ``None``: two epochs."""
-    train_set = make_data().train
-    assert train_set.groups is not None
-    features, labels = load(train_set)
-    rows = [np.flatnonzero(train_set.groups == each) for each in np.unique(train_set.groups)]
+    hospitals = load(make_data().population)
     generator = np.random.default_rng(seed)
-    batches = [draw_batches(len(each), generator) for each in rows]
-    sizes = np.array([len(each) if setting.by_examples else 1 for each in rows])
+    batches = [draw_batches(len(labels), generator) for _, labels in hospitals]
+    sizes = np.array([len(labels) if setting.by_examples else 1 for _, labels in hospitals])
     shares = sizes / sizes.sum()
     weights = initial_weights(seed)
     first, second, control = (np.zeros_like(weights) for _ in range(3))
-    controls = [np.zeros_like(weights) for _ in rows]
+    controls = [np.zeros_like(weights) for _ in hospitals]
     for _ in range(_ROUNDS):
         delta, change = np.zeros_like(weights), np.zeros_like(weights)
-        for k, mine in enumerate(rows):
-            steps = num_steps or 2 * -(-len(mine) // _BATCH)
+        for k, (features, labels) in enumerate(hospitals):
+            steps = num_steps or 2 * -(-len(labels) // _BATCH)
             local = weights.copy()
             for _ in range(steps):
-                batch = mine[next(batches[k])]
+                batch = next(batches[k])
                 error = 1 / (1 + np.exp(-features[batch] @ local)) - labels[batch]
                 gradient = features[batch].T @ error / len(batch)
                 local -= setting.rate * (gradient + control - controls[k])
@@ -112,7 +114,7 @@ def train(setting: Setting, seed: int, *, num_steps: int | None) -> Vector:
 
 def main() -> None:
     """Print a row for each algorithm and number of steps: seeds 42 to 46, as in FLamby."""
-    tests = [load(each) for each in client_tests()]
+    tests = load(make_data().client_tests)
     print("| | all | Cleveland | Hungary | Switzerland | Long Beach |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, setting in SETTINGS.items():

@@ -13,20 +13,12 @@ import fedlearn as fl
 _NUM_CLASSES, _SIDE = 62, 14
 
 
-def make_data() -> fl.TrainTest:
-    """Return all characters, with their writers as groups."""
-    return fl.TrainTest.of(*(_load(part) for part in ("train", "test")))
-
-
-def client_tests() -> list[fl.Examples]:
-    """Return each writer's own test characters, in the order of the clients."""
-    test = _load("test")
+def make_data() -> fl.FederatedData:
+    """Return a client for each writer, which is evaluated on its own test characters."""
+    train, test = _load("train"), _load("test")
     assert test.groups is not None
-    assert isinstance(test.features, Tensor)
-    parts = [np.flatnonzero(test.groups == each) for each in np.unique(test.groups)]
-    return [
-        fl.Examples.of(features=test.features[part], labels=test.labels[part]) for part in parts
-    ]
+    data = fl.from_examples(fl.TrainTest.of(train, test), partition=fl.Natural(), seed=0)
+    return data.with_test_groups(test.groups)
 
 
 def _load(part: str) -> fl.Examples:

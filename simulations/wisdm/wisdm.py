@@ -7,11 +7,10 @@ import numpy as np
 import torch
 
 import fedlearn as fl
-from fedlearn.simulation.sources import TrainTest
 
 
-def make_data() -> TrainTest:
-    """Return a random 80 % of each user's windows for training, and the rest for the test.
+def make_data() -> fl.FederatedData:
+    """Return a client for each user: a random 80 % of the windows for training, 20 % for its test.
 
     Features are standardized by the training windows of all users. Peaks that were not found are
     NaN in the data, and 0 here: the mean.
@@ -35,15 +34,5 @@ def make_data() -> TrainTest:
         )
         for part in (~is_test, is_test)
     )
-    return TrainTest(train=train, test=test)
-
-
-def client_tests() -> list[fl.Examples]:
-    """Return each user's test examples."""
-    test = make_data().test
-    assert test.groups is not None
-    assert isinstance(test.features, torch.Tensor)
-    parts = [np.flatnonzero(test.groups == each) for each in np.unique(test.groups)]
-    return [
-        fl.Examples.of(features=test.features[part], labels=test.labels[part]) for part in parts
-    ]
+    data = fl.from_examples(fl.TrainTest.of(train, test), partition=fl.Natural(), seed=0)
+    return data.with_test_groups(users[is_test])

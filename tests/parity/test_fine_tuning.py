@@ -206,7 +206,6 @@ def test_clients_fine_tune_over_grpc(tmp_path: Path) -> None:
     ("settings", "problem"),
     [
         ({"evaluation": {"clients": 0, "fine_tune_epochs": 3}}, "no client evaluates"),
-        ({"evaluation": EVALUATION, "centralized": True}, "a centralized run has no clients"),
         ({"evaluation": {**EVALUATION, "fine_tune_epochs": -1}}, "fine_tune_epochs"),
     ],
 )

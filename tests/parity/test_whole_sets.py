@@ -148,7 +148,7 @@ def run(**settings: Any) -> fl.Run:  # Any: keys and tables
         "engine": {"num_workers": 1, "executor": "sequential"},
         **settings,
     }
-    clients = {} if "centralized" in settings else {"clients": clinics().population.num_clients}
+    clients = {"clients": clinics().population.num_clients}
     everything["evaluation"] = {**clients, **everything.get("evaluation", {})}
     return fl.simulate(
         make_model,
@@ -182,8 +182,6 @@ def test_what_is_recorded_is_what_numpy_computes(settings: Mapping[str, Any]) ->
     """Per client and over the whole test set, however and in whatever batches it is computed."""
     finished = run(**settings)
     expected = compute_expected_metrics(weights_of(finished))
-    if "centralized" in settings:
-        expected = {name: value for name, value in expected.items() if "clients" not in name}
     assert finished.history[-1].metrics == pytest.approx(expected, rel=1e-5)
 
 

@@ -97,7 +97,6 @@ def test_clients_are_listed_the_worst_first_and_no_more_than_can_be_read() -> No
         ({"privacy": {"mode": "local"}}, 'privacy.mode is "local", and they have no noise'),
         ({"secure_aggregation": {"mode": "complete"}}, "an earlier version"),
         ({"evaluation": {"clients": 0}}, "evaluation.clients is 0; raise it"),
-        ({"centralized": True}, "centralized is true"),
         ({}, "have been evaluated yet"),
     ],
 )

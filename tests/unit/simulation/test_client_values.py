@@ -1,26 +1,19 @@
 """What single clients measured is in the record of a run, by name."""
 
-import importlib.util
-import os
+from fnmatch import fnmatch
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fedlearn as fl
-from fedlearn.config import Config, load, resolve_addresses
-from fedlearn.core.clock import SystemClock
-from fedlearn.errors import StoreError
-from fedlearn.experiment.progress import choose_printer
+from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.run import Run
-from fedlearn.experiment.simulate import run_config
-from fedlearn.experiment.site import Site
 
-ROOT = Path(__file__).resolve().parents[3]
 RNG = np.random.default_rng(0)
 #: Not in the order of the clients, which is that of the names.
 NAMES = ["Ünna, <b>", "ada", "zoe", "bob"]
@@ -28,23 +21,14 @@ WHO = np.asarray(NAMES)[RNG.integers(0, 4, 160)]
 FEATURES = RNG.normal(size=(160, 5)).astype("float32")
 LABELS = (FEATURES[:, 0] * np.where(WHO == "zoe", -1, 1) > 0).astype(np.int64)
 TRAIN, TEST = slice(0, 100), slice(100, 160)
+#: Test examples of each client.
+SIZES = [int(np.count_nonzero(WHO[TEST] == name)) for name in sorted(NAMES)]
 SGD = fl.LocalSgd(epochs=2, batch_size=8, learning_rate=0.3)
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture(scope="module")
-def published() -> ModuleType:
-    """The script that measures published figures, by code of its own."""
-    spec = importlib.util.spec_from_file_location("published", ROOT / "simulations/published.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def make_model() -> nn.Module:
@@ -74,70 +58,94 @@ def simulate(algorithm: fl.Strategy | None = None, **settings: Any) -> Run:
     return fl.simulate(make_model, make_data(), algorithm or fl.FedAvg(SGD), **merged)
 
 
-def list_tests() -> list[fl.Examples]:
-    places = [np.flatnonzero(WHO[TEST] == name) for name in sorted(NAMES)]
-    x, y = torch.from_numpy(FEATURES[TEST]), torch.from_numpy(LABELS[TEST])
-    return [fl.Examples.of(features=x[place], labels=y[place]) for place in places]
+def measure(run: Run, vector: torch.Tensor | None = None, *, of: str = "*") -> list[float]:
+    """Measure each client's accuracy with a run's last model, by plain torch.
 
-
-def configure(*overrides: str) -> Config:
-    np.savez(
-        "clients.npz",
-        x=FEATURES[TRAIN],
-        y=LABELS[TRAIN],
-        who=WHO[TRAIN],
-        tx=FEATURES[TEST],
-        ty=LABELS[TEST],
-        u=WHO[TEST],
-    )
-    usual = (
-        "data={source='npz',path='clients.npz',groups='who',partition={kind='natural'}}",
-        "data.test_features='tx'",
-        "data.test_labels='ty'",
-        "data.test_groups='u'",
-        "model={kind='mlp',hidden=[8]}",
-        "client={learning_rate=0.3,epochs=2,batch_size=8}",
-        "num_rounds=3",
-        "cohort.num_wanted=3",
-        "evaluation={clients=4,every_rounds=0}",
-        "engine={executor='sequential',num_workers=1}",
-    )
-    return load(None, overrides=(*usual, *overrides))
-
-
-PERSONAL_LAYERS = "algorithm={name='fedper',personal_layers=['3.*']}"
+    With ``vector``, the parameters whose names match ``of`` have these values instead.
+    """
+    model = run.load_model(make_model, best=False)
+    if vector is not None:
+        names = [name for name, _ in model.named_parameters() if fnmatch(name, of)]
+        vector_to_parameters(vector, [model.get_parameter(name) for name in names])
+    right = model(torch.from_numpy(FEATURES[TEST])).argmax(1).numpy() == LABELS[TEST]
+    return [float(right[WHO[TEST] == name].mean()) for name in sorted(NAMES)]
 
 
 @pytest.mark.parametrize(
-    "overrides",
+    ("algorithm", "kept", "of"),
     [
-        (),
-        (PERSONAL_LAYERS, "evaluation.fine_tune_epochs=2"),
-        ("algorithm={name='ditto',personal_learning_rate=0.1,personal_pull=0.1}",),
+        (fl.FedAvg(SGD), None, "*"),
+        (fl.KeepLocal(fl.FedAvg(SGD), ["2.*"]), "local", "2.*"),
+        (fl.Ditto(SGD, personal_learning_rate=0.1, personal_pull=0.1), "personal", "*"),
     ],
+    ids=["global", "keep local", "Ditto"],
 )
 def test_the_values_are_those_of_the_released_model(
-    published: ModuleType, overrides: tuple[str, ...]
+    algorithm: fl.Strategy, kept: str | None, of: str
 ) -> None:
-    """Of the model after the last round, and of each client's own after it, as measured anew."""
-    config = configure(*overrides)
-    addresses = resolve_addresses(config, environ=os.environ)
-    with Path(os.devnull).open("w") as nowhere:
-        printer = choose_printer(nowhere, as_json=True)
-        run = run_config(config, Site(addresses, os.environ, SystemClock(), printer))
-    expected = published.measure_clients(run, config, list_tests())
+    """Of the model after the last round, and of each client's own after it, by name."""
+    run = simulate(algorithm, evaluation={"clients": 4, "every_rounds": 0})
     assert run.clients.measured_after == 3
     assert [each["name"] for each in run.clients] == sorted(NAMES)
-    for client_id, name in enumerate(sorted(NAMES)):
-        found = run.clients[name]
-        assert found["client_id"] == client_id
-        assert found["num_examples"] == np.count_nonzero(WHO[TEST] == name)
-        assert found["accuracy"] == pytest.approx(expected[f"client_{client_id}"], abs=1e-6)
-        own = found["personal_accuracy" if overrides else "accuracy"]
-        assert own == pytest.approx(expected[f"personal_{client_id}"], abs=1e-6)
+    assert list(run.clients.num_examples) == SIZES
+    assert run.clients.metrics["accuracy"] == pytest.approx(measure(run), abs=1e-6)
+    for client_id, name in enumerate(sorted(NAMES) if kept else ()):
+        state = run.client_state(client_id)
+        expected = measure(run, state[kept or ""] if state else None, of=of)[client_id]
+        assert run.clients[name]["personal_accuracy"] == pytest.approx(expected, abs=1e-6)
     metrics = run.history[-1].metrics
     assert run.clients.mean("accuracy") == metrics["clients/accuracy_mean"]
     assert run.clients.quantile("accuracy", 0.1) == metrics["clients/accuracy_p10"]
+
+
+@pytest.mark.parametrize("transport", ["engine", "memory"])
+def test_a_centralized_run_is_evaluated_by_client(transport: str) -> None:
+    """Of the pooled model: there is no other, whatever the algorithm keeps on its one client."""
+    ditto = fl.Ditto(SGD, personal_learning_rate=0.1, personal_pull=0.1)
+    run = simulate(ditto, centralized=True, cohort={}, engine={"transport": transport})
+    assert [each["name"] for each in run.clients] == sorted(NAMES)
+    assert list(run.clients.metrics) == ["accuracy", "loss"]
+    assert run.clients.metrics["accuracy"] == pytest.approx(measure(run), abs=1e-6)
+    assert len(set(measure(run))) > 1  # the control
+    with pytest.raises(ConfigError, match="5 clients evaluate, but the data have 4"):
+        simulate(centralized=True, cohort={}, evaluation={"clients": 5})
+
+
+def test_clients_fine_tune_the_pooled_model_on_their_own_examples() -> None:
+    """With whole batches, as plain gradient descent on each client's examples does."""
+    whole = fl.LocalSgd(epochs=3, batch_size=100, learning_rate=0.5)
+    evaluation = {"clients": 4, "fine_tune_epochs": 3}
+    run = simulate(fl.FedAvg(whole), centralized=True, cohort={}, evaluation=evaluation)
+    for client_id, name in enumerate(sorted(NAMES)):
+        model = run.load_model(make_model, best=False).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        mine = WHO[TRAIN] == name
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(torch.from_numpy(FEATURES[TRAIN][mine]))
+            nn.functional.cross_entropy(outputs, torch.from_numpy(LABELS[TRAIN][mine])).backward()
+            optimizer.step()
+        tuned = parameters_to_vector(model.parameters()).detach()
+        row = run.clients[name]
+        assert row["personal_accuracy"] == pytest.approx(measure(run, tuned)[client_id], abs=1e-6)
+    assert any(each["personal_accuracy"] != each["accuracy"] for each in run.clients)
+
+
+def test_what_clients_hold_out_is_not_pooled() -> None:
+    """A pooled run trains on what the clients train on, and not on what they are evaluated on."""
+    data = fl.from_arrays(
+        FEATURES, LABELS, groups=WHO, partition=fl.Natural(), test=(FEATURES, LABELS), seed=0
+    )
+    run = fl.simulate(
+        make_model,
+        data,
+        fl.FedAvg(SGD),
+        num_rounds=1,
+        centralized=True,
+        evaluation={"clients": 4, "client_test_fraction": 0.25},
+    )
+    (pooled,) = run.history[0].participations
+    assert pooled.num_examples + sum(run.clients.num_examples) == len(LABELS)
 
 
 @pytest.mark.parametrize(
@@ -199,8 +207,6 @@ def test_a_private_run_keeps_no_values_of_single_clients() -> None:
 def test_why_there_are_no_values_is_said() -> None:
     with pytest.raises(StoreError, match=r"evaluation\.clients is 0; raise it"):
         _ = simulate(evaluation={"clients": 0}).clients
-    with pytest.raises(StoreError, match="centralized is true"):
-        _ = simulate(centralized=True, cohort={}, evaluation={}).clients
     old = simulate()
     for path in (old.path / "clients").iterdir():
         path.unlink()
@@ -239,15 +245,14 @@ def test_a_resumed_run_keeps_the_values_of_its_last_evaluation() -> None:
 
 def fail_for_one(outputs: torch.Tensor, labels: torch.Tensor) -> float:
     """Fail for the client with the fewest test examples."""
-    if len(labels) == min(len(each.labels) for each in list_tests()):
+    if len(labels) == min(SIZES):
         raise ValueError("no value")
     return 1.0
 
 
 def test_a_client_that_cannot_be_evaluated_is_left_out() -> None:
     """As it is in a deployment, where it does not answer."""
-    sizes = [len(each.labels) for each in list_tests()]
-    failing = sizes.index(min(sizes))
+    failing = SIZES.index(min(SIZES))
     run = simulate(metrics={"own": fl.Metric(fail_for_one, direction="max")}, num_rounds=1)
     assert failing not in run.clients
     assert sorted(NAMES)[failing] not in run.clients

@@ -309,8 +309,6 @@ def test_what_cannot_be_held_out_is_refused() -> None:
         simulate(drawn, evaluation=fraction)
     with pytest.raises(ConfigError, match="no client evaluates"):
         simulate(in_memory(), evaluation={**fraction, "clients": 0})
-    with pytest.raises(ConfigError, match="a centralized run has no clients"):
-        simulate(in_memory(), evaluation=fraction, centralized=True)
     given = in_memory().with_client_tests([(FEATURES, LABELS)] * 4)
     with pytest.raises(ConfigError, match=r"client_test_fraction is 0\.3, but the data have tests"):
         simulate(given, evaluation=fraction)
