@@ -37,6 +37,7 @@ from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffer
 from fedlearn.simulation.engine import by_client
 from fedlearn.simulation.partition import client_text
 from fedlearn.simulation.population import CheckedExamples, client_names
+from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import preserve_generator
 from fedlearn.training.resident import Precision
@@ -92,6 +93,9 @@ def resolve(
         }
     )
     config = simulation.config.model_copy(update={"engine": settings})
+    if isinstance(simulation.algorithm.local, StatisticsQuery):
+        # All clients take part, whatever the device: who counts rows need not know more.
+        return replace(simulation, config=config)
     workers = f"{num_workers} worker{'s' if num_workers > 1 else ''}"
     notes = [
         *_note_cohort(simulation),

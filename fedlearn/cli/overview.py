@@ -108,14 +108,15 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
     yield "time", summary.times()
     yield from describe_metrics(summary)
     if (spent := run.privacy) is not None:
-        yield "privacy", spent.format()
+        of = "statistics" if has_plan(record.config) else "released models"
+        yield "privacy", spent.format(of=of)
     yield from _describe_participation(summary)
     yield from _describe_missed(run)
     for each in [one for one in run.history if one.staleness][-_MISSED_ROUNDS:]:
         yield "staleness", f"round {each.round_num + 1}: {staleness_text(each.staleness)}"
     config, hidden = record.config, tables_with(Use.SIMULATED) if record.is_deployed else ()
     if has_plan(config):
-        hidden, config = (*hidden, *_NOT_OF_STATISTICS), {**config, "data": _without_plan(config)}
+        hidden, config = (*hidden, *_NOT_OF_STATISTICS), _without_plan(config)
     for name in (PYTHON_OBJECTS, *tables_with(Use.SHOWN)):
         table = config.get(name)
         is_off = isinstance(table, Mapping) and table.get("mode") in _OFF
@@ -130,16 +131,18 @@ def _describe_run(run: Run) -> Iterator[tuple[str, str]]:
     for file in run.stored.checkpoints():
         yield "checkpoint", _format_checkpoint(file)
     yield "path", replace_unprintable(str(run.path))
-    yield from next_steps(summary, run.path, "report", "export")
+    yield from next_steps(summary, run.path, "report", *(() if has_plan(config) else ("export",)))
 
 
-def _without_plan(config: Mapping[str, object]) -> object:
-    """Return the table of the data without the plan, which the result shows."""
-    match config["data"]:
-        case {"args": {"plan": _, **args}, **data}:
-            return {**data, "args": args}
-        case other:
-            return other
+def _without_plan(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the configuration without the plan, which the result shows, next to the data."""
+    match config:
+        case {"data": {"args": {"plan": _, **args}, **table}}:
+            return {**config, "data": {**table, "args": args}}
+        case {"python": {"data": clients}}:
+            return {**config, PYTHON_OBJECTS: {"data": clients}}
+        case _:
+            return config
 
 
 def _describe_participation(summary: Summary) -> Iterator[tuple[str, str]]:

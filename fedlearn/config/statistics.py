@@ -8,6 +8,8 @@ ordinary configuration, so every command takes one.
 import json
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from fedlearn.config.own_functions import bind_own_function, wrong_return_error
@@ -19,7 +21,7 @@ from fedlearn.simulation.tables import from_tables
 from fedlearn.statistics.plan import CLIENT, EXAMPLE, StatisticsPlan
 from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.statistics.schema import ClientTable
-from fedlearn.training.csv_columns import CsvFormat
+from fedlearn.training.csv_columns import CsvFormat, find_csv_files
 from fedlearn.training.table_trainer import read_tables, read_tables_by
 
 _STOP = "fedlearn.experiment.statistics:StopWhenFinished"
@@ -83,7 +85,6 @@ def load_csv_tables(
         ConfigError: The format is not one.
         DataError: A file cannot be read, or does not fit to the plan.
     """
-    schema = _parse(plan).columns
     try:
         options: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value
@@ -92,6 +93,23 @@ def load_csv_tables(
         written = CsvFormat(**options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"data: {error}") from error
+    files = tuple(
+        (each, stat.st_mtime_ns, stat.st_size)
+        for each in find_csv_files(Path(path))
+        for stat in [each.stat()]
+    )
+    return _read_files(path, plan, client_column, written, files)
+
+
+@lru_cache(maxsize=1)  # expanding a plan counts the clients; a run needs their tables again
+def _read_files(
+    path: str,
+    plan: str,
+    client_column: str | None,
+    written: CsvFormat,
+    files: tuple[tuple[Path, int, int], ...],  # noqa: ARG001 - so that a changed file is read again
+) -> FederatedData:
+    schema = _parse(plan).columns
     if client_column is None:
         return from_tables(read_tables(path, schema, csv_format=written))
     return from_tables(

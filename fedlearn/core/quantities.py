@@ -18,6 +18,19 @@ def format_number(value: float | None) -> str:
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"  # noqa: PLR2004 (a width)
 
 
+def format_amount(value: float | None) -> str:
+    """Format a count or a quantity: whole and large numbers in full, others with four decimals.
+
+    Example:
+        >>> [format_amount(value) for value in (3.0, 53.61234, -17660.4, None)]
+        ['3', '53.6123', '-17660', '-']
+    """
+    if value is None or not math.isfinite(value) or abs(value) >= 1e15:  # noqa: PLR2004 - not exact
+        return format_number(value)
+    is_whole = value == round(value)
+    return f"{value:.0f}" if is_whole or abs(value) >= 1000 else f"{value:.4f}"  # noqa: PLR2004 (a width)
+
+
 def format_duration(seconds: float) -> str:
     """Format a duration in at most eight characters; a dash if it is not finite.
 

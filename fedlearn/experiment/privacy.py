@@ -16,6 +16,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import ledger_of
 from fedlearn.privacy.events import Event
 from fedlearn.privacy.ledger import Budget, Charging
+from fedlearn.privacy.plan import PrivacyPlan
 from fedlearn.simulation.fingerprint import Fingerprint, fingerprint_of
 from fedlearn.store.charged_examples import (
     ChargedExamples,
@@ -161,12 +162,7 @@ def start_accounting(
     plan, section = components.privacy, components.config.privacy
     if plan is None:
         return PrivacyAccounting([], None, 0)
-    noise = f"noise {plan.noise_multiplier:.4g} times the clip norm ({plan.clip_text})"
-    if not components.config.has_model:
-        # In units of its bound each of k sums has norm 1, so all together have norm √k.
-        multiplier = plan.noise_multiplier * math.sqrt(len(components.algorithm.lanes))
-        bound = "the most that one example adds to" if plan.sums_examples else "the bound of"
-        noise = f"noise {multiplier:.4g} times {bound} each sum"
+    noise = _describe_noise(components, plan)
     if section.reproducible:
         note = f"{noise}, from a public seed: nothing is private, and no ε is claimed"
         return PrivacyAccounting([note], None, 0)
@@ -196,7 +192,7 @@ def start_accounting(
     )
     # `fedlearn extend` raises the number in the record, not in the configuration.
     due = max(components.config.num_rounds, stored.record.num_rounds) - num_finished
-    notes = [f"{noise}; metrics of clients and training losses have no noise: do not publish them"]
+    notes = [f"{noise}; {_describe_without_noise(components, plan)}"]
     if components.config.coordinator.training.is_on:
         notes.append(
             "the coordinator trains on the released models and on its own examples: this is "
@@ -218,6 +214,25 @@ def start_accounting(
     if num_lost > 0 and plan.takes_turns:
         notes.append(f"{num_lost} turns of earlier processes were lost: others are asked first")
     return PrivacyAccounting(notes, charging, num_lost)
+
+
+def _describe_noise(components: Components, plan: PrivacyPlan) -> str:
+    """Describe how much noise a run adds."""
+    if components.config.has_model:
+        return f"noise {plan.noise_multiplier:.4g} times the clip norm ({plan.clip_text})"
+    # In units of its bound each of k sums has norm 1, so all together have norm √k.
+    multiplier = plan.noise_multiplier * math.sqrt(len(components.algorithm.lanes))
+    bound = "the most that one example adds to" if plan.sums_examples else "the bound of"
+    return f"noise {multiplier:.4g} times {bound} each sum"
+
+
+def _describe_without_noise(components: Components, plan: PrivacyPlan) -> str:
+    """Describe what the record has without noise."""
+    if components.config.has_model:
+        return "metrics of clients and training losses have no noise: do not publish them"
+    if plan.sums_examples or components.config.privacy.is_distributed:
+        return "numbers of examples are not recorded"
+    return "clients' numbers of examples have no noise: do not publish them"
 
 
 def skip_lost_turns(components: ComponentsT, *, num_lost: int) -> ComponentsT:

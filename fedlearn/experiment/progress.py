@@ -15,11 +15,11 @@ from typing import IO, NamedTuple, Protocol, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from fedlearn.config.tables import PYTHON_OBJECTS
+from fedlearn.config.tables import PYTHON_OBJECTS, has_plan
 from fedlearn.core.distribution import NUM_CLIENTS, improvement_sign
 from fedlearn.core.json_values import format_json
 from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED, Status
-from fedlearn.core.quantities import format_duration, format_number
+from fedlearn.core.quantities import format_amount, format_duration, format_number
 from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import OutputClosed
 from fedlearn.experiment.history import (
@@ -504,7 +504,7 @@ class NotebookProgress(_Lines):
 def _format_own_metrics(record: RoundRecord) -> str:
     """Format the metrics that a query computed in a round, each as a space and ``name=value``."""
     found = find_own_metrics(record).items()
-    return "".join(f" {replace_unprintable(name)}={format_number(value)}" for name, value in found)
+    return "".join(f" {replace_unprintable(name)}={format_amount(value)}" for name, value in found)
 
 
 def _train_loss(record: RoundRecord) -> float | None:
@@ -548,16 +548,19 @@ def describe_end(summary: Summary, path: Path) -> Iterator[tuple[str, str]]:
         yield "parked", "run the same command again to continue"
     if run.error:
         yield "error", replace_unprintable(run.error)
-    if not run.has_model:
-        yield "result", "a query has no model; its result is what Run.state() or an export gives"
-    else:
+    is_plan = has_plan(run.config)
+    if run.has_model:
         nothing = [("best", "nothing was evaluated")]
         yield from describe_metrics(summary) if summary.best else nothing
+    elif not is_plan:  # the result of a plan is a table, which is printed next to this
+        yield "result", "a query has no model; its result is what Run.state() or an export gives"
     if summary.privacy is not None:
-        yield "privacy", summary.privacy.format()
+        of = "statistics" if is_plan else "released models"
+        yield "privacy", summary.privacy.format(of=of)
     yield from _describe_problems(summary)
     yield "path", replace_unprintable(str(path))
-    yield from next_steps(summary, path, "show", "plot" if run.has_model else "export")
+    last = "report" if is_plan else "plot" if run.has_model else "export"
+    yield from next_steps(summary, path, "show", last)
 
 
 def next_steps(summary: Summary, path: Path, *verbs: str) -> Iterator[tuple[str, str]]:
@@ -565,7 +568,8 @@ def next_steps(summary: Summary, path: Path, *verbs: str) -> Iterator[tuple[str,
     for verb in ("resume", *verbs) if summary.is_resumable else verbs:
         if verb == "resume" and PYTHON_OBJECTS in summary.record.config:
             # Only Python has its model and data.
-            yield "next", f"fl.simulate(..., resume={summary.record.name!r})"
+            function = "run_statistics" if has_plan(summary.record.config) else "simulate"
+            yield "next", f"fl.{function}(..., resume={summary.record.name!r})"
         else:
             yield "next", next_command(verb, summary.record.name, path=path)
 

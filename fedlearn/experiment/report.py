@@ -198,7 +198,8 @@ def _tiles(
         spent = summary.privacy
         cohorts, delta = f"{spent.epsilon_with_cohorts:.3g}", f"{spent.target_delta:g}"
         note = f"{cohorts} for who saw the cohorts; δ {delta}; {spent.hidden}"
-        yield "ε of the models", f"{spent.epsilon:.3g}", note
+        of = "statistics" if has_plan(summary.record.config) else "models"
+        yield f"ε of the {of}", f"{spent.epsilon:.3g}", note
     yield "clients seen", f"{summary.num_clients:,}", f"asked {num_tasks:,} times"
     share = f"{100 * summary.num_in_time / num_tasks:.0f} % reported in time" if num_tasks else ""
     yield "reports", f"{summary.counts.reported:,}", share

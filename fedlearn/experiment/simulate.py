@@ -39,7 +39,7 @@ from fedlearn.assembly.simulated_plan import assemble
 from fedlearn.config import Addresses, Config, config_hash, from_mapping, resolve_addresses
 from fedlearn.config.cohort import DevicesSection
 from fedlearn.config.components import build_component
-from fedlearn.config.tables import PYTHON_OBJECTS, Use, tables_with
+from fedlearn.config.tables import PLAN_ALGORITHM, PYTHON_OBJECTS, Use, tables_with
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.clock import Clock, SystemClock, utc_now
 from fedlearn.core.cluster import Cluster
@@ -77,6 +77,7 @@ from fedlearn.simulation.cluster import launch, limit_to_one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.simulation.sources import Examples
+from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
 from fedlearn.training.keyed_dropout import preserve_generator
@@ -518,7 +519,16 @@ def run_simulation(components: Simulation, site: Site) -> Run:
     """
     further = {"callbacks": repr(components.callbacks), "directions": components.directions}
     described = describe_arguments(components) | further
-    return _run_new(_resolve(components, site), site, extra={PYTHON_OBJECTS: described})
+    extra = {PYTHON_OBJECTS: described, **_describe_plan(components)}
+    return _run_new(_resolve(components, site), site, extra=extra)
+
+
+def _describe_plan(components: Simulation) -> dict[str, object]:
+    """Return the algorithm's table of a plan of statistics, as a plan file has it; else nothing."""
+    query = components.algorithm.local
+    if not isinstance(query, StatisticsQuery):
+        return {}
+    return {"algorithm": {"name": "python", "factory": PLAN_ALGORITHM, "args": asdict(query)}}
 
 
 def describe_arguments(components: Simulation) -> dict[str, object]:

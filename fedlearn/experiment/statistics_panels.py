@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from fedlearn.core.quantities import format_number
+from fedlearn.core.quantities import format_amount
 from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.figures import (
     INK,
@@ -33,8 +33,9 @@ def statistics_panels(result: StatisticsResult | None) -> Iterator[Panel]:
     if result is None:
         return
     for place in dict.fromkeys((each.statistic, each.column) for each in result.rows):
-        if place[0] in _COUNTS:
-            yield partial(_draw, rows=list(result[place].values()))
+        rows = list(result[place].values())
+        if place[0] in _COUNTS and any(each.suppressed or each.value is not None for each in rows):
+            yield partial(_draw, rows=rows)
 
 
 def _draw(axes: Axes, *, rows: Sequence[ResultRow]) -> None:
@@ -46,7 +47,7 @@ def _draw(axes: Axes, *, rows: Sequence[ResultRow]) -> None:
     tops = [max(v, each.high or 0.0) for v, each in zip(values, shown, strict=True)]
     axes.set(xlim=(-0.6, len(shown) - 0.4), ylim=(0.0, 1.05 * max([1.0, *tops])))
     for place, (each, value) in enumerate(zip(shown, values, strict=True)):
-        text = "suppressed" if each.suppressed else format_number(each.value)
+        text = "suppressed" if each.suppressed else format_amount(each.value)
         bar = Rectangle((place - 0.4, 0.0), 0.8, max(0.0, value), facecolor=RUN_COLORS[0])
         add_tooltip(bar, f"{each.item}: {text}")
         add_shape(axes, bar)

@@ -12,7 +12,7 @@ from fedlearn.assembly import build_secure_plan
 from fedlearn.core.json_values import to_json_values
 from fedlearn.core.params import Layout, NoModel
 from fedlearn.core.participations import Status
-from fedlearn.core.quantities import format_number
+from fedlearn.core.quantities import format_amount
 from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.layout import table_text
 from fedlearn.experiment.recorded import config_of
@@ -162,16 +162,11 @@ class StatisticsResult:
 
 
 def _cells(row: ResultRow) -> tuple[str, ...]:
-    value = "suppressed" if row.suppressed else _format(row.value)
+    value = "suppressed" if row.suppressed else format_amount(row.value)
     spread = ""
     if row.value is not None and row.low is not None and row.high is not None:
-        spread = _format((row.high - row.low) / 2.0)
+        spread = format_amount((row.high - row.low) / 2.0)
     return (row.statistic, row.column, row.item, value, spread, row.note)
-
-
-def _format(value: float | None) -> str:
-    is_whole = value is not None and math.isfinite(value) and value == round(value)
-    return f"{value:.0f}" if is_whole and abs(value or 0.0) < 1e15 else format_number(value)  # noqa: PLR2004 - exact
 
 
 def result_of(stored: StoredRun, query: StatisticsQuery) -> StatisticsResult:

@@ -37,12 +37,12 @@ class Spending:
         """Description of what the guarantee hides."""
         return _HIDDEN[self.adjacency]
 
-    def format(self) -> str:
-        """Format the spending as a sentence."""
+    def format(self, *, of: str = "released models") -> str:
+        """Format the spending as a sentence; ``of`` is what was released."""
         others = self.num_charged - self.num_own
         more = f" and {others} of other runs" if others else ""
         return (
-            f"ε {self.epsilon:.3g} for the released models, {self.epsilon_with_cohorts:.3g} for "
+            f"ε {self.epsilon:.3g} for the {of}, {self.epsilon_with_cohorts:.3g} for "
             f"an observer of the cohorts, at δ {self.target_delta:g}, {self.hidden}; "
-            f"{self.num_own} rounds charged{more}"
+            f"{self.num_own} round{'' if self.num_own == 1 else 's'} charged{more}"
         )

@@ -26,7 +26,7 @@ from fedlearn.statistics.statistic import ResultRow
 #: The only sum.
 ANSWERS = "answers"
 #: The metric that counts the statistics that need another round.
-NUM_OPEN = "num_open"
+NUM_OPEN = "unfinished"
 _ROUND = "round_num"
 
 

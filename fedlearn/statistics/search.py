@@ -222,6 +222,7 @@ class FrequentTexts(Statistic):
             "texts": torch.zeros(0, width, dtype=torch.int64),
             "counts": torch.zeros(0, dtype=torch.float64),
             "rounds": torch.zeros(0, dtype=torch.int64),
+            "limit": torch.tensor(float(self.threshold), dtype=torch.float64),
         }
 
     def broadcast(self, state: State) -> State:
@@ -251,7 +252,8 @@ class FrequentTexts(Statistic):
         counts[:, _IMPOSSIBLE] = -math.inf
         counts[len(prefixes) :] = -math.inf
         # A secure sum is rounded, so a count of 10 may be 9.999.
-        is_frequent = counts.flatten() >= max(self.threshold - 0.5, z * noise)
+        limit = max(self.threshold - 0.5, z * noise)
+        is_frequent = counts.flatten() >= limit
         places = is_frequent.nonzero()[:, 0]
         order = counts.flatten()[places].argsort(descending=True, stable=True)
         places = places[order]
@@ -268,6 +270,7 @@ class FrequentTexts(Statistic):
             "texts": texts[best],
             "counts": of_texts[best],
             "rounds": rounds[best],
+            "limit": torch.tensor(max(float(self.threshold), limit), dtype=torch.float64),
         }
 
     def is_done(self, state: State, *, schema: Schema, round_num: int) -> bool:
@@ -278,8 +281,13 @@ class FrequentTexts(Statistic):
     def rows(
         self, state: State, *, schema: Schema, sigmas: Sequence[float] | None
     ) -> Iterator[ResultRow]:
-        """Yield the texts, the most frequent one first."""
+        """Yield the texts, the most frequent one first, or one row that says that there is none."""
         (name,), column = self.columns, self._column(schema)
+        if not len(state["texts"]):
+            limit = float(state["limit"])
+            why = "" if limit <= self.threshold else ", below which all may be noise"
+            note = f"none reaches the threshold of {limit:.4g} rows{why}"
+            yield make_row((self.kind, name, ""), math.nan, None, note=note)
         found = zip(
             state["texts"].tolist(), state["counts"].tolist(), state["rounds"].tolist(), strict=True
         )

@@ -161,7 +161,7 @@ def read_csv(path: Path | str, *, csv_format: CsvFormat | None = None) -> list[N
         ('aachen', array([61., nan]), array(['yes', 'no'], dtype=object))
     """
     csv_format = csv_format or CsvFormat()
-    files = [_read_texts(each, csv_format) for each in _find_files(Path(path))]
+    files = [_read_texts(each, csv_format) for each in find_csv_files(Path(path))]
     return _with_types(files, csv_format)
 
 
@@ -198,7 +198,12 @@ class _LineOf:
         return f"{self.path.name}, row {row}"
 
 
-def _find_files(path: Path) -> list[Path]:
+def find_csv_files(path: Path) -> list[Path]:
+    """Return the file, or the CSV files of a folder, in the order of their names.
+
+    Raises:
+        DataError: There is none, or two files name the same client.
+    """
     if path.is_file():
         return [path]
     if not path.is_dir():

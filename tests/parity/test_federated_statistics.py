@@ -335,12 +335,16 @@ def test_a_run_that_is_ended_early_says_what_is_not_finished() -> None:
 
 
 def test_rounds_that_nothing_needs_are_neither_asked_nor_charged() -> None:
-    """Noise drowns all texts in the first of five rounds."""
+    """Noise drowns all texts in the first of five rounds; the table says so."""
     plan = plan_of({"kind": "frequent", "columns": ["dx"], "threshold": 1000})
     result = fl.run_statistics(plan, draw_tables(), privacy=private("central", 1.0))
     assert result.charge is not None
     assert result.charge.num_rounds == 1
-    assert result.rows == ()
+    (row,) = result.rows
+    assert row.value is None
+    assert row.note == "none reaches the threshold of 1000 rows"
+    assert ("frequent", "dx", "", "-", "", row.note) in result.table()
+    assert fl.StatisticsResult.from_json(result.to_json()) == result
 
 
 def test_noise_that_drowns_a_value_leaves_it_undefined() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import fedlearn as fl
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.cli.app import main
 from fedlearn.client import TableTrainer, TorchTrainer
@@ -22,6 +23,7 @@ from fedlearn.core.messages import ClientId, Failure, Reply, Request, TrainReply
 from fedlearn.errors import ConfigError, DataError
 from fedlearn.session.session import ClientSession
 from fedlearn.statistics import StatisticsPlan, StatisticsQuery
+from fedlearn.training.table_trainer import read_tables
 from fedlearn.training.trainer import LocalTrainer
 
 SCRIPT = "<script>alert(1)</script>, $x$"
@@ -162,6 +164,46 @@ def test_a_plan_is_computed_over_the_clients_tables(
     require_pooled({**result, "num_clients": result["num_clients"] + 3 - sites}, atol=atol)
 
 
+def test_a_run_from_python_is_shown_and_reported_as_one_of_a_file(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(CSV, TABLES, PLAN)
+    assert main(["statistics", path, "--name", "file"]) == 0
+    table = capsys.readouterr().out
+    plan = json.loads(load(path, overrides=()).model_dump()["algorithm"]["args"]["plan"])
+    fl.run_statistics(plan, read_tables("sites", StatisticsPlan.of(plan).columns), name="python")
+    capsys.readouterr()
+    assert main(["show", "python"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.endswith(table)
+    assert "StatisticsQuery" not in shown
+    assert main(["report", "python"]) == 0
+    assert "<h2>Statistics</h2>" in Path("runs", "python", "report.html").read_text()
+    capsys.readouterr()
+    assert main(["show", "python", "--json"]) == 0
+    require_pooled(json.loads(capsys.readouterr().out)["statistics"])
+
+
+def test_a_file_is_read_once_for_a_run_and_again_if_it_has_changed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_read = list[object]()
+
+    def read(*arguments: Any, **options: Any) -> Any:
+        num_read.append(arguments)
+        return read_tables(*arguments, **options)
+
+    monkeypatch.setattr("fedlearn.config.statistics.read_tables", read)
+    path = write(CSV, TABLES, PLAN)
+    before = compute(capsys, path)
+    assert len(num_read) == 1
+    file = next(iter(sorted(Path("sites").iterdir())))
+    file.write_text(file.read_text() + file.read_text().splitlines()[-1] + "\n")
+    after = compute(capsys, path)
+    assert len(num_read) == 2
+    assert after["num_examples"] == before["num_examples"] + 1
+
+
 def test_a_run_of_a_plan_is_shown_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints a table. Values of the clients are escaped, and no formulas."""
     assert main(["statistics", write(CSV, TABLES, PLAN), "--name", "first"]) == 0
@@ -172,6 +214,10 @@ def test_a_run_of_a_plan_is_shown_and_reported(capsys: pytest.CaptureFixture[str
     assert main(["show", "first"]) == 0
     shown = capsys.readouterr().out
     assert "[40, 80]" in shown
+    for word in ("model", "export", "device", "straggler"):
+        assert word not in printed.out + printed.err
+    assert "model" not in shown
+    assert "export" not in shown
     assert "StatisticsQuery" not in shown
     assert main(["show", "first", "--json"]) == 0
     require_pooled(json.loads(capsys.readouterr().out)["statistics"])
