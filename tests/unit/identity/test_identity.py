@@ -163,33 +163,10 @@ DIGESTS = st.binary(max_size=4) | st.binary(min_size=32, max_size=32)
 SIGNED = st.builds(Signed, TEXTS, TEXTS, LARGE, SMALL, SMALL, LARGE, DIGESTS)
 
 
-@settings(max_examples=500)
-@given(SIGNED, SIGNED)
-def test_two_replies_sign_the_same_bytes_only_if_they_are_one(
-    first: Signed, second: Signed
-) -> None:
-    assert (first.content() == second.content()) == (first == second)
-
-
-@settings(max_examples=300)
-@given(SIGNED, st.data())
-def test_a_change_of_any_one_field_changes_the_bytes(signed: Signed, data: st.DataObject) -> None:
-    other = data.draw(SIGNED)
-    name = data.draw(st.sampled_from(Signed._fields))
-    changed = signed._replace(**{name: getattr(other, name)})
-    assert (signed.content() == changed.content()) == (signed == changed)
-
-
-@given(TEXTS, TEXTS, st.integers(0, 10))
-def test_text_does_not_move_between_fields(run_id: str, kind: str, cut: int) -> None:
-    both = run_id + kind
-    moved = Signed(both[:cut], both[cut:], 1, 1, 0, 1, bytes(32))
-    original = Signed(run_id, kind, 1, 1, 0, 1, bytes(32))
-    assert (moved.content() == original.content()) == (moved == original)
-
-
+@settings(max_examples=200)
 @given(SIGNED)
 def test_the_bytes_can_be_read_back_so_none_is_ambiguous(signed: Signed) -> None:
+    """Hence two replies have the same bytes only if all their fields are the same."""
     rest = signed.content()
 
     def number() -> int:
