@@ -16,7 +16,6 @@ from torch.nn import functional as F
 from fedlearn.algorithms.objectives import CrossEntropy
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import DataError
 from fedlearn.parallel.engine import RankTrainer, run
 from fedlearn.parallel.mesh import Mesh
 from fedlearn.parallel.optimizers import AdamKin, Lars, MakesOptimizer, Rate, Sgd
@@ -207,8 +206,8 @@ class Fragile:
 
     Attributes:
         examples: The underlying examples.
-        faults: The fault of rank 1, by the step: "stall", "kill", "kill torchrun", "refuse",
-            "bug", "shapes" or "nan".
+        faults: The fault of rank 1, by the step: "stall", "kill", "kill torchrun", "bug",
+            "shapes" or "nan".
         marks: A folder that records which faults have happened.
     """
 
@@ -232,8 +231,6 @@ class Fragile:
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "kill torchrun":
                     os.kill(os.getppid(), signal.SIGKILL)
-                case "refuse":
-                    raise DataError("the examples of step 3 cannot be read; mend the file")
                 case "bug":
                     raise KeyError("age")
                 case "shapes":

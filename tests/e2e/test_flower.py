@@ -4,13 +4,14 @@ import json
 import math
 import os
 import re
+import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,10 +37,9 @@ from fedlearn.session.session import ClientSession
 from fedlearn.store.runs import Database, StoredRun, sqlite_url
 from fedlearn.transport.memory import MemoryChannel
 from tests.addresses import free_addresses
-from tests.e2e import flower_shapes
+from tests.e2e import flower_shapes, warm_flower
 from tests.e2e.deployed import SMALL
-from tests.e2e.warm_flower import standing_in
-from tests.processes import until
+from tests.processes import Process, until
 
 # A worker has the SuperLinks of this module.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("flower")]
@@ -68,6 +68,11 @@ class Federation:
     recorded: set[str] = field(default_factory=set)
 
     @property
+    def warm(self) -> Path:
+        """Folder of the commands that are forks."""
+        return self.folder / "warm"
+
+    @property
     def environment(self) -> dict[str, str]:
         return os.environ | {
             "FLWR_HOME": str(self.folder / "home"),
@@ -77,7 +82,7 @@ class Federation:
             "FEDLEARN_RUNS_DIR": str(self.folder / "runs"),
             "OMP_NUM_THREADS": "1",
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            "PATH": os.pathsep.join([str(self.folder / "warm"), str(BIN), os.environ["PATH"]]),
+            "PATH": os.pathsep.join([str(self.warm), str(BIN), os.environ["PATH"]]),
         }
 
     def start(self, log: Path, *command: str) -> "subprocess.Popen[str]":
@@ -100,16 +105,16 @@ class Federation:
         *,
         folder_of: Container[int] = (),
         refusing: Container[int] = (),
-    ) -> Iterator[list["subprocess.Popen[str]"]]:
-        """Run nodes, each with its log file, until the block ends.
+    ) -> Iterator[list[Process]]:
+        """Run nodes until the block ends.
 
         Args:
-            folder: Folder of the log files.
+            folder: Folder of their files.
             num_nodes: Number of nodes.
             folder_of: Nodes that have a folder for their identity, ``client-N``.
             refusing: Nodes that require secure aggregation.
         """
-        running: list[subprocess.Popen[str]] = []
+        running: list[Process] = []
         try:
             for number in range(num_nodes):
                 (folder / "client.toml").write_text(SMALL)
@@ -119,17 +124,23 @@ class Federation:
                     config += f' identity="{folder}/client-{number}"'
                 if number in refusing:
                     config += " require-secure-aggregation=true"
-                node = self.start(
-                    folder / f"node{number}.log",
+                node = warm_flower.start(
+                    *(self.warm, folder / f"node{number}"),
                     *("flower-supernode", "--insecure"),
                     *("--superlink", f"127.0.0.1:{self.port}"),
                     *("--host", "127.0.0.1", "--port", str(free_port())),
                     *("--node-config", config),
+                    environ=self.environment,
                 )
                 running.append(node)
             yield running
         finally:
-            end(*running)
+            for node in running:
+                with suppress(ProcessLookupError):
+                    node.send(signal.SIGTERM)  # then it ends the processes that it has started
+            for node in running:
+                select.select([node.descriptor], [], [], 20.0)
+                node.close()
 
     @contextmanager
     def flwr_run(
@@ -165,16 +176,14 @@ class Federation:
             return database.run(record.name)
 
 
-def end(*processes: "subprocess.Popen[str]") -> None:
-    """Stop processes."""
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(20.0)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def end(process: "subprocess.Popen[str]") -> None:
+    """Stop a process."""
+    process.terminate()
+    try:
+        process.wait(20.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def free_port() -> int:
@@ -213,9 +222,8 @@ def federation(folder: Path, *options: str) -> Iterator[Federation]:
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
     """A SuperLink for nodes that are processes; each test ends its own nodes."""
     with federation(tmp_path_factory.mktemp("deployed")) as found:
-        warm = found.folder / "warm"
-        warm.mkdir()
-        with standing_in(warm, found.environment, within_s=RUN_TIMEOUT_S):
+        found.warm.mkdir()
+        with warm_flower.standing_in(found.warm, found.environment, within_s=RUN_TIMEOUT_S):
             yield found
 
 
@@ -409,9 +417,8 @@ def test_stock_processes_add_up_in_secret_and_a_killed_node_drops_out(
         ) as run,
     ):
         # Of a round's five messages, the third asks to train.
-        log = tmp_path / "node3.log"
         until(
-            lambda: log.read_text().count("Receiving: train message") >= 5 + 3,
+            lambda: nodes[3].err().count("Receiving: train message") >= 5 + 3,
             within_s=RUN_TIMEOUT_S,
         )
         nodes[3].kill()

@@ -13,7 +13,7 @@ from textwrap import dedent
 import pytest
 import torch
 
-from fedlearn.errors import Cancelled, DataError, Diverged, EngineError
+from fedlearn.errors import Cancelled, Diverged, EngineError
 from fedlearn.parallel.engine import RankTrainer
 from fedlearn.parallel.jobs import Job, train
 from fedlearn.parallel.local_world import run_in_processes
@@ -156,7 +156,6 @@ def test_without_torchrun_the_job_ends_with_an_error_and_nobody_is_left(tmp_path
 @pytest.mark.parametrize(
     ("fault", "kind", "message"),
     [
-        ("refuse", DataError, "^the examples of step 3 cannot be read; mend the file$"),
         ("bug", EngineError, r"^\S+trainings\.py:\d+, in batch: KeyError: 'age'$"),
         ("shapes", EngineError, r"^\S+trainings\.py:\d+, in batch: RuntimeError: mat1 and"),
         ("nan", Diverged, "^the loss is nan after step 4; lower the learning rate"),

@@ -3,7 +3,7 @@
 A SuperNode starts a process for each message, and some others, which spend nearly all their time on
 imports. It looks for their commands on the PATH. :func:`standing_in` puts replacements there that
 ask this server for a fork, with the same arguments, environment, folder and streams; from there on
-Flower's own code runs.
+Flower's own code runs. :func:`start` starts the SuperNodes themselves.
 """
 
 import gc
@@ -16,16 +16,17 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.launcher import exit_code, leave
-from tests.processes import end_with_parent, until
+from tests.processes import Process, end_with_parent, until
 
 #: The module and function of Flower that each command runs.
 _COMMANDS = {
     "flower-superexec": ("flwr.supercore.cli", "flower_superexec"),
     "flwr-serverapp": ("flwr.superlink.cli", "flwr_serverapp"),
+    "flower-supernode": ("flwr.supernode.cli", "flower_supernode"),
     "flwr-clientapp": ("flwr.supernode.cli", "flwr_clientapp"),
 }
 
@@ -34,6 +35,9 @@ _HEAVY = (
     *("fedlearn.client.flower", "fedlearn.deployment.flower", "fedlearn.deployment.rounds"),
     *("sklearn.datasets", "sklearn.linear_model"),
 )
+
+_SOCKET = "socket"
+_PID_BYTES = 20
 
 #: The replacement of a command. It imports no packages, so it takes hundredths of a second.
 _ASKS = """\
@@ -49,7 +53,7 @@ with socket.socket(socket.AF_UNIX) as asking:
 @contextmanager
 def standing_in(folder: Path, environ: Mapping[str, str], *, within_s: float) -> Iterator[None]:
     """Provide the commands in ``folder``, which must come first on the PATH, during the block."""
-    address = folder / "socket"
+    address = folder / _SOCKET
     for name in _COMMANDS:
         command = folder / name
         command.write_text(_ASKS.format(python=shlex.quote(sys.executable), address=str(address)))
@@ -72,6 +76,29 @@ def standing_in(folder: Path, environ: Mapping[str, str], *, within_s: float) ->
             server.terminate()
 
 
+def start(folder: Path, stem: Path, *command: str, environ: Mapping[str, str]) -> Process:
+    """Start one of the commands as a fork.
+
+    Args:
+        folder: The folder of :func:`standing_in`.
+        stem: Path of its files, without suffix; it runs in their folder.
+        command: The command and its arguments.
+        environ: Its environment.
+    """
+    request = {"arguments": command, "environ": dict(environ), "folder": str(stem.parent)}
+    with (
+        socket.socket(socket.AF_UNIX) as asking,
+        stem.with_suffix(".out").open("w") as out,
+        stem.with_suffix(".err").open("w") as err,
+    ):
+        asking.connect(str(folder / _SOCKET))
+        content = json.dumps(request).encode()
+        socket.send_fds(asking, [content], [out.fileno(), err.fileno()])
+        asking.shutdown(socket.SHUT_WR)
+        pid, (descriptor,), _, _ = socket.recv_fds(asking, _PID_BYTES, 1)
+    return Process(int(pid), stem, descriptor, is_client=False)
+
+
 def serve(address: str) -> None:
     """Serve requests, each with a fork, until this process is stopped."""
     end_with_parent()
@@ -92,10 +119,17 @@ def serve(address: str) -> None:
         while True:
             asking, _ = listening.accept()
             with asking:
-                if os.fork() == 0:
+                pid = os.fork()
+                if pid == 0:
                     end_with_parent()  # Flower leaves some of its processes running
                     become(asking)
                     leave(exit_code(functions[Path(sys.argv[0]).name]))
+                with suppress(OSError):  # the replacement of a command does not wait for it
+                    descriptor = os.pidfd_open(pid)
+                    try:
+                        socket.send_fds(asking, [str(pid).encode()], [descriptor])
+                    finally:
+                        os.close(descriptor)
 
 
 def become(asking: socket.socket) -> None:
