@@ -63,7 +63,7 @@ class Connector:
         allowed: Set while this client may connect.
         enrolment: The client's enrolment, once it has one.
         live: The current session, if any; work continues from one session to the next.
-        run_id: The run of the latest session; empty before the first.
+        run_ids: The runs of the latest session; none before the first.
         backoff: Waits between attempts to connect.
     """
 
@@ -90,7 +90,7 @@ class Connector:
         self.backoff, self.allowed = Backoff(connection.reconnection.max_backoff_s), asyncio.Event()
         self.enrolment: Enrolment | None = None
         self.live: LiveSession | None = None
-        self.run_id = ""
+        self.run_ids: tuple[str, ...] = ()
 
     async def run(self) -> None:
         """Enrol if necessary, then connect to the known addresses in turn, forever.
@@ -117,7 +117,7 @@ class Connector:
             address = addresses[num_visits % len(addresses)]
             await self.allowed.wait()
             self._expire_sessions()
-            if self._rotation.is_due(self.enrolment, run_id=self.run_id, is_connected=False):
+            if self._rotation.is_due(self.enrolment, run_ids=self.run_ids, is_connected=False):
                 with suppress(TimeoutError):
                     async with self._interruptible():
                         self.enrolment = await self._rotation.carry_out(self.enrolment)
@@ -251,18 +251,20 @@ class Connector:
         self._is_offline, self._end_reason = False, ""
         # The attempt has its answer: from now on, `wake` must not end it.
         self._attempt = self._absence_s = None
-        run_id = live.session.welcome.run_id
-        # Before its first use: it becomes a file name, and the coordinator chose it.
-        require_run_id(run_id)
+        welcome = live.session.welcome
+        run_ids = tuple(welcome.run_ids) or (welcome.run_id,)
+        # Before their first use: they become file names, and the coordinator chose them.
+        for run_id in run_ids:
+            require_run_id(run_id)
         self._save_addresses(live.session.welcome.addresses, here=address)
         try:
-            self._home.forget_other_runs(run_id)
+            self._home.forget_other_runs(run_ids)
         except DeploymentError as error:  # tried again in the next session
             _log.warning("old_state_not_removed", error=str(error))
-        _log.info("connected", address=address, run_id=run_id)
+        _log.info("connected", address=address, run_ids=run_ids)
         self._on_event(AgentEvent.of(EventKind.CONNECTED, message=address))
-        self.live, self.run_id = live, run_id
-        self._post(SessionStarted(run_id))
+        self.live, self.run_ids = live, run_ids
+        self._post(SessionStarted(run_ids))
         ends: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._receive(live.session)),
             asyncio.create_task(live.session.watch()),
@@ -326,6 +328,6 @@ class Connector:
     def leave_for_rotation(self) -> None:
         """End the session if the certificate or keys are due to be replaced before the next."""
         if self.live is not None and self._rotation.is_due(
-            self.live.enrolment, run_id=self.run_id, is_connected=True
+            self.live.enrolment, run_ids=self.run_ids, is_connected=True
         ):
             self.leave()

@@ -19,7 +19,7 @@ model is recent enough then adopts that work::
                                         +-- WorkFinished before any task came -> TaskOffered -> Hold
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -32,9 +32,9 @@ from fedlearn.transport.content import NO_QUESTION, TaskKey
 
 @dataclass(frozen=True)
 class SessionStarted:
-    """The coordinator has welcomed this client to its run."""
+    """The coordinator has welcomed this client; ``run_ids`` are its runs that are not over."""
 
-    run_id: str
+    run_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ class Conversation:
         is_withdrawn: Whether the coordinator no longer wants the reply to the task in work.
         waiting: A task that arrived while a cancelled one is still ending.
         held: The finished reply that is not settled yet.
-        run_id: The run of the latest session; empty before the first.
-        begun_round: Round of the newest model of this run on which training has started, or -1.
+        run_ids: The coordinator's runs that are not over, as far as this client knows.
+        begun_rounds: By run, the round of the newest model on which training has started.
         announced: The newest announced model that is not fetched yet.
         prefetched: A prefetched model on which work has not started.
         ready: The result of work in advance for which no task has come yet.
@@ -221,8 +221,8 @@ class Conversation:
     is_withdrawn: bool = False
     waiting: OpenTask | None = None
     held: HeldReply | None = None
-    run_id: str = ""
-    begun_round: int = -1
+    run_ids: tuple[str, ...] = ()
+    begun_rounds: Mapping[str, int] = field(default_factory=dict)
     announced: OpenTask | None = None
     prefetched: OpenTask | None = None
     ready: WorkFinished | None = None
@@ -249,8 +249,8 @@ Transition: TypeAlias = tuple[Conversation, tuple[Action, ...]]
 def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911 - one line per event
     """Return the client's state after ``event``, and the actions to perform."""
     match event:
-        case SessionStarted(run_id):
-            return _start_session(here, run_id)
+        case SessionStarted(run_ids):
+            return _start_session(here, run_ids)
         case SessionEnded():
             return replace(here, is_connected=False, announced=None), ()
         case TaskOffered(task):
@@ -278,20 +278,33 @@ def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911
             return _cancel(stopping, "stopped")
 
 
-def _start_session(here: Conversation, run_id: str) -> Transition:
-    if here.run_id != run_id:
-        here = replace(
-            here, run_id=run_id, begun_round=-1, announced=None, prefetched=None, ready=None
-        )
-    here, actions = _give_up(
-        replace(here, is_connected=True), lambda each: each.key.run_id != run_id, "its run is over"
+def _start_session(here: Conversation, run_ids: tuple[str, ...]) -> Transition:
+    def goes_on(task: OpenTask | None) -> bool:
+        return task is not None and task.key.run_id in run_ids
+
+    ready = here.ready
+    here = replace(
+        here,
+        is_connected=True,
+        run_ids=run_ids,
+        begun_rounds={each: last for each, last in here.begun_rounds.items() if each in run_ids},
+        announced=here.announced if goes_on(here.announced) else None,
+        prefetched=here.prefetched if goes_on(here.prefetched) else None,
+        ready=ready if ready is not None and goes_on(ready.task) else None,
     )
+    here, actions = _give_up(here, lambda each: each.key.run_id not in run_ids, "its run is over")
     return here, (*actions, *(() if here.held is None else (Deliver(here.held),)))
+
+
+def _note_run(here: Conversation, run_id: str) -> Conversation:
+    """Add a run that has begun since the welcome."""
+    return here if run_id in here.run_ids else replace(here, run_ids=(*here.run_ids, run_id))
 
 
 def _consider_task(here: Conversation, task: OpenTask) -> Transition:
     if here.unmet or here.is_stopping:
         return here, ()  # the session is about to end; the task is offered again in the next one
+    here = _note_run(here, task.key.run_id)
     # Answered already: the coordinator has lost the reply, or not got it yet.
     if here.held is not None and here.held.key == task.key:
         return here, (Deliver(here.held, is_requested_again=True),)
@@ -301,8 +314,8 @@ def _consider_task(here: Conversation, task: OpenTask) -> Transition:
         return here, ()  # offered again in a new session: the work continues
     if here.task.is_announced and here.task.may_answer(task) and not here.is_cancelled:
         return replace(here, task=task), (Adopt(task),)
-    # The coordinator has one open task per client, so a different task means that the one in work
-    # has been closed.
+    # The coordinator has one open task per client, over all runs, so a different task means that
+    # the one in work has been closed.
     here = replace(here, waiting=task, is_withdrawn=here.is_withdrawn or here.task.key != task.key)
     return _cancel(here, "the coordinator has moved on")
 
@@ -316,17 +329,23 @@ def _begin(here: Conversation, task: OpenTask) -> Transition:
     if ready is not None and ready.task.may_answer(task):
         here, actions = _start_next(here)
         return here, (Hold(replace(ready, task=task)), *actions)
-    here = replace(here, task=task, begun_round=task.key.round_num)
-    return _drop_old_models(here), (Begin(task),)
+    return _drop_old_models(_start(here, task)), (Begin(task),)
+
+
+def _start(here: Conversation, task: OpenTask) -> Conversation:
+    """Put a training task to work."""
+    begun = {**here.begun_rounds, task.key.run_id: task.key.round_num}
+    return replace(here, task=task, begun_rounds=begun)
 
 
 def _note_announcement(here: Conversation, task: OpenTask) -> Transition:
-    may_be_of_use = not (here.unmet or here.is_stopping) and task.key.run_id == here.run_id
-    return (_drop_old_models(replace(here, announced=task)) if may_be_of_use else here), ()
+    if here.unmet or here.is_stopping:
+        return here, ()
+    return _drop_old_models(_note_run(replace(here, announced=task), task.key.run_id)), ()
 
 
 def _use_prefetched(here: Conversation, task: OpenTask) -> Transition:
-    if here.unmet or here.is_stopping or task.key.run_id != here.run_id:
+    if here.unmet or here.is_stopping or task.key.run_id not in here.run_ids:
         return here, ()
     # Keep `announced` if it differs from the fetched model: a newer one was announced meanwhile.
     announced = None if here.announced == task else here.announced
@@ -336,7 +355,9 @@ def _use_prefetched(here: Conversation, task: OpenTask) -> Transition:
 def _drop_old_models(here: Conversation) -> Conversation:
     """Drop announced and prefetched models that are no newer than the one last trained on."""
     announced, prefetched = (
-        None if each is None or each.key.round_num <= here.begun_round else each
+        None
+        if each is None or each.key.round_num <= here.begun_rounds.get(each.key.run_id, -1)
+        else each
         for each in (here.announced, here.prefetched)
     )
     return replace(here, announced=announced, prefetched=prefetched)
@@ -415,8 +436,7 @@ def _start_next(here: Conversation) -> Transition:
     # One result in advance at a time: the next task uses it, and only then is more work useful.
     if task is None or here.ready is not None or not here.is_connected:
         return here, ()
-    here = replace(here, task=task, begun_round=task.key.round_num)
-    return _drop_old_models(here), (Begin(task),)
+    return _drop_old_models(_start(here, task)), (Begin(task),)
 
 
 def _apply_conditions(here: Conversation, event: ConditionsChecked) -> Transition:

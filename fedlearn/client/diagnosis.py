@@ -232,7 +232,7 @@ def _check_session(
         except (ConnectionRefused, ProtocolError, DeploymentError) as error:
             yield Finding("session", CheckOutcome.BAD, str(error))
         else:
-            yield Finding("session", CheckOutcome.OK, f"welcome to run {welcome.run_id}")
+            yield Finding("session", CheckOutcome.OK, f"welcome to {_describe_runs(welcome)}")
             yield _check_offset(welcome.unix_s, begin_unix_s, clock.unix_s())
 
 
@@ -254,6 +254,11 @@ def _check_offset(their_unix_s: float, begin_unix_s: float, end_unix_s: float) -
             ),
         )
     return Finding("clock offset", outcome, words)
+
+
+def _describe_runs(welcome: wire_pb2.Welcome) -> str:
+    run_ids = welcome.run_ids or (welcome.run_id,)
+    return f"run{'s' if len(run_ids) > 1 else ''} {', '.join(run_ids)}"
 
 
 async def _open_session(enrolment: Enrolment, address: str) -> wire_pb2.Welcome:

@@ -19,6 +19,7 @@
 
 import json
 import shutil
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,11 +147,11 @@ class Home(ClientFolder):
         """Save the current task's checkpoint durably."""
         write_private(self._task / "checkpoint", content)
 
-    def forget_other_runs(self, run_id: str) -> None:
-        """Remove the client's state in all runs but ``run_id``, since those are over."""
+    def forget_other_runs(self, run_ids: Collection[str]) -> None:
+        """Remove the client's state in all runs but ``run_ids``, since those are over."""
         folder = self.folder / "state"
         if folder.is_dir():
-            remove_all([path for path in folder.iterdir() if path.name != run_id])
+            remove_all([path for path in folder.iterdir() if path.name not in run_ids])
 
     def load_state(self, run_id: str) -> bytes:
         """Load the client's state in a run; empty at first."""

@@ -366,6 +366,7 @@ class Runtime:
             software=SOFTWARE,
             eligibility=self._eligibility(),
             held=[] if held is None else [held.key.message()],
+            takes_many_runs=True,
         )
 
     def _eligibility(self) -> wire_pb2.Eligibility:

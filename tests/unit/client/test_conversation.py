@@ -96,7 +96,7 @@ def answer_for(begun: OpenTask, *, asked: OpenTask) -> tuple[WorkFinished, WorkF
 FINE = ConditionsChecked((), 0.0)
 BROKEN = ConditionsChecked(("on_power",), 0.0)
 METERED = ConditionsChecked(("unmetered (unknown)",), 0.0)
-HELLO = SessionStarted("run")
+HELLO = SessionStarted(("run",))
 WORKING: tuple[Event, ...] = (HELLO, TaskOffered(task()))
 FINISHED: tuple[Event, ...] = (*WORKING, make_answer(), ReplyStored(make_held()))
 STARTED: list[Action] = [Begin(task())]
@@ -216,7 +216,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*BEGUN, Adopt(task(2)), Hold(replace(HELD_FOR_2, is_failure=True))],
     ),
     "work ahead goes on without a connection": (
-        (*OVERLAPPED, SessionEnded(), SessionStarted("run"), TaskOffered(task(2)), DONE),
+        (*OVERLAPPED, SessionEnded(), SessionStarted(("run",)), TaskOffered(task(2)), DONE),
         [*BEGUN, Deliver(make_held()), Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
     "work ahead that ends in nothing costs no session": ((*OVERLAPPED, WorkAbandoned()), BEGUN),
@@ -258,12 +258,58 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Hold(make_answer())],
     ),
     "another run forgets what was done ahead": (
-        (*OVERLAPPED, DONE, SessionEnded(), SessionStarted("another"), SessionStarted("run")),
+        (*OVERLAPPED, DONE, SessionEnded(), SessionStarted(("another",)), SessionStarted(("run",))),
         [*BEGUN, Drop(make_held(), "its run is over")],
     ),
     "nothing is begun ahead while stopping": (
         (HELLO, StopRequested(), ModelAnnounced(ahead(1)), ModelFetched(ahead(1))),
         [],
+    ),
+}
+
+#: A client of two runs: it has held a reply to "run", and "other" is a run that goes on.
+BOTH = SessionStarted(("run", "other"))
+OTHER = replace(task(), key=key(0, "other"))
+AHEAD_OTHER = replace(ahead(1), key=key(1, "other"))
+
+MANY_RUNS: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
+    "a reply is delivered in a session in which its run goes on": (
+        (*FINISHED, SessionEnded(), BOTH),
+        [*SENT, Deliver(make_held())],
+    ),
+    "work goes on in a session in which its run goes on": (
+        (*WORKING, SessionEnded(), BOTH, TaskOffered(task()), make_answer()),
+        [*STARTED, Hold(make_answer())],
+    ),
+    "a task of a run that began after the welcome is worked on": (
+        (HELLO, TaskOffered(OTHER)),
+        [Begin(OTHER)],
+    ),
+    "a task of another run waits for the end of work that was called off": (
+        (BOTH, TaskOffered(task()), TaskOffered(OTHER), WorkAbandoned()),
+        [*STARTED, Cancel(key(), "the coordinator has moved on"), Erase(), Begin(OTHER)],
+    ),
+    "calling one run's task off leaves the task of another": (
+        (BOTH, TaskOffered(OTHER), TaskWithdrawn(key(), "over"), TaskOffered(OTHER)),
+        [Begin(OTHER)],
+    ),
+    "what was done ahead answers no task of another run": (
+        (BOTH, *OVERLAPPED[1:], DONE, ReplySettled(key()), TaskOffered(OTHER)),
+        [*BEGUN, Drop(make_held(), "settled"), Begin(OTHER)],
+    ),
+    "a model of one run is not older than one of another": (
+        (
+            *(BOTH, TaskOffered(task(5)), make_answer(5)),
+            *(ModelAnnounced(AHEAD_OTHER), ModelFetched(AHEAD_OTHER)),
+        ),
+        [Begin(task(5)), Hold(make_answer(5)), Begin(AHEAD_OTHER)],
+    ),
+    "a model of a run that is over is not begun": (
+        (
+            *(BOTH, TaskOffered(task()), ModelAnnounced(AHEAD_OTHER), SessionEnded()),
+            *(HELLO, ModelFetched(AHEAD_OTHER), make_answer()),
+        ),
+        [*STARTED, Hold(make_answer())],
     ),
 }
 
@@ -382,11 +428,11 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Disconnect()],
     ),
     "a reply of a run that is over is dropped": (
-        (*FINISHED, SessionEnded(), SessionStarted("another")),
+        (*FINISHED, SessionEnded(), SessionStarted(("another",))),
         [*SENT, Drop(make_held(), "its run is over")],
     ),
     "work for a run that is over is called off": (
-        (*WORKING, SessionEnded(), SessionStarted("another"), WorkAbandoned()),
+        (*WORKING, SessionEnded(), SessionStarted(("another",)), WorkAbandoned()),
         [*STARTED, Cancel(key(), "its run is over"), Erase()],
     ),
     "work long past its deadline is given up": (
@@ -410,7 +456,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
 }
 
 
-TABLE |= AHEAD
+TABLE |= AHEAD | MANY_RUNS
 
 
 @pytest.mark.parametrize("name", TABLE)

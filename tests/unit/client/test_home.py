@@ -231,11 +231,11 @@ def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
 
 def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
     """The state of the current run is kept."""
-    home.forget_other_runs("run")
+    home.forget_other_runs(["another", "run"])
     home.hold(task(), reply=b"reply", state=b"state")
-    home.forget_other_runs("run")
+    home.forget_other_runs(["another", "run"])
     assert home.load_state("run") == b"state"
-    home.forget_other_runs("next")
+    home.forget_other_runs(["next"])
     assert home.load_state("run") == b""
 
 

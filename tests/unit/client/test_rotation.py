@@ -1,7 +1,7 @@
 """Rotation of a client's keys: on disk, and with a real enrolment server."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -238,8 +238,8 @@ class Client:
         assert found is not None
         return found
 
-    def is_due(self, *, is_connected: bool = True, run_id: str = "") -> bool:
-        return self.rotation.is_due(self.enrolment, run_id=run_id, is_connected=is_connected)
+    def is_due(self, *, is_connected: bool = True, run_ids: Sequence[str] = ()) -> bool:
+        return self.rotation.is_due(self.enrolment, run_ids=run_ids, is_connected=is_connected)
 
     def rotate(self, enrolment: Enrolment | None = None) -> Enrolment:
         return asyncio.run(self.rotation.carry_out(enrolment or self.enrolment))
@@ -404,11 +404,11 @@ def test_a_session_under_way_is_given_time_to_end(client: Client) -> None:
     path = client.home.folder / "state" / "run"
     path.parent.mkdir()
     path.write_bytes(SessionState(trainer={}, session=begun).to_bytes())
-    assert not client.is_due(run_id="run")
-    assert not client.is_due(run_id="run", is_connected=False)
-    assert client.is_due(run_id="another")
+    assert not client.is_due(run_ids=["another", "run"])
+    assert not client.is_due(run_ids=["another", "run"], is_connected=False)
+    assert client.is_due(run_ids=["another"])
     path.write_bytes(SessionState(trainer={}, session=fresh).to_bytes())
-    assert client.is_due(run_id="run")
+    assert client.is_due(run_ids=["another", "run"])
     path.write_bytes(SessionState(trainer={}, session=begun).to_bytes())
     client.clock.sleep(601.0)
-    assert client.is_due(run_id="run")
+    assert client.is_due(run_ids=["another", "run"])
