@@ -128,6 +128,8 @@ if TYPE_CHECKING:
     from fedlearn.core.randomness import Seed as Seed
     from fedlearn.errors import FedlearnError as FedlearnError
     from fedlearn.experiment.inspection import draw_clients as draw_clients
+    from fedlearn.experiment.releases import ReleasedModel as ReleasedModel
+    from fedlearn.experiment.releases import load_release as load_release
     from fedlearn.experiment.run import Run as Run
     from fedlearn.experiment.simulate import simulate as simulate
     from fedlearn.experiment.statistics import run_statistics as run_statistics
@@ -244,6 +246,7 @@ _HOME = {
     "core.randomness": "Seed",
     "errors": "FedlearnError",
     "experiment.inspection": "draw_clients",
+    "experiment.releases": "ReleasedModel load_release",
     "experiment.run": "Run",
     "experiment.simulate": "simulate",
     "experiment.statistics": "run_statistics",

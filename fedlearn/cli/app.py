@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from fedlearn.cli import deployed, parallel, records
+from fedlearn.cli import deployed, models, parallel, records
 from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED, report_error
 from fedlearn.cli.options import (
     COORDINATOR_TOML,
@@ -649,25 +649,38 @@ def export(
     force: Force = False,
     runs_dir: RunsDir = None,
 ) -> None:
-    """Write a run's weights, or the result of a query, as safetensors."""
+    """Write a run's weights, or the result of a query, as safetensors.
+
+    Weights are also recorded in the registry of models, signed: see `fedlearn models`.
+    """
     from safetensors.torch import save
 
     from fedlearn.cli.environment import open_runs
-    from fedlearn.core.files import write_durably
+    from fedlearn.core.files import require_writable, write_durably
     from fedlearn.errors import ConfigError, StoreError
+    from fedlearn.experiment.releases import release_model
 
     path = output or Path(f"{run}.safetensors")
     if path.exists() and not force:
         raise ConfigError(f"{path} is there already; give --force to replace it")
     with open_runs([run], runs_dir=runs_dir) as [found]:
-        weights = found.weights(best=not last) if found.record.has_model else found.state()
-    write_durably(path, save(weights), raises=StoreError)
+        if not found.record.has_model:
+            write_durably(path, save(found.state()), raises=StoreError)
+            found.stored.record_export()
+        else:
+            require_writable(path, raises=StoreError)
+            # Recorded first: no model leaves without a record.
+            release = release_model(found.stored, best=not last)
+            write_durably(path, release.content, raises=StoreError)
+            name = release.stored.short_id
+            typer.echo(f"recorded as release {name}: `fedlearn models show {name}`", err=True)
     typer.echo(str(path))
 
 
 app.add_typer(parallel.app)
 app.add_typer(deployed.app)
 app.add_typer(records.app)
+app.add_typer(models.app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

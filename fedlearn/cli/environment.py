@@ -5,19 +5,22 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from shutil import get_terminal_size
 from types import FrameType
 from typing import TextIO
 
 from fedlearn.cli.failures import RunEnded
-from fedlearn.config import ServingConfig, resolve_addresses
+from fedlearn.cli.options import COORDINATOR_TOML
+from fedlearn.config import ServingConfig, load_serving, resolve_addresses
 from fedlearn.config.serving import HasStore
 from fedlearn.core.clock import SystemClock
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.progress import RunProgress, choose_printer, next_command
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.site import Site
+from fedlearn.store.runs import Database
 
 
 def build_site(
@@ -107,3 +110,27 @@ def track_progress(
         if resume is None and (progress.ended is None or progress.ended.is_resumable):
             command = next_command("resume", run, path=progress.path)
         raise RunEnded(run, error, resume=command) from error
+
+
+@contextmanager
+def open_records(config: Path | None, *, runs_dir: Path | None) -> Iterator[tuple[Database, Path]]:
+    """Open the store of a deployment, or that of the runs here, and name the folder of its keys."""
+    from fedlearn.deployment.places import Places  # noqa: PLC0415 (it takes cryptography)
+
+    path = config
+    if path is None and runs_dir is None and COORDINATOR_TOML.exists():
+        path = COORDINATOR_TOML
+    if path is not None and not path.exists():
+        raise ConfigError(f"{path}: there is no such file; name the coordinator's configuration")
+    serving = ServingConfig() if path is None else load_serving(path)
+    places = Places.of(serving, environ=os.environ)
+    if runs_dir is not None:
+        places = replace(places, addresses=replace(places.addresses, runs_dir=runs_dir))
+    where = places.addresses
+    if where.store_url is None and not where.runs_dir.is_dir():  # reading creates no store
+        raise ConfigError(
+            f"{where.runs_dir}: there is no such directory of runs; name it with --runs-dir, or "
+            "the coordinator's configuration with --config"
+        )
+    with places.open_database() as database:
+        yield database, places.keys_folder

@@ -41,6 +41,14 @@ Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace an exis
 ConfigFile: TypeAlias = Annotated[
     Path, typer.Option("--config", metavar="FILE", help="The coordinator's configuration.")
 ]
+MaybeConfig: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="The coordinator's configuration; without it, coordinator.toml if there is one.",
+    ),
+]
 Insecure: TypeAlias = Annotated[
     bool,
     typer.Option("--insecure", help="Use no encryption, for tests on the loopback address only."),

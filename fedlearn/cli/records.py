@@ -5,33 +5,22 @@ As in :mod:`fedlearn.cli.app`, each command imports slow modules itself.
 # ruff: noqa: PLC0415 (the imports inside functions: see above)
 
 import json
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from fedlearn.cli.failures import RUN_FAILED
-from fedlearn.cli.options import COORDINATOR_TOML, Json, Output, RunsDir, examples
+from fedlearn.cli.options import Json, MaybeConfig, Output, RunsDir, examples
 from fedlearn.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedlearn.identity.audit import AuditEntry
     from fedlearn.identity.audit_checks import ChainReport
-    from fedlearn.store.runs import Database
 
 app = typer.Typer()
 
-MaybeConfig: TypeAlias = Annotated[
-    Path | None,
-    typer.Option(
-        "--config",
-        metavar="FILE",
-        help="The coordinator's configuration; without it, coordinator.toml if there is one.",
-    ),
-]
 _Text: TypeAlias = str | None
 #: Most problems that are printed.
 _MOST_PROBLEMS = 20
@@ -90,6 +79,7 @@ def audit_log(
 
     Exit code 3: the log was changed.
     """
+    from fedlearn.cli.environment import open_records
     from fedlearn.deployment import audit_log as logs
 
     wanted = logs.AuditFilter.parse(since=since or "", action=action or "", actor=actor or "")
@@ -117,35 +107,6 @@ def audit_log(
                 )
         else:
             _list(logs.list_entries(database, wanted), as_json=as_json)
-
-
-@contextmanager
-def open_records(
-    config: Path | None, *, runs_dir: Path | None
-) -> Iterator[tuple["Database", Path]]:
-    """Open the store of a deployment, or that of the runs here, and name the folder of its keys."""
-    from dataclasses import replace
-
-    from fedlearn.config import ServingConfig, load_serving
-    from fedlearn.deployment.places import Places
-
-    path = config
-    if path is None and runs_dir is None and COORDINATOR_TOML.exists():
-        path = COORDINATOR_TOML
-    if path is not None and not path.exists():
-        raise ConfigError(f"{path}: there is no such file; name the coordinator's configuration")
-    serving = ServingConfig() if path is None else load_serving(path)
-    places = Places.of(serving, environ=os.environ)
-    if runs_dir is not None:
-        places = replace(places, addresses=replace(places.addresses, runs_dir=runs_dir))
-    where = places.addresses
-    if where.store_url is None and not where.runs_dir.is_dir():  # reading creates no store
-        raise ConfigError(
-            f"{where.runs_dir}: there is no such directory of runs; name it with --runs-dir, or "
-            "the coordinator's configuration with --config"
-        )
-    with places.open_database() as database:
-        yield database, places.keys_folder
 
 
 def _require_consistent(

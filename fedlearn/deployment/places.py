@@ -8,7 +8,7 @@ from pathlib import Path
 from fedlearn.config.addresses import Addresses, resolve_addresses
 from fedlearn.config.serving import HasService
 from fedlearn.errors import DeploymentError
-from fedlearn.experiment.site import open_database
+from fedlearn.experiment.site import folder_of, keys_folder_of, open_database
 from fedlearn.gateway.authority import Authority
 from fedlearn.store.runs import Database
 
@@ -74,16 +74,6 @@ class Places:
         listening = (section.address, section.enrolment_address or section.address)
         hosts = dict.fromkeys(host_of(address) for address in (*named, *listening))
         return Authority(self.keys_folder, host_names=tuple(hosts))
-
-
-def folder_of(given: str | None, *, runs_dir: Path) -> Path:
-    """Return the coordinator's folder: ``given`` by its configuration, or next to ``runs_dir``."""
-    return runs_dir.parent / "coordinator" if given is None else Path(given)
-
-
-def keys_folder_of(folder: Path) -> Path:
-    """Return the folder of the keys in the coordinator's folder."""
-    return folder / "authority"
 
 
 def upload_store_path(folder: Path, run_id: str) -> Path:

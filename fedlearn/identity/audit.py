@@ -49,6 +49,13 @@ class Action(StrEnum):
         RUN_ROLLED_BACK: The run went back to an earlier checkpoint.
         RUN_RESTORED: The database came from a backup; clients see another run.
         RUN_ENDED: The run is done, has failed, or was interrupted.
+        RUN_DELETION_BEGAN: A run's files are about to be removed; the details list them.
+        RUN_DELETED: A run's files and records are gone.
+        RELEASE_EXPORTED: A model was recorded in the registry, or a query's result was written.
+        RELEASE_READ: A program has loaded a release's weights through the registry.
+        RELEASE_TAGGED: A tag names this release from now on.
+        RELEASE_UNTAGGED: A tag was removed.
+        RELEASE_REMOVED: A release and its files were removed.
     """
 
     LOG_STARTED = "log.started"
@@ -71,6 +78,13 @@ class Action(StrEnum):
     RUN_ROLLED_BACK = "run.rolled_back"
     RUN_RESTORED = "run.restored"
     RUN_ENDED = "run.ended"
+    RUN_DELETION_BEGAN = "run.deletion_began"
+    RUN_DELETED = "run.deleted"
+    RELEASE_EXPORTED = "release.exported"
+    RELEASE_READ = "release.read"
+    RELEASE_TAGGED = "release.tagged"
+    RELEASE_UNTAGGED = "release.untagged"
+    RELEASE_REMOVED = "release.removed"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ It is an Ed25519 key in the file ``signing.key``, next to those of the certifica
 not the key that clients pin: what is signed here is for people, and outlives a deployment.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -42,13 +43,13 @@ class SigningKey:
         """Return the key in ``folder``; ``None`` if nothing was ever signed with one."""
         return cls(folder) if (folder / "signing.key").exists() else None
 
-    def sign(self, label: bytes, values: dict[str, object]) -> bytes:
+    def sign(self, label: bytes, values: Mapping[str, object]) -> bytes:
         """Return the signature, 64 bytes, over the label and the values' canonical JSON."""
         return self._key.sign(label_canonical(label, values))
 
 
 def is_signed(
-    label: bytes, values: dict[str, object], signature: bytes, *, public_key: bytes
+    label: bytes, values: Mapping[str, object], signature: bytes, *, public_key: bytes
 ) -> bool:
     """Return whether ``signature`` is that of ``public_key`` over the label and the values."""
     return verify(public_key, signature, label_canonical(label, values))

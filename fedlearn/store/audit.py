@@ -36,7 +36,7 @@ def append_entry(
     *,
     subject: str,
     details: Mapping[str, object],
-) -> None:
+) -> AuditEntry:
     """Add an entry in the caller's transaction, in which it must be the last statement.
 
     Raises:
@@ -51,7 +51,7 @@ def append_entry(
             Action.LOG_STARTED, actor, subject="", details=begin, at_utc=draft.at_utc
         )
         newest = _add(session, start, after=None)
-    _add(session, draft, after=newest)
+    return _add(session, draft, after=newest)
 
 
 def read_entries(session: Session, *, first: int = 0) -> Iterator[AuditEntry]:

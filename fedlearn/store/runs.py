@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from sqlalchemy import URL, Engine, delete, select, update
+from sqlalchemy import URL, Engine, delete, func, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -27,7 +27,7 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
 from fedlearn.identity.actors import Actor, local_operator
-from fedlearn.identity.audit import Action
+from fedlearn.identity.audit import Action, AuditEntry
 from fedlearn.rounds.records import ALIAS, Checkpoint, RoundRecord, RunRecord, RunStatus
 from fedlearn.store.audit import append_entry
 from fedlearn.store.blockers import end_blockers, end_stalled_sessions
@@ -64,6 +64,8 @@ if TYPE_CHECKING:  # commands that list runs must not wait for torch to import
 
     from fedlearn.core.client_metrics import ClientMetrics
     from fedlearn.core.randomness import Seed
+    from fedlearn.identity.audit_checks import LogCheckpoint
+    from fedlearn.identity.signing import SigningKey
 
 #: Called first in every transaction that writes; raises if this process may not write.
 Guard: TypeAlias = Callable[[Session], None]
@@ -121,9 +123,9 @@ class Database:
         *,
         subject: str,
         details: Mapping[str, object] | None = None,
-    ) -> None:
+    ) -> AuditEntry:
         """Add the actor's act to the audit log, as the last statement of its transaction."""
-        append_entry(session, action, self.actor, subject=subject, details=details or {})
+        return append_entry(session, action, self.actor, subject=subject, details=details or {})
 
     @contextmanager
     def writing(self, *, lock: int | None = None) -> Iterator[Session]:
@@ -469,19 +471,27 @@ class StoredRun:
         Raises:
             StoreError: As in :meth:`load`, or the run has no checkpoint yet, or no model.
         """
+        return self.load_weights(best=best)[1]
+
+    def load_weights(self, *, best: bool) -> "tuple[int, dict[str, Tensor]]":
+        """Return the finished rounds of the model that :meth:`weights` returns, and its tensors.
+
+        Raises:
+            StoreError: As in :meth:`weights`.
+        """
         if not self.record.has_model:
             raise StoreError(
                 f"run {self.name!r} is a query, which has no model; its result is what Run.state() "
                 "returns and `fedlearn export` writes"
             )
         checkpoint = self._require_checkpoint()
-        found = (checkpoint.select_tensors("best/") if best else {}) or checkpoint.select_tensors(
-            "params/"
-        )
+        found = checkpoint.select_tensors("best/") if best else {}
+        num_rounds = checkpoint.values.get("best_round") if found else checkpoint.round_num
+        found = found or checkpoint.select_tensors("params/")
         for key, name in checkpoint.values.items():
             if key.startswith(ALIAS) and isinstance(name, str):
                 found[key.removeprefix(ALIAS)] = found[name].clone()  # a file has no shared memory
-        return found
+        return int(num_rounds or 0), found
 
     def rewind(self, *, to: int | None = None) -> Checkpoint:
         """Go back to an earlier checkpoint, discard everything after it, and return it.
@@ -548,8 +558,8 @@ class StoredRun:
             self._renew(session)
             self._record_act(session, Action.RUN_RESTORED)
 
-    def _record_act(self, session: Session, action: Action, **details: object) -> None:
-        self.database.record_act(session, action, subject=self.name, details=details)
+    def _record_act(self, session: Session, action: Action, **details: object) -> AuditEntry:
+        return self.database.record_act(session, action, subject=self.name, details=details)
 
     def _renew(self, session: Session) -> None:
         session.execute(delete(OpenRoundRow).where(OpenRoundRow.run_id == self._run_id))
@@ -624,6 +634,44 @@ class StoredRun:
                 row.status = RunStatus.RUNNING if is_deployed else RunStatus.INTERRUPTED
             session.flush()
             self._record_act(session, Action.RUN_EXTENDED, from_rounds=before, to_rounds=num_rounds)
+
+    def record_export(self) -> None:
+        """Record in the audit log that the result of a query was written to a file."""
+        with self.database.writing() as session:
+            self._record_act(session, Action.RELEASE_EXPORTED)
+
+    def begin_deletion(self, files: Sequence[Mapping[str, object]]) -> None:
+        """Record in the audit log that these files of the run are about to be removed."""
+        with self._writing() as session:
+            self._record_act(session, Action.RUN_DELETION_BEGAN, files=files)
+
+    def delete(
+        self, key: "SigningKey", details: Mapping[str, object]
+    ) -> "tuple[AuditEntry, LogCheckpoint]":
+        """Delete all records of the run; return the entry about it, and a checkpoint at it.
+
+        What outlives a run stays: privacy charges, releases, clients and the audit log. Its files
+        must be gone already.
+
+        Args:
+            key: Signs the checkpoint.
+            details: More about the deletion, for the entry.
+        """
+        from fedlearn.store.audit_checkpoints import sign_checkpoint  # noqa: PLC0415 (cryptography)
+
+        kinds = (MetricRow, ParticipationRow, RoundRow, CheckpointRow, OpenRoundRow, DeploymentRow)
+        with self._writing() as session:
+            counts = dict[str, int]()
+            for kind in kinds:  # those that refer to others first
+                mine = kind.run_id == self._run_id
+                count = select(func.count()).select_from(kind).where(mine)
+                counts[kind.__tablename__] = session.scalar(count) or 0
+                session.execute(delete(kind).where(mine))
+            session.execute(delete(RunRow).where(RunRow.id == self._run_id))
+            entry = self._record_act(session, Action.RUN_DELETED, records=counts, **details)
+            checkpoint = sign_checkpoint(session, key)
+            assert checkpoint is not None  # the log has the entry
+            return entry, checkpoint
 
     @contextmanager
     def _explain_failed_commit(self) -> Iterator[None]:

@@ -391,6 +391,36 @@ class AuditCheckpointRow(Base):
     signature: Mapped[str] = mapped_column(String(128))
 
 
+class ReleaseRow(Base):
+    """See :class:`fedlearn.store.releases.StoredRelease`; ``number`` is the order of recording.
+
+    A release outlives its run, so it stores the run's name and not a foreign key.
+    """
+
+    __tablename__ = "releases"
+
+    number: Mapped[int] = mapped_column(primary_key=True)
+    id: Mapped[str] = mapped_column(String(64), unique=True)
+    run: Mapped[str] = mapped_column(String(64))
+    run_created_utc: Mapped[str] = mapped_column(String(32))
+    num_rounds: Mapped[int]
+    sha256: Mapped[str] = mapped_column(String(64))
+    num_bytes: Mapped[int] = mapped_column(BigInteger)
+    created_utc: Mapped[str] = mapped_column(String(32))
+    statement: Mapped[str] = mapped_column(Text)
+    public_key: Mapped[str] = mapped_column(String(64))
+    signature: Mapped[str] = mapped_column(String(128))
+
+
+class ReleaseTagRow(Base):
+    """A name of one release; ``champion``, for example."""
+
+    __tablename__ = "release_tags"
+
+    tag: Mapped[str] = mapped_column(String(64), primary_key=True)
+    release_id: Mapped[str] = mapped_column(ForeignKey("releases.id"))
+
+
 def build_row(kind: type[RowT], record: object, **columns: object) -> RowT:
     """Build a row from the attributes of ``record`` that match its columns, and ``columns``."""
     names = set(kind.__mapper__.column_attrs.keys()) - columns.keys()
