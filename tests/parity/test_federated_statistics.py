@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fedlearn as fl
-from fedlearn.errors import ConfigError, DataError
+from fedlearn.errors import BudgetExhausted, ConfigError, DataError
 from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.statistics import ClientTable, StatisticsPlan
 from tests.e2e.noise import has_scale
@@ -451,3 +451,54 @@ def test_a_call_that_cannot_be_answered_is_refused(
         fl.run_statistics(
             plan_of(*ONE_ROUND), draw_tables() if tables is None else tables, **settings
         )
+
+
+# ---- One ledger for statistics and training ---------------------------------------------------
+
+#: What hides clients in both, and what hides rows in both: by mode of the training.
+SHARED: Sequence[Any] = [
+    pytest.param({"mode": "central"}, {"mode": "central"}, id="clients"),
+    pytest.param({"mode": "central", "unit": "example"}, {"mode": "example"}, id="rows"),
+]
+
+
+def train(privacy: Mapping[str, Any], *, num_rounds: int) -> fl.Run:
+    tables = draw_tables()
+    sizes = [len(each) for each in tables.values()]
+    x = torch.linspace(0.0, 1.0, 2 * sum(sizes)).view(-1, 2)
+    y, groups = torch.arange(len(x)) % 2, np.repeat(np.arange(len(sizes)), sizes)
+    return fl.simulate(
+        lambda: nn.Linear(2, 2),
+        fl.from_arrays(x, y, groups=groups, partition=fl.Natural(), test=(x, y), seed=0),
+        fl.FedAvg(
+            fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1), weight_by_examples=False
+        ),
+        privacy={"clip_norm": 1.0, **privacy},
+        num_rounds=num_rounds,
+        cohort={"num_wanted": len(sizes)},
+        evaluation={"clients": 0},
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize(("of_statistics", "of_training"), SHARED)
+def test_statistics_and_trainings_of_one_population_share_its_budget(
+    of_statistics: Mapping[str, Any], of_training: Mapping[str, Any]
+) -> None:
+    """The budget is enough for two rounds, whoever spends them, and not for three."""
+    multiplier = {"target_delta": 1e-3, "noise_multiplier": 2.0, "epsilon": 2.3}
+    asking, training = {**of_statistics, **multiplier}, {**of_training, **multiplier}
+    plan, tables = plan_of(*ONE_ROUND), draw_tables()
+    ward: dict[str, Any] = {"population": "ward 5"}
+    first = fl.run_statistics(plan, tables, privacy=asking | ward)
+    assert first.charge is not None
+    with pytest.raises(BudgetExhausted, match="2 rounds are charged"):
+        train(training | ward, num_rounds=3)
+    with pytest.raises(ConfigError, match="enough for 0 of the 1 rounds that the query needs"):
+        fl.run_statistics(plan, tables, privacy=asking | ward)
+    ward = {"population": "ward 6"}
+    trained = train(training | ward, num_rounds=2)
+    assert trained.privacy is not None
+    assert trained.privacy.num_own == 2, "the control: nothing was spent before"
+    with pytest.raises(ConfigError, match="enough for 0 of the 1 rounds that the query needs"):
+        fl.run_statistics(plan, tables, privacy=asking | ward)
