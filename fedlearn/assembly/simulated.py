@@ -29,7 +29,7 @@ from fedlearn.core.messages import Scalar
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Layout
 from fedlearn.core.randomness import Seed
-from fedlearn.errors import ConfigError
+from fedlearn.errors import ConfigError, DataError
 from fedlearn.rounds.run import RoundCallback
 from fedlearn.simulation.attacked import Attacked, draw_attackers, poison_population
 from fedlearn.simulation.behavior import ClientBehavior, Instant
@@ -125,7 +125,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
         ConfigError: A round asks more clients than there are, values contradict each other once
             "auto" is resolved, the watched metric is not measured, the objective does not declare
             its metrics, secure aggregation cannot hold, or no trainer acts on ``extra``.
-        DataError: Bandwidth traces are missing.
+        DataError: Bandwidth traces are missing, or a training has no test set.
     """
     secure = config.secure_aggregation
     needs_sessions = secure.is_on and secure.simulate_as == "protocol"
@@ -136,6 +136,7 @@ def build_experiment(config: Config, experiment: Experiment, *, data_dir: Path) 
             'or secure_aggregation.simulate_as to "modular_sum" to round alike without masks'
         )
     data, own = experiment.data, None
+    _require_test(config, data)
     _require_known_examples(config, data)
     if config.coordinator.training.is_on and not config.coordinator.training.files:
         data, own = split_data(config, data)
@@ -210,6 +211,20 @@ def _query_trainers(algorithm: Strategy) -> MakeTrainer | None:
     if not isinstance(algorithm, QueryStrategy):
         return None
     return partial(QueryTrainer, queries=(type(algorithm.query),))
+
+
+def _require_test(config: Config, data: FederatedData) -> None:
+    """Check that there is a test set to measure a model on.
+
+    Raises:
+        DataError: There is a model, but no test set.
+    """
+    if config.has_model and not data.has_test:
+        raise DataError(
+            "the data have no test set, on which the model is measured; give test= or the share to "
+            "hold out, such as test_fraction=0.2, where the data are made (fl.from_arrays and so "
+            "on): only queries and statistics need none"
+        )
 
 
 def _hold_out_tests(config: Config, data: FederatedData) -> FederatedData:

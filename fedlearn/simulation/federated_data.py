@@ -96,7 +96,7 @@ class FederatedData:
     Attributes:
         population: The clients and their examples.
         test: The central test set. Features in float64 are converted to float32, which most
-            models take.
+            models take. Queries and statistics need none: then it has no rows.
         client_tests: The clients with the examples on which each of them is evaluated; ``None``:
             on those that it trains on. See :meth:`with_client_tests`.
         shift: The shift of each client's features; ``None``: there is none. Clients' own tests are
@@ -104,7 +104,7 @@ class FederatedData:
         stored_test: The test set with features in their original dtype, for a model in float64.
 
     Raises:
-        DataError: A client or the test set has no examples, or the first client's examples
+        DataError: A client has no examples, or the first client's examples
             differ from the test set's in their inputs, a shape, or in whether they are floats,
             integers or masks. The same holds for the clients' own tests.
 
@@ -124,8 +124,6 @@ class FederatedData:
     stored_test: Examples = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not len(self.test.labels):
-            raise DataError("the test set has no examples; give at least one")
         _require_examples(self.population)
         _require_alike(self.population, test=self.test)
         if self.client_tests is not None:
@@ -133,6 +131,11 @@ class FederatedData:
             _require_alike(self.client_tests, test=self.test)
         object.__setattr__(self, "stored_test", self.test)  # the class is frozen
         object.__setattr__(self, "test", _in_float32(self.test))
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a central test set, which a training needs."""
+        return bool(len(self.test.labels))
 
     @property
     def names(self) -> NDArray[Any] | None:
@@ -459,15 +462,15 @@ def from_arrays(
             ascending order: see :attr:`FederatedData.class_names`.
         partition: How the training examples are divided among clients.
         seed: Chooses the test examples and the partition.
-        test: Features and labels of the central test set, of the same form.
+        test: Features and labels of the central test set, of the same form; a query needs none.
         test_fraction: Instead of ``test``, the share of the examples to hold out, in (0, 1).
         groups: The client of each example, for :class:`Natural`: [N], integers or strings.
         test_groups: The client of each row of ``test``, on which it is then evaluated: see
             :meth:`FederatedData.with_test_groups`.
 
     Raises:
-        ValueError: Both or none of ``test`` and ``test_fraction`` are given, or the latter is not
-            in (0, 1).
+        ValueError: Both of ``test`` and ``test_fraction`` are given, or the latter is not in
+            (0, 1).
         DataError: Lengths differ, a value is not a finite real number, training and test data
             differ in kind, or the division is impossible.
 
@@ -478,17 +481,15 @@ def from_arrays(
         >>> data.population.num_clients, len(data.test.labels)
         (3, 2)
     """
-    if (test is None) == (test_fraction is None):
-        both = "neither" if test is None else "both"
+    if test is not None and test_fraction is not None:
         raise ValueError(
-            f"{both} of `test` and `test_fraction` are given; give one: a test set, or the share "
-            "of the examples to hold out"
+            "both of `test` and `test_fraction` are given; give one: a test set, or the share of "
+            "the examples to hold out"
         )
     train = _examples(features, labels, groups=groups)
     if groups is not None:
         _require_natural(partition)
     held_out = test_fraction if test is None else _examples(*_test_pair(test))
-    assert held_out is not None  # one of the two is given
     if test_groups is not None and not isinstance(held_out, Examples):
         raise DataError(_GROUPS_WITHOUT_TEST)
     data = divide_examples(train, held_out, partition=partition, seed=seed)
@@ -539,15 +540,17 @@ def _examples(
 
 
 def divide_examples(
-    train: Examples, test: Examples | float, *, partition: Division, seed: int
+    train: Examples, test: Examples | float | None, *, partition: Division, seed: int
 ) -> FederatedData:
-    """Divide examples; ``test`` is a test set, or the share of the examples to hold out.
+    """Divide examples; ``test`` is a test set, the share to hold out, or ``None`` for neither.
 
     Raises:
         ValueError: The share is not in (0, 1).
         DataError: The examples cannot be divided as asked.
     """
-    if isinstance(test, Examples):
+    if test is None:
+        data = TrainTest(train=train, test=train.without_rows())
+    elif isinstance(test, Examples):
         data = TrainTest.of(train, test)
     else:
         data = split_examples(train, test, seed=seed)
@@ -566,7 +569,7 @@ def from_dataset(
     labels: ArrayLike | None = None,
     groups: ArrayLike | None = None,
     partition: Partitioner | Natural,
-    test: MapDataset,
+    test: MapDataset | None = None,
     seed: int,
 ) -> FederatedData:
     """Build a federated data set from a torch ``Dataset``, whose rows are read when needed.
@@ -581,11 +584,13 @@ def from_dataset(
             the positional arguments of the model's forward, a mapping the keyword arguments. In a
             list of datasets, or a mapping from names to datasets, each is one client, in order.
         labels: The label of each row, so that rows need not be read to divide them: [N]. Natural
-            clients need none; the labels must then be among the classes of ``test``.
+            clients need none; the labels must then be among the classes of ``test``, or without
+            it, be floats.
         groups: The client of each row, for :class:`Natural`: [N], integers or strings; see
             :func:`~fedlearn.simulation.partition.require_ids`.
         partition: How the rows are divided among clients.
-        test: Pairs for the central test set; all are read at once and kept in memory.
+        test: Pairs for the central test set; all are read at once and kept in memory. A query
+            needs none.
         seed: Chooses the partition.
 
     Raises:
@@ -607,14 +612,24 @@ def from_dataset(
     own = _own_datasets(dataset)
     whole = _join_datasets(dataset, own)
     require_map_style(whole, what="the dataset")
-    require_map_style(test, what="the test set")
+    if test is not None:
+        require_map_style(test, what="the test set")
     known = None if labels is None else tensor_of(labels, what="labels")
     if known is not None and len(known) != len(whole):
         raise DataError(f"{len(known)} labels for a dataset of {len(whole)}; give one per row")
     _require_repeatable(whole)
-    test_features, test_labels = _read_all(test)
+    # Without a test set, a row shows of which kind examples are.
+    test_features, test_labels = (
+        _read_all(whole, num_rows=1) if test is None else _read_all(test, num_rows=len(test))
+    )
     held_out = Examples.of(features=test_features, labels=test_labels)
     num_classes = held_out.num_classes
+    if test is None:
+        held_out = held_out.without_rows()
+        if num_classes is not None and known is None:
+            raise DataError(
+                "without labels= and test=, the number of classes is not known; give one of them"
+            )
     if known is not None:
         num_classes = larger(num_classes_of(known), num_classes)
     population = DatasetPopulation(
@@ -715,13 +730,13 @@ def _divide_rows(
     return partition.split(labels.numpy(), seed=_partition_seed(seed))
 
 
-def _read_all(dataset: MapDataset) -> tuple[Features, Tensor]:
-    pairs, batches = list[Pair](), list(evaluation_batches(len(dataset)))
+def _read_all(dataset: MapDataset, *, num_rows: int) -> tuple[Features, Tensor]:
+    pairs, batches = list[Pair](), list(evaluation_batches(num_rows))
     with reseed_by_key() as set_key:
         for batch in batches:
             set_key(batch.key)
             pairs += read_pairs(dataset, rows=batch.rows)
-    return stack_pairs(pairs, rows=np.arange(len(dataset)))
+    return stack_pairs(pairs, rows=np.arange(num_rows))
 
 
 def _require_repeatable(dataset: MapDataset) -> None:
@@ -766,7 +781,7 @@ def from_npz(
     features: Inputs[str],
     labels: str,
     groups: str | None,
-    test: tuple[Inputs[str], str] | float,
+    test: tuple[Inputs[str], str] | float | None = None,
     partition: Division,
     seed: int,
     test_groups: str | None = None,
@@ -783,7 +798,8 @@ def from_npz(
         labels: Name of the array of labels [N, ...]: integers for classes, floats to regress
             on.
         groups: Name of the array with the client of each example, [N]; ``None``: there is none.
-        test: Names of the test features and labels, or the share to hold out, in (0, 1).
+        test: Names of the test features and labels, or the share to hold out, in (0, 1); a query
+            needs neither.
         partition: How the training examples are divided among clients.
         seed: Chooses the test examples and the partition.
         test_groups: Name of the array with the client of each row of ``test``, on which it is then
@@ -824,7 +840,7 @@ def from_npz(
 def from_parquet(
     path: Path | str,
     *,
-    test_path: Path | str,
+    test_path: Path | str | None = None,
     client: str,
     label: str,
     features: Inputs[Sequence[str]] | None,
@@ -834,7 +850,8 @@ def from_parquet(
 
     Args:
         path: Training file, or a folder of ``*.parquet`` files; rows grouped by client.
-        test_path: Test file or folder, read into memory; its rows may be in any order.
+        test_path: Test file or folder, read into memory; its rows may be in any order. A query
+            needs none.
         client: Column with the client of each example: integers or strings.
         label: Column of labels: integers for classes, floats to regress on.
         features: Columns of features, which are concatenated; ``None`` takes all columns that have
@@ -865,13 +882,33 @@ def from_parquet(
         array(['ada', 'zoe'], dtype=object)
     """
     columns = TableColumns.of_file(Path(path), client=client, label=label, features=features)
+    num_classes = num_classes_in(Path(path), columns=columns)
+    if test_path is None:
+        if test_client is not None:
+            raise DataError(_GROUPS_WITHOUT_TEST)
+        population = ParquetPopulation(
+            Path(path), columns=columns, num_classes=num_classes, cache_bytes=_CACHE_BYTES
+        )
+        return without_test(population, num_classes=num_classes)
     test = read_parquet(Path(test_path), columns=columns, client=test_client)
-    num_classes = larger(num_classes_in(Path(path), columns=columns), test.num_classes)
+    num_classes = larger(num_classes, test.num_classes)
     population = ParquetPopulation(
         Path(path), columns=columns, num_classes=num_classes, cache_bytes=_CACHE_BYTES
     )
     data = FederatedData(population=population, test=replace(test, num_classes=num_classes))
     return data if test.groups is None else data.with_test_groups(test.groups)
+
+
+def without_test(population: Population, *, num_classes: int | None) -> FederatedData:
+    """Build a federated data set without a central test set.
+
+    Raises:
+        DataError: A client has no examples, or they cannot be read.
+    """
+    first = population.load(np.asarray([find_readable_client(population)]))
+    features, labels = map_inputs(lambda each: each[:0], first.features), first.labels[:0]
+    none = Examples(features=features, labels=labels, groups=None, num_classes=num_classes)
+    return FederatedData(population=population, test=none)
 
 
 def _partition_seed(seed: int) -> Seed:

@@ -26,7 +26,7 @@ _SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp")
 def from_images(
     path: Path | str,
     *,
-    test: float | Path | str,
+    test: float | Path | str | None = None,
     seed: int,
     partition: Division | None = None,
 ) -> FederatedData:
@@ -62,7 +62,7 @@ def from_images(
     """
     is_natural = partition is None or isinstance(partition, Natural)
     train = _find(Path(path), has_clients=is_natural)
-    tests = None if isinstance(test, float | int) else _find(Path(test), has_clients=False)
+    tests = _find(Path(test), has_clients=False) if isinstance(test, str | Path) else None
     parts = [train] if tests is None else [train, tests]
     class_names, labels = number_texts([np.asarray(part.labels) for part in parts])
     pixels = _read([path for part in parts for path in part.paths])

@@ -34,7 +34,7 @@ def from_csv(
     path: Path | str,
     *,
     label: str,
-    test: float | Path | str,
+    test: float | Path | str | None = None,
     seed: int,
     features: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
@@ -54,7 +54,8 @@ def from_csv(
     Args:
         path: A folder with a file for each client, or one file.
         label: Column of the label: text or whole numbers for classes, other numbers to regress on.
-        test: The share of all rows to hold out for the central test, in (0, 1); or a CSV file, or a
+        test: The share of all rows to hold out for the central test, in (0, 1), which a query does
+            not need; or a CSV file, or a
             folder with one for each client, which is then evaluated on its own.
         seed: Chooses the test rows and the partition.
         features: Columns of features; ``None``: all columns of numbers with no other role.
@@ -114,7 +115,7 @@ def from_frame(
     frame: Any,  # of pandas, polars, or any library that exports Arrow tables
     *,
     label: str,
-    test: Any,  # a share, or like frame
+    test: Any = None,  # a share, or like frame
     seed: int,
     client: str | None = None,
     features: Sequence[str] | None = None,
@@ -130,7 +131,8 @@ def from_frame(
     Args:
         frame: One frame with a client column, or a mapping from clients' names to frames.
         label: As in :func:`from_csv`, and likewise the arguments that are not described here.
-        test: The share of all rows to hold out for the central test, in (0, 1); or a frame; or a
+        test: The share of all rows to hold out for the central test, in (0, 1), which a query does
+            not need; or a frame; or a
             mapping from clients' names to frames, on which they are then evaluated.
         seed: Chooses the test rows and the partition.
         client: Column with the client of each row: integers or strings.
@@ -167,7 +169,7 @@ def from_frame(
     has_clients = client is not None or isinstance(frame, Mapping)
     return _build(
         _read_frames(frame, what="the frame"),
-        test if isinstance(test, float | int) else _read_frames(test, what="the test frame"),
+        test if isinstance(test, float | int | None) else _read_frames(test, what="the test frame"),
         roles=roles,
         client=client,
         partition=_find_partition(partition, has_clients=has_clients),
@@ -193,7 +195,7 @@ def from_partitions(
     *,
     label: str,
     inputs: Sequence[str] = (),
-    test: Any,  # a map-style dataset, of torch's class or not
+    test: Any = None,  # a map-style dataset, of torch's class or not
 ) -> FederatedData:
     """Build a federated data set from Hugging Face datasets that a partitioner divides.
 
@@ -206,7 +208,7 @@ def from_partitions(
         partitions: The partitioner, with its dataset. Clients of a natural partition have names.
         label: Column of the label.
         inputs: Columns that the model takes, as in :class:`Columns`; empty: all others.
-        test: The central test set, with the same columns.
+        test: The central test set, with the same columns; a query needs none.
 
     Raises:
         DataError: The object does not divide anything, a partition is empty, a column is missing,
@@ -234,10 +236,12 @@ def from_partitions(
     data = from_dataset(
         {natural[number]: each for number, each in enumerate(columns)} if natural else columns,
         partition=Natural(),
-        test=Columns(test, label=label, inputs=inputs),
+        test=None if test is None else Columns(test, label=label, inputs=inputs),
+        labels=_read_labels(datasets, label) if test is None else None,
         seed=0,  # nothing is drawn: the partitioner has divided the rows
     )
-    names = getattr(getattr(test, "features", {}).get(label), "names", None)
+    described = datasets[0] if test is None else test
+    names = getattr(getattr(described, "features", {}).get(label), "names", None)
     if names is None:
         return data
     assert isinstance(data.population, DatasetPopulation)
@@ -246,6 +250,10 @@ def from_partitions(
         population=replace(data.population, num_classes=len(names)),
         test=replace(data.stored_test, num_classes=len(names), class_names=tuple(names)),
     )
+
+
+def _read_labels(datasets: Sequence[Any], label: str) -> list[Any]:  # Any: of any class
+    return [row[label] for each in datasets for row in (each[at] for at in range(len(each)))]
 
 
 def _find_partition(partition: Division | None, *, has_clients: bool) -> Division:
@@ -261,7 +269,7 @@ def _find_partition(partition: Division | None, *, has_clients: bool) -> Divisio
 
 def _build(
     train: Sequence[NamedColumns],
-    test: float | Sequence[NamedColumns],
+    test: float | Sequence[NamedColumns] | None,
     *,
     roles: ColumnRoles,
     client: str | None,
@@ -275,7 +283,7 @@ def _build(
             f"there are test rows of each client, but {type(partition).__name__} does not divide "
             "by these clients; leave partition out, or give all test rows in one table"
         )
-    tables = None if isinstance(test, float | int) else test
+    tables = None if isinstance(test, float | int | None) else test
     examples, held_out = train_test_of(
         train,
         tables,
@@ -284,7 +292,9 @@ def _build(
         is_grouped=is_natural,
         is_test_grouped=is_test_grouped,
     )
-    if held_out is None:
+    if test is None:
+        parts = TrainTest(train=examples, test=examples.without_rows())
+    elif held_out is None:
         assert isinstance(test, float | int)
         parts = split_examples(examples, test, seed=seed)
     else:

@@ -117,6 +117,11 @@ class Examples(CheckedExamples):
             class_names=class_names,
         )
 
+    def without_rows(self) -> "Examples":
+        """Return no examples, of the same kind and with the same names: a test set left out."""
+        features = map_inputs(lambda each: each[:0], self.features)
+        return replace(self, features=features, labels=self.labels[:0], groups=None)
+
     def with_classes(self, class_names: tuple[str, ...]) -> "Examples":
         """Return the examples with the labels that these names have.
 

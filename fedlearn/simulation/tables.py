@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedlearn.errors import DataError
-from fedlearn.simulation.federated_data import FederatedData
+from fedlearn.simulation.federated_data import FederatedData, without_test
 from fedlearn.simulation.partition import offsets_of
 from fedlearn.simulation.population import ClientRows, places_of, sizes_of
-from fedlearn.simulation.sources import Examples
 from fedlearn.statistics.schema import ClientTable
 
 
@@ -69,8 +68,4 @@ def from_tables(tables: Mapping[str, ClientTable]) -> FederatedData:
     population = TablePopulation(
         tables=list(tables.values()), names=np.asarray(list(map(str, tables)))
     )
-    # A data set has a test set, which a query does not use: a row of zeros, which are finite.
-    row = {name: torch.zeros_like(each[:1]) for name, each in population.tables[0].features.items()}
-    return FederatedData(
-        population=population, test=Examples.of(features=row, labels=torch.zeros(1).long())
-    )
+    return without_test(population, num_classes=None)

@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import safetensors.torch
 import torch
 from numpy.typing import NDArray
+from pyarrow import csv
 from rich.console import Console
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 import fedlearn as fl
 from fedlearn.algorithms.lanes import Lanes
@@ -32,7 +36,7 @@ from fedlearn.core.messages import (
     TrainRequest,
 )
 from fedlearn.core.params import Params
-from fedlearn.errors import CallError, ConfigError, EngineError, StoreError
+from fedlearn.errors import CallError, ConfigError, DataError, EngineError, StoreError
 from fedlearn.experiment.history import metric_to_draw
 from fedlearn.experiment.progress import TerminalProgress
 from fedlearn.parallel.local_async import Hogwild
@@ -572,3 +576,64 @@ def query_request(query: fl.Query) -> TrainRequest:
 def handle(trainer: LocalTrainer, request: Request) -> Request | Reply:
     reply, _ = ClientSession(ClientId(0), trainer).handle(encode(request), b"")
     return decode(reply)
+
+
+def make_data(kind: str, folder: Path, **test: Any) -> fl.FederatedData:
+    """Build 8 examples at two clients, in one of the ways that there are."""
+    x, y, sites = np.arange(8.0)[:, None], np.arange(8) % 2, np.repeat(["north", "south"], 4)
+    table = pa.table({"site": sites, "x": x[:, 0], "y": y})
+    match kind:
+        case "arrays":
+            return fl.from_arrays(x, y, groups=sites, partition=fl.Natural(), seed=0, **test)
+        case "dataset":
+            rows = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+            return fl.from_dataset(
+                rows, labels=y, groups=sites, partition=fl.Natural(), seed=0, **test
+            )
+        case "npz":
+            path = folder / "a.npz"
+            np.savez(path, x=x, y=y, sites=sites)
+            names: Any = {"features": "x", "labels": "y", "groups": "sites"}
+            return fl.from_npz(path, partition=fl.Natural(), seed=0, **names, **test)
+        case "parquet":
+            pq.write_table(table, folder / "a.parquet")
+            return fl.from_parquet(
+                folder / "a.parquet", client="site", label="y", features=["x"], **test
+            )
+        case "csv":
+            csv.write_csv(table, folder / "a.csv")
+            return fl.from_csv(folder / "a.csv", label="y", client="site", seed=0, **test)
+        case "partitions":
+
+            class Halves:
+                num_partitions = 2
+
+                def load_partition(self, partition_id: int) -> Any:
+                    part = slice(4 * partition_id, 4 * partition_id + 4)
+                    pairs = zip(x[part], y[part].tolist(), strict=True)
+                    return [{"x": each.tolist(), "y": label} for each, label in pairs]
+
+            return fl.from_partitions(Halves(), label="y", **test)
+        case _:
+            return fl.from_frame(table, label="y", client="site", seed=0, **test)
+
+
+@pytest.mark.parametrize(
+    "kind", ["arrays", "dataset", "npz", "parquet", "csv", "frame", "partitions"]
+)
+def test_only_a_training_needs_a_test_set(kind: str, tmp_path: Path) -> None:
+    data = make_data(kind, tmp_path)
+    settings: Any = {"cohort": {"num_wanted": 2}, "progress": False}
+    query = fl.Moments(num_features=1, num_labels=2)
+    found = fl.simulate(None, data, query, num_rounds=1, **settings).state()
+    assert found["mean"].tolist() == [3.5]
+    assert found["label_counts"].tolist() == [4.0, 4.0]
+
+    def train(data: fl.FederatedData) -> None:
+        local = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
+        fl.simulate(lambda: nn.Linear(1, 2), data, fl.FedAvg(local), num_rounds=1, **settings)
+
+    with pytest.raises(DataError, match="the data have no test set, on which the model"):
+        train(data)
+    if kind == "arrays":  # the control
+        train(make_data(kind, tmp_path, test_fraction=0.25))

@@ -226,12 +226,11 @@ def _test_set(*, features: torch.Tensor, labels: torch.Tensor) -> Examples:
     return Examples(features=features, labels=labels, groups=None, num_classes=None)
 
 
-def test_an_empty_or_different_test_set_is_refused() -> None:
+def test_a_different_test_set_is_refused() -> None:
     """A model takes one shape and one dtype."""
     population = _from_arrays().population
     zeros = torch.zeros(3).long()
     wrong = {
-        "the test set has no examples": (torch.zeros(0, 2), zeros[:0]),
         r"client 0 has features of torch.float64 and shape \(2,\)": (torch.zeros(3, 5), zeros),
         "features .* the test set of torch.int64": (torch.zeros(3, 2).long(), zeros),
         "client 0 has labels of torch.int64": (torch.zeros(3, 2), torch.zeros(3)),
@@ -431,10 +430,12 @@ def test_arrays_may_come_with_a_test_set_of_their_own() -> None:
     assert held_out.population.num_examples(np.arange(4)).sum() == 48
 
 
-def test_there_is_exactly_one_test_set() -> None:
-    """Exactly one of the two arguments must be given."""
-    with pytest.raises(ValueError, match="neither of `test` and `test_fraction`"):
-        from_arrays(_TOKENS, _LABELS, partition=Iid(4), seed=0)
+def test_there_is_at_most_one_test_set() -> None:
+    none = from_arrays(_TOKENS, _LABELS, partition=Iid(4), seed=0)
+    assert not none.has_test
+    assert none.population.num_examples(np.arange(4)).sum() == len(_LABELS)
+    with pytest.raises(DataError, match="there are no examples"):
+        from_arrays(_TOKENS, _LABELS, partition=Iid(4), test=(_TOKENS, _LABELS[:0]), seed=0)
     test = (_TOKENS, _LABELS)
     with pytest.raises(ValueError, match="both of `test` and `test_fraction`"):
         from_arrays(_TOKENS, _LABELS, partition=Iid(4), test=test, test_fraction=0.2, seed=0)
