@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from fedlearn.cli import deployed, models, parallel, records
+from fedlearn.cli import deployed, models, parallel, records, submissions
 from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED, report_error
 from fedlearn.cli.options import (
     COORDINATOR_TOML,
@@ -392,9 +392,11 @@ def runs(
 ) -> None:
     """List all runs."""
     from fedlearn.cli.environment import build_site, has_runs, require_runs, terminal_width
-    from fedlearn.cli.overview import run_line, runs_table
+    from fedlearn.cli.overview import run_lines, runs_table
+    from fedlearn.core.clock import SystemClock
+    from fedlearn.store.queue import RunQueue
 
-    here, histories = build_site(runs_dir=runs_dir), []
+    here, histories, queued = build_site(runs_dir=runs_dir), [], []
     if adopt:
         from fedlearn.experiment.adoption import adopt_all
 
@@ -410,11 +412,12 @@ def runs(
                 (each, database.run(each.name).round_summaries(each.num_rounds))
                 for each in database.runs()
             ]
+            queued = RunQueue(database, SystemClock()).list()
     if as_json:
-        for history in histories:
-            typer.echo(run_line(history))
-    elif histories:
-        typer.echo(runs_table(histories, width=terminal_width()))
+        for line in run_lines(histories, queued):
+            typer.echo(line)
+    elif histories or queued:
+        typer.echo(runs_table(histories, queued, width=terminal_width()))
     else:
         typer.echo(f"no runs in {here.addresses.runs_dir} yet; `fedlearn simulate` makes one")
 
@@ -530,7 +533,8 @@ def resume(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="Name of a simulated run; without it, the deployed run that is paused.",
+            help="Name of a simulated run, or with a service's --config of a run of the service; "
+            "without it, the deployed run that is paused.",
         ),
     ] = None,
     *,
@@ -545,8 +549,8 @@ def resume(
     A simulated run that was killed, interrupted or failed continues from its last commit, and
     ends as if it had never stopped.
     """
-    if run is None:
-        deployed.control(config, "run")
+    if run is None or deployed.is_service(config):
+        deployed.control(config, "run", run=run)
         return
     from fedlearn.cli.environment import build_site, require_runs, stop_on_sigterm, track_progress
     from fedlearn.experiment.simulate import resume
@@ -597,15 +601,24 @@ def extend(
     or whose privacy budget does not cover the rounds, is refused.
     """
     from fedlearn.cli.environment import build_site, require_runs
-    from fedlearn.deployment.extension import extend
+    from fedlearn.core.clock import SystemClock
+    from fedlearn.deployment.extension import extend, extend_queued
     from fedlearn.rounds.records import RunStatus
+    from fedlearn.store.queue import RunQueue
 
     here = require_runs(build_site(runs_dir=runs_dir, data_dir=data_dir))
+    clock = SystemClock()
     with here.database() as database:
+        if extend_queued(database, run, num_rounds=rounds, clock=clock):
+            typer.echo(f"{run} now has {rounds} rounds; it is in the queue")
+            return
+        of_service = run in {each.name for each in RunQueue(database, clock).list()}
         found = extend(
             database, run, num_rounds=rounds, data_dir=here.addresses.data_dir, clock=here.clock
         )
-    again = "fedlearn coordinator" if found.is_deployed else f"fedlearn resume {run}"
+    again = f"fedlearn resume {run}"
+    if found.is_deployed:
+        again = "fedlearn serve" if of_service else "fedlearn coordinator"
     continuation = f"a running process continues by itself; otherwise `{again}` continues it"
     if found.status is not RunStatus.RUNNING:
         continuation = f"`{again}` continues it"
@@ -679,6 +692,7 @@ def export(
 
 app.add_typer(parallel.app)
 app.add_typer(deployed.app)
+app.add_typer(submissions.app)
 app.add_typer(records.app)
 app.add_typer(models.app)
 

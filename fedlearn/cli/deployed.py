@@ -24,6 +24,7 @@ from fedlearn.cli.options import (
     FromPrevious,
     Insecure,
     Json,
+    OfService,
     Output,
     Overrides,
     examples,
@@ -200,17 +201,28 @@ def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> N
 
 
 @app.command()
-def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
+def clients(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]", help="Count the rounds of this run of a service; without it, of all."
+        ),
+    ] = None,
+    *,
+    as_json: Json = False,
+    config: ConfigFile = COORDINATOR_TOML,
+) -> None:
     """List the enrolled clients with their rounds, and the open invitations."""
     from fedlearn.cli.tables import describe_members, members_table
     from fedlearn.core.clock import SystemClock
 
     with _operator(config) as operator:
+        counted = operator if run is None else operator.about(run)
         found = describe_members(
             operator.registry.clients(),
             operator.registry.open_invitations(),
             contacts=operator.load_contacts(),
-            counts=operator.counts_by_client(),
+            counts=counted.counts_by_client(),
         )
     if as_json:
         for each in found:
@@ -223,6 +235,7 @@ def clients(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> 
 
 @app.command()
 def rounds(
+    run: OfService = None,
     *,
     last: Annotated[
         int, typer.Option(min=1, metavar="N", help="Number of rounds to list, the latest ones.")
@@ -237,7 +250,8 @@ def rounds(
     """List the latest rounds of the deployed run."""
     from fedlearn.cli.tables import describe_missed, format_missed, round_line, rounds_table
 
-    with _operator(config) as operator:
+    with _operator(config) as deployment:
+        operator = deployment.about(run)
         found = operator.load_rounds(last)
         missed = operator.load_missed(first=found[0].round_num) if clients and found else {}
         enrolled = operator.registry.clients() if clients else []
@@ -257,23 +271,30 @@ def rounds(
 
 
 @app.command()
-def pause(*, config: ConfigFile = COORDINATOR_TOML) -> None:
+def pause(run: OfService = None, *, config: ConfigFile = COORDINATOR_TOML) -> None:
     """Let the deployed run finish its round, then wait for `fedlearn resume`."""
-    control(config, "pause")
+    control(config, "pause", run=run)
 
 
 @app.command()
-def abort(*, config: ConfigFile = COORDINATOR_TOML) -> None:
+def abort(run: OfService = None, *, config: ConfigFile = COORDINATOR_TOML) -> None:
     """End the deployed run as failed, and keep its committed rounds."""
-    control(config, "abort")
+    control(config, "abort", run=run)
 
 
 @app.command()
-def why(*, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML) -> None:
+def why(
+    run: OfService = None, *, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML
+) -> None:
     """Show what the deployed run is waiting for, client by client."""
     from fedlearn.core.words import replace_unprintable
 
-    with _operator(config) as operator:
+    with _operator(config) as deployment:
+        operator = deployment.about(run)
+        if queued := operator.explain_queue():
+            values = {"run": operator.run_name, "queued": queued}
+            typer.echo(json.dumps(values) if as_json else queued)
+            return
         explanation = operator.explain()
     if as_json:
         typer.echo(json.dumps(explanation.values()))
@@ -449,13 +470,20 @@ def pins(
     typer.echo(table_text([(*KEY_HEADER, "from"), *rows]))
 
 
-def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
-    """Ask the coordinator of ``config`` to run, pause or abort, unless its run is done."""
+def control(
+    config: Path, wanted: Literal["run", "pause", "abort"], *, run: str | None = None
+) -> None:
+    """Ask the coordinator of ``config`` to run, pause or abort, unless the run is done.
+
+    ``run`` is one of a service, by default the only one at work.
+    """
     from fedlearn.rounds.records import RunStatus
     from fedlearn.store.lease import find_deployment
 
-    with _operator(config) as operator:
-        name = find_deployment(operator.database, operator.places.run_name).name
+    with _operator(config) as deployment:
+        operator = deployment.about(run)
+        operator.require_at_work()
+        name = find_deployment(operator.database, operator.run_name).name
         if operator.database.run(name).record.status is RunStatus.DONE:
             verb = "resume" if wanted == "run" else wanted
             typer.echo(f"{name} is done; nothing to {verb}")
@@ -468,6 +496,13 @@ def control(config: Path, wanted: Literal["run", "pause", "abort"]) -> None:
     }
     late = "no coordinator is alive: the next one will know"
     typer.echo(said[wanted] if is_heard else late)
+
+
+def is_service(config: Path) -> bool:
+    """Whether a configuration file is that of a service of many runs; it may be missing."""
+    from fedlearn.config.reading import read
+
+    return config.exists() and "service" in read(config)[0]
 
 
 @contextmanager

@@ -8,6 +8,13 @@ import typer
 RunArgument: TypeAlias = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, as `fedlearn runs` lists it.")
 ]
+OfService: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RUN]",
+        help="Name of a run of a service; without it, the only one at work.",
+    ),
+]
 ExperimentFile: TypeAlias = Annotated[
     Path | None,
     typer.Argument(
@@ -68,3 +75,5 @@ def examples(*commands: str) -> str:
 COORDINATOR_TOML = Path("coordinator.toml")
 #: Where a client's own configuration is written, unless told otherwise.
 CLIENT_TOML = Path("client.toml")
+#: Where the commands about a service of many runs look for its configuration.
+SERVICE_TOML = Path("service.toml")

@@ -4,7 +4,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fedlearn.cli.tables import client_text, describe_missed, format_status
 from fedlearn.config.tables import PYTHON_OBJECTS, Use, has_plan, tables_with
@@ -19,6 +19,7 @@ from fedlearn.experiment.progress import describe_metrics, next_steps
 from fedlearn.experiment.run import Run
 from fedlearn.experiment.summary import Summary, staleness_text, summarize
 from fedlearn.rounds.records import RoundRecord, RunRecord
+from fedlearn.rounds.scheduling import QueuedRun, QueueState
 from fedlearn.store.checkpoints import CheckpointFile
 
 if TYPE_CHECKING:  # numpy takes a while, and most commands need none of it
@@ -51,28 +52,54 @@ _TABLE_CLIENTS = 100
 # ---- All runs -----------------------------------------------------------------------------
 
 
-def runs_table(histories: Sequence[Brief], *, width: int | None) -> str:
-    """Format runs as an aligned table of name, status, rounds, best accuracy and creation time."""
-    return table_text([_HEADER, *map(_row, histories)], width=width)
+def runs_table(
+    histories: Sequence[Brief], queued: Sequence[QueuedRun] = (), *, width: int | None
+) -> str:
+    """Format runs as an aligned table of name, status, rounds, best accuracy and creation time.
+
+    Runs of the queue that have not started come last.
+    """
+    rows = [
+        (
+            replace_unprintable(str(each["run"])),
+            str(each["status"]),
+            f"{each['rounds']}/{each['num_rounds']}",
+            format_number(each["best_accuracy"]),
+            str(each["created_utc"]),
+        )
+        for each in _describe_all(histories, queued)
+    ]
+    return table_text([_HEADER, *rows], width=width)
 
 
-def _row(history: Brief) -> tuple[str, ...]:
-    record, rounds = history
-    return (
-        replace_unprintable(record.name),
-        record.status.value,
-        f"{len(rounds)}/{record.num_rounds}",
-        format_number(_best_accuracy(history)),
-        record.created_utc,
-    )
+def run_lines(histories: Sequence[Brief], queued: Sequence[QueuedRun] = ()) -> Iterator[str]:
+    """Format each run as a JSON object with the columns of :func:`runs_table`."""
+    return map(format_json, _describe_all(histories, queued))
 
 
-def run_line(history: Brief) -> str:
-    """Format one run as a JSON object with the columns of :func:`runs_table`."""
-    return format_json(_describe_briefly(history))
+def _describe_all(
+    histories: Sequence[Brief], queued: Sequence[QueuedRun]
+) -> Iterator[dict[str, Any]]:  # Any: JSON values
+    states = {each.name: each.state for each in queued}
+    for history in histories:
+        described = _describe_briefly(history)
+        if states.get(history[0].name) is QueueState.QUEUED:  # it waits to continue
+            described["status"] = QueueState.QUEUED.value
+        yield described
+    begun = {record.name for record, _ in histories}
+    for each in queued:
+        if each.name not in begun:
+            yield {
+                "run": each.name,
+                "status": each.state.value,
+                "rounds": 0,
+                "num_rounds": each.config["num_rounds"],
+                "best_accuracy": None,
+                "created_utc": each.submitted_utc,
+            }
 
 
-def _describe_briefly(history: Brief) -> dict[str, object]:
+def _describe_briefly(history: Brief) -> dict[str, Any]:  # Any: JSON values
     record, rounds = history
     return {
         "run": record.name,

@@ -1,7 +1,7 @@
 """Formats the clients, invitations and rounds of a deployment as tables and as JSON."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedlearn.experiment.layout import table_text
 from fedlearn.identity.lineage import fingerprint
 from fedlearn.identity.registry import Contact, EnrolledClient, InvitationRecord
 from fedlearn.identity.rosters import KnownKey
+from fedlearn.rounds.scheduling import QueuedRun
 from fedlearn.store.rounds import RoundSummary
 
 KEY_HEADER = ("id", "name", "identity key", "rotations")
@@ -184,3 +185,39 @@ def _round_row(each: RoundSummary) -> tuple[str, ...]:
         format_duration(each.seconds),
         f"{each.outcome.value}{retried}",
     )
+
+
+# ---- The queue ----------------------------------------------------------------------------
+
+
+def describe_queued(run: QueuedRun, waits: Mapping[str, str]) -> dict[str, object]:
+    """Describe a run of the queue as JSON values, with what it waits for."""
+    return {
+        "run": run.name,
+        "state": run.state.value,
+        "priority": run.priority,
+        "after": run.after or None,
+        "waits_for": waits.get(run.name),
+        "reason": run.reason,
+        "submitted_by": run.submitted_by,
+        "submitted_utc": run.submitted_utc,
+        "started_utc": run.started_utc or None,
+        "ended_utc": run.ended_utc or None,
+    }
+
+
+def queue_table(runs: Sequence[QueuedRun], waits: Mapping[str, str]) -> str:
+    """Format the queue in the order of submission, with what each run waits for or ended of."""
+    header = ("run", "state", "priority", "submitted", "by", "waits for, or why it ended")
+    rows = [
+        (
+            run.name,
+            run.state.value,
+            str(run.priority),
+            run.submitted_utc,
+            replace_unprintable(run.submitted_by),
+            replace_unprintable(waits.get(run.name) or run.reason) or "-",
+        )
+        for run in runs
+    ]
+    return table_text([header, *rows])

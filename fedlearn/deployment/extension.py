@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fedlearn.config.tables import PYTHON_OBJECTS
-from fedlearn.core.clock import Clock
+from fedlearn.core.clock import Clock, WallClock
+from fedlearn.deployment.submission import load_config
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.privacy import build_components, start_accounting
 from fedlearn.experiment.recorded import config_of
 from fedlearn.rounds.records import RunRecord, RunStatus
+from fedlearn.store.queue import RunQueue
 from fedlearn.store.runs import Database, StoredRun
 
 
@@ -53,6 +55,25 @@ def extend(
     _require_affordable(stored, record, num_rounds, num_finished, data_dir=data_dir, clock=clock)
     stored.extend(num_rounds)
     return stored.record
+
+
+def extend_queued(database: Database, name: str, *, num_rounds: int, clock: WallClock) -> bool:
+    """Raise the number of rounds of a run that waits in the queue; return whether it does.
+
+    A run that has started before is left to :func:`extend`.
+
+    Raises:
+        ConfigError: ``num_rounds`` is out of range.
+        DeploymentError: It is not more than before.
+        StoreError: The database cannot be read or written.
+    """
+    queue = RunQueue(database, clock)
+    found = next((each for each in queue.list() if each.name == name), None)
+    if found is None or any(record.name == name for record in database.runs()):
+        return False
+    load_config(replace(found, config={**found.config, "num_rounds": num_rounds}))  # raises
+    queue.extend(name, num_rounds)
+    return True
 
 
 def _require_affordable(

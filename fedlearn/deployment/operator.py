@@ -2,7 +2,8 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,9 +23,11 @@ from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
 from fedlearn.identity.registry import Contact, check_name
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
-from fedlearn.rounds.journal import Control, DeployedRun
+from fedlearn.rounds.journal import Control, DeployedRun, LeaseState, Service
 from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.store.lease import find_deployment, list_deployments, set_control
+from fedlearn.rounds.scheduling import QueueState, explain_waits
+from fedlearn.store.lease import find_deployment, find_service, list_deployments, set_control
+from fedlearn.store.queue import RunQueue
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.rounds import RoundSummary
 from fedlearn.store.runs import Database
@@ -38,11 +41,65 @@ _LOOK_AGAIN_S = 0.2
 
 @dataclass(frozen=True)
 class Operator:
-    """The commands on one deployment; each raises :class:`DeploymentError` if there is none."""
+    """The commands on one deployment; each raises :class:`DeploymentError` if there is none.
+
+    Attributes:
+        places: Where the deployment's parts are.
+        database: Its database.
+        clock: Real time.
+        run: Name of the run that commands about a run are for; ``None``: that of ``places``. In a
+            service of many runs, see :meth:`about`.
+    """
 
     places: Places
     database: Database
     clock: SystemClock
+    run: str | None = None
+
+    def about(self, run: str | None) -> "Operator":
+        """Return the same operator for commands about one run, by default the only one at work.
+
+        Raises:
+            DeploymentError: The deployment has no such run, or ``run`` is ``None`` and not exactly
+                one run of the service is at work.
+        """
+        if not self.places.has_many_runs:
+            if run not in (None, self.places.run_name):
+                raise DeploymentError(
+                    f"the configuration is that of the run {self.places.run_name!r}, not of "
+                    f"{run!r}; leave the name out, or give another file with --config"
+                )
+            return self
+        queue = RunQueue(self.database, self.clock)
+        if run is None:
+            at_work = [each.name for each in queue.list() if each.state is QueueState.RUNNING]
+            if len(at_work) != 1:
+                names = f"these are at work: {', '.join(at_work)}" if at_work else "none is at work"
+                raise DeploymentError(f"name a run of the service; {names} (`fedlearn queue`)")
+            run = at_work[0]
+        return replace(self, run=queue.find(run).name)
+
+    @property
+    def run_name(self) -> str:
+        """Name of the run that commands about a run are for."""
+        return self.run or self.places.run_name
+
+    def require_at_work(self) -> None:
+        """Check that the run, if it is one of a service, takes commands: it is running.
+
+        Raises:
+            DeploymentError: It is not; the message says what can be done about it.
+        """
+        if self.places.has_many_runs:
+            RunQueue(self.database, self.clock).require_running(self.run_name)
+
+    def explain_queue(self) -> str:
+        """Say what the run waits for in the queue of a service; empty if it is not queued."""
+        if not self.places.has_many_runs:
+            return ""
+        runs = RunQueue(self.database, self.clock).list()
+        waits = explain_waits(runs)
+        return f"{self.run_name} is queued: {waits[self.run_name]}" if self.run in waits else ""
 
     @property
     def registry(self) -> StoredRegistry:
@@ -138,15 +195,25 @@ class Operator:
         If no coordinator is alive, every client is reported as not connected.
         """
         found = {each.client_id: each for each in self.registry.contacts()}
-        if any(each.is_connected for each in found.values()) and not self._is_alive():
+        load = self._load_service if self.places.has_many_runs else self._load_run
+        if any(each.is_connected for each in found.values()) and not self._is_alive(load):
             return {number: replace(each, is_connected=False) for number, each in found.items()}
         return found
 
     def counts_by_client(self) -> dict[ClientId, dict[Status, int]]:
-        """Return each client's counts by final status in the run; empty before its first start."""
-        found = {each.name for each in list_deployments(self.database)}
-        name = self.places.run_name
-        return self.database.run(name).counts_by_client() if name in found else {}
+        """Return each client's counts by final status in the run; empty before its first start.
+
+        Without a run, in a service, they are those of all its runs together.
+        """
+        found = [each.name for each in list_deployments(self.database)]
+        is_one = self.run is not None or not self.places.has_many_runs
+        totals = dict[ClientId, Counter[Status]]()
+        for name in found:
+            if is_one and name != self.run_name:
+                continue
+            for client_id, counts in self.database.run(name).counts_by_client().items():
+                totals.setdefault(client_id, Counter()).update(counts)
+        return {client_id: dict(counts) for client_id, counts in totals.items()}
 
     def send_command(self, wanted: Control) -> bool:
         """Send a command to the coordinator; return whether a coordinator has received it.
@@ -154,34 +221,38 @@ class Operator:
         A coordinator that releases the run has received it, too: it may end in response.
         """
         before = self._load_run()
-        set_control(self.database, self.places.run_name, wanted)
+        set_control(self.database, self.run_name, wanted)
         # A beat before the command was stored does not show that it was received.
         after = self._load_run()
         if before.holder and not after.holder:
             return True
-        return self._await_beat(after) is not None
+        return self._await_beat(after, self._load_run) is not None
 
     def explain(self) -> "Explanation":
         """Explain what the run is waiting for."""
-        is_alive = self._is_alive()
+        is_alive = self._is_alive(self._load_run)
         found = self._load_run()
         return Explanation(
+            start=self.places.start_command,
             deployment=found,
             is_alive=is_alive,
             run=self.database.run(found.name).record,
             names={int(client.client_id): client.name for client in self.registry.clients()},
         )
 
-    def _is_alive(self) -> bool:
-        """Check whether a coordinator holds the run and keeps renewing it."""
-        after = self._await_beat(self._load_run())
+    def _is_alive(self, load: Callable[[], LeaseState]) -> bool:
+        """Check whether a coordinator holds a lease and keeps renewing it."""
+        after = self._await_beat(load(), load)
         return after is not None and after.holder != ""
 
     def _load_run(self) -> DeployedRun:
-        return find_deployment(self.database, self.places.run_name)
+        return find_deployment(self.database, self.run_name)
 
-    def _await_beat(self, before: DeployedRun) -> DeployedRun | None:
-        """Return the run once its holder has renewed or released it; ``None`` after a timeout.
+    def _load_service(self) -> Service:
+        return find_service(self.database, self.places.run_name)
+
+    def _await_beat(self, before: LeaseState, load: Callable[[], LeaseState]) -> LeaseState | None:
+        """Return a lease once its holder has renewed or released it; ``None`` after a timeout.
 
         The timeout is the time that another coordinator would wait before it takes over. No wall
         clocks are compared, since those of two machines may differ.
@@ -189,7 +260,7 @@ class Operator:
         ends_s = self.clock.now_s() + self.places.config.coordinator.lease_ttl_s
         while before.holder and self.clock.now_s() < ends_s:
             self.clock.sleep(_LOOK_AGAIN_S)
-            now = self._load_run()
+            now = load()
             if (now.epoch, now.beat, now.holder) != (before.epoch, before.beat, before.holder):
                 return now
         return None
@@ -213,6 +284,7 @@ class Explanation:
     is_alive: bool
     run: RunRecord
     names: Mapping[int, str]
+    start: str
 
     def describe(self) -> list[str]:
         """Describe the run in the first lines, then each client that was asked, one per line."""
@@ -224,7 +296,7 @@ class Explanation:
             said = "none has reported a status"
             if status:
                 said = f"its last status: {_describe_round(status)}, {_describe_phase(status)}"
-            start = "start one: `fedlearn coordinator`"
+            start = f"start one: `{self.start}`"
             return [f"{found.name} has no coordinator{failed}", said, start]
         lines = [f"{found.name}: {_describe_round(status)}, {_describe_phase(status)}"]
         lines += _describe_wait(status, control=found.control)

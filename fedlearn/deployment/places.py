@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedlearn.config.addresses import Addresses, resolve_addresses
-from fedlearn.config.serving import HasService
+from fedlearn.config.serving import HasService, ServiceConfig
 from fedlearn.errors import DeploymentError
 from fedlearn.experiment.site import folder_of, keys_folder_of, open_database
 from fedlearn.gateway.authority import Authority
@@ -45,8 +45,18 @@ class Places:
         return cls(config=config, addresses=addresses)
 
     @property
+    def has_many_runs(self) -> bool:
+        """Whether it is a service of many runs, and not one run."""
+        return isinstance(self.config, ServiceConfig)
+
+    @property
+    def start_command(self) -> str:
+        """The command that starts its coordinator."""
+        return "fedlearn serve" if self.has_many_runs else "fedlearn coordinator"
+
+    @property
     def run_name(self) -> str:
-        """Name of the deployed run."""
+        """Name of the deployed run, or of the service of many runs."""
         return self.config.name or DEFAULT_NAME
 
     @property

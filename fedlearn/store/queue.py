@@ -91,6 +91,12 @@ class RunQueue:
             row = session.scalar(select(QueueRow).where(QueueRow.name == name))
             return _refuse_unknown(session, name) if row is None else build_record(row, QueuedRun)
 
+    def require_running(self, name: str) -> None:
+        """Raise an error, with what can be done about it, unless the run is running."""
+        state = self.find(name).state
+        if state is not QueueState.RUNNING:
+            raise DeploymentError(f"{name} is {state}; {_REMEDIES[state]}")
+
     def cancel(self, name: str) -> QueuedRun:
         """Cancel a run that is not over, and return it.
 
