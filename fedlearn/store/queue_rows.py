@@ -3,7 +3,7 @@
 The queue reserves the names of its runs: nothing else can create a run of such a name.
 """
 
-from sqlalchemy import select
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from fedlearn.errors import StoreError
@@ -50,3 +50,36 @@ def queue_again(session: Session, name: str) -> None:
     row = lock_row(session, name)
     if row is not None and row.state is QueueState.DONE:
         row.state, row.ended_utc = QueueState.QUEUED, ""
+
+
+def require_deletable(session: Session, name: str) -> None:
+    """Check that the queue needs the run called ``name`` no more; anything else may be deleted.
+
+    Raises:
+        StoreError: It is queued or running there, or a run that is not done depends on it.
+    """
+    row = lock_row(session, name)
+    if row is None:
+        return
+    if not row.state.is_over:
+        raise StoreError(
+            f"{name} is {row.state} in the queue; cancel it first (`fedlearn cancel {name}`)"
+        )
+    for each in session.scalars(select(QueueRow).where(QueueRow.state != QueueState.DONE)):
+        # A run that was done before lets those after it start, with or without its files.
+        waits = each.after == name and row.state is not QueueState.DONE
+        if waits or each.start_from.get("run") == name:
+            raise StoreError(
+                f"{each.name}, which is {each.state} in the queue, needs {name}; let it end first"
+            )
+
+
+def delete_from_queue(session: Session, name: str) -> None:
+    """Remove a deleted run from the queue, and the condition of the runs after it.
+
+    Raises:
+        StoreError: As for :func:`require_deletable`.
+    """
+    require_deletable(session, name)
+    session.execute(update(QueueRow).where(QueueRow.after == name).values(after=""))
+    session.execute(delete(QueueRow).where(QueueRow.name == name))

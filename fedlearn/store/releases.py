@@ -23,7 +23,7 @@ from fedlearn.identity.releases import SHORT, SignedRelease, check_tag, is_id_pr
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ReleaseRow, ReleaseTagRow, build_record, build_row
 
-_RELEASES_LOCK = 7_306_087_434
+_RELEASES_LOCK = 7_306_087_435
 _FOLDER = ".releases"
 
 #: Name of the file with the weights, in the folder of a release.

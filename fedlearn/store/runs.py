@@ -36,7 +36,14 @@ from fedlearn.store.engine import explain_errors, migrate, open_engine, serializ
 from fedlearn.store.holding import hold_run, is_held
 from fedlearn.store.interrupts import defer_interrupts
 from fedlearn.store.names import memorable_names
-from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, queue_again, require_name
+from fedlearn.store.queue_rows import (
+    NAMES_LOCK,
+    NameTaken,
+    delete_from_queue,
+    queue_again,
+    require_deletable,
+    require_name,
+)
 from fedlearn.store.retention import DEFAULT_RETENTION
 from fedlearn.store.rounds import (
     RoundSummary,
@@ -641,8 +648,13 @@ class StoredRun:
             self._record_act(session, Action.RELEASE_EXPORTED)
 
     def begin_deletion(self, files: Sequence[Mapping[str, object]]) -> None:
-        """Record in the audit log that these files of the run are about to be removed."""
+        """Record in the audit log that these files of the run are about to be removed.
+
+        Raises:
+            StoreError: The queue still needs the run.
+        """
         with self._writing() as session:
+            require_deletable(session, self.name)
             self._record_act(session, Action.RUN_DELETION_BEGAN, files=files)
 
     def delete(
@@ -668,6 +680,7 @@ class StoredRun:
                 counts[kind.__tablename__] = session.scalar(count) or 0
                 session.execute(delete(kind).where(mine))
             session.execute(delete(RunRow).where(RunRow.id == self._run_id))
+            delete_from_queue(session, self.name)
             entry = self._record_act(session, Action.RUN_DELETED, records=counts, **details)
             checkpoint = sign_checkpoint(session, key)
             assert checkpoint is not None  # the log has the entry

@@ -43,6 +43,7 @@ from fedlearn.errors import ConfigError
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.meanings import MEANINGS
 from fedlearn.gateway.pace import Pace
+from fedlearn.identity.audit import Action
 from fedlearn.parallel.task import Progress
 from fedlearn.secagg.draw import find_max_accomplices
 from fedlearn.secagg.fixed_point import Lane
@@ -683,3 +684,9 @@ def test_each_component_is_found_from_the_page_that_helps_to_choose(table: OneOf
             continue
         assert re.search(rf"`\"?{name}\"?`", text), f"{table.tag} = {name!r}"
         assert call not in fedlearn.__all__ or re.search(rf"fl\.{call}\b", text), call
+
+
+def test_every_action_of_the_audit_log_is_explained() -> None:
+    """In the guide's table, except for the first entry, which the explanation describes."""
+    page = (ROOT / "docs/how-to/audit-log.md").read_text()
+    assert [each for each in Action if f"`{each}`" not in page] == [Action.LOG_STARTED]

@@ -17,8 +17,10 @@ from fedlearn.deployment.deletion import delete_run, plan_deletion
 from fedlearn.errors import DeploymentError, RunHeld, StoreError
 from fedlearn.experiment.releases import release_model
 from fedlearn.rounds.records import Checkpoint, RunRecord, RunStatus
+from fedlearn.rounds.scheduling import QueueState, Submission, explain_waits
 from fedlearn.store.audit import read_entries
 from fedlearn.store.lease import Lease, deploy
+from fedlearn.store.queue import RunQueue
 from fedlearn.store.releases import ReleaseStore
 from fedlearn.store.runs import Database, StoredRun
 from fedlearn.store.schema import CheckpointRow, DeploymentRow, RunRow
@@ -181,3 +183,26 @@ def test_a_file_that_cannot_be_removed_leaves_the_rows(
     assert "run.deleted" not in actions(database)
     delete_run(database, run.name, with_releases=False, clock=SystemClock())
     assert actions(database)[-1] == "run.deleted"
+
+
+def test_the_queue_lets_go_of_a_deleted_run(database: Database) -> None:
+    """But not while it is to run, or another run needs it: then its files stay."""
+    queue = RunQueue(database, SystemClock())
+    queue.submit(Submission(name="first", config={"num_rounds": 1}, start_from={}))
+    queue.submit(Submission(name="second", config={"num_rounds": 1}, start_from={}, after="first"))
+    queue.start("first")
+    run = database.create(RunRecord(**{**vars(RUN), "name": "first"}), from_queue=True)
+    run.commit(Checkpoint(round_num=1, tensors={"params/w": torch.ones(2)}, values={}))
+    with pytest.raises(StoreError, match="cancel it first"):
+        delete_run(database, "first", with_releases=False, clock=SystemClock())
+    queue.finish("first", QueueState.FAILED, reason="x")
+    with pytest.raises(StoreError, match="second, which is queued"):
+        delete_run(database, "first", with_releases=False, clock=SystemClock())
+    assert run.load() is not None
+    queue.retry("first")
+    queue.start("first")
+    queue.finish("first", QueueState.DONE, reason="")
+    delete_run(database, "first", with_releases=False, clock=SystemClock())
+    [second] = queue.list()
+    assert explain_waits([second]) == {"second": "next"}
+    queue.submit(Submission(name="first", config={"num_rounds": 1}, start_from={}))
