@@ -159,12 +159,13 @@ class RunQueue:
             return build_record(row, QueuedRun)
 
     def start(self, name: str) -> QueuedRun:
-        """Record that the service starts a queued run, and return it; no-op if it is running."""
+        """Record that the service starts a queued run, and return it.
+
+        A run that is running or over stays as it is: it may have been cancelled meanwhile.
+        """
         with self._database.writing() as session:
             self._guard(session)
             row = _lock(session, name)
-            if row.state.is_over:
-                raise DeploymentError(f"{name} is {row.state}; {_REMEDIES[row.state]}")
             if row.state is QueueState.QUEUED:
                 row.state, row.started_utc = QueueState.RUNNING, self._now_utc()
                 # It may have been cancelled in an earlier life; a pause still holds.
