@@ -188,6 +188,10 @@ class StoreError(FedlearnError):
     """The record of a run cannot be read or written."""
 
 
+class UnknownRun(StoreError):
+    """The store has no run of that name."""
+
+
 class CorruptCheckpoint(StoreError):
     """A checkpoint's bytes differ from those that were committed."""
 

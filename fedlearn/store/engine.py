@@ -53,8 +53,15 @@ _REMEDIES = {
 }
 
 
-def open_engine(url: str) -> Engine:
+#: Further settings of an engine that only reads: the database itself refuses any write.
+_POSTGRESQL_READS = "-c default_transaction_read_only=on"
+_SQLITE_READS = "PRAGMA query_only = ON"
+
+
+def open_engine(url: str, *, only_reads: bool = False) -> Engine:
     """Create the engine for the database at ``url``, without connecting yet.
+
+    With ``only_reads``, the database refuses every write, and a missing file is not created.
 
     Raises:
         StoreError: The URL is not valid for a store, or its driver is not installed.
@@ -62,6 +69,8 @@ def open_engine(url: str) -> Engine:
     parsed = _require_url(url)
     if parsed.get_backend_name() == "postgresql":
         options = {k: v for k, v in _POSTGRESQL_OPTIONS.items() if k not in parsed.query}
+        if only_reads:
+            options["options"] = f"{options.get('options', '')} {_POSTGRESQL_READS}"
         try:
             # pool_pre_ping replaces stale connections: the server may restart during a run.
             return create_engine(parsed, pool_pre_ping=True, connect_args=options)
@@ -71,7 +80,7 @@ def open_engine(url: str) -> Engine:
             ) from error
     patience = {} if "timeout" in parsed.query else {"timeout": _LOCK_WAIT_S}
     engine = create_engine(parsed, connect_args=patience)
-    event.listen(engine, "connect", _configure_sqlite)
+    event.listen(engine, "connect", _configure_sqlite_reader if only_reads else _configure_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
 
@@ -119,15 +128,41 @@ def migrate(engine: Engine) -> None:
         if revision == known[-1]:
             return
         if revision is not None and revision not in known:
-            raise NewerStore(
-                f"{_redact_url(engine.url)} has schema revision {revision!r}, this version of "
-                f"fedlearn knows up to {known[-1]!r}; upgrade fedlearn "
-                "(`pip install --upgrade fedlearn`)"
-            )
+            raise _describe_newer(engine, revision)
         with engine.execution_options(writes=True).begin() as connection:
             serialize_transactions(connection, _MIGRATION_LOCK)
             # Reads the revision again under the lock: another process may have upgraded meanwhile.
             migrations.upgrade(connection)
+
+
+def require_schema(engine: Engine) -> None:
+    """Check that the database has this version's schema, and change nothing.
+
+    Raises:
+        NewerStore: A later version of fedlearn has migrated the database.
+        StoreError: There is no database, no store in it, or one of an earlier version.
+    """
+    where, known = _redact_url(engine.url), migrations.revisions()
+    if engine.dialect.name == "sqlite" and not Path(str(engine.url.database)).is_file():
+        raise StoreError(f"{where}: there is no such file; `fedlearn simulate` makes a run")
+    revision = _read_revision(engine)
+    if revision is None:
+        raise StoreError(f"{where} holds no runs; name the database of a runs folder")
+    if revision not in known:
+        raise _describe_newer(engine, revision)
+    if revision != known[-1]:
+        raise StoreError(
+            f"{where} has schema revision {revision!r}, and this version of fedlearn reads "
+            f"{known[-1]!r}; `fedlearn runs` upgrades it"
+        )
+
+
+def _describe_newer(engine: Engine, revision: str) -> NewerStore:
+    return NewerStore(
+        f"{_redact_url(engine.url)} has schema revision {revision!r}, this version of fedlearn "
+        f"knows up to {migrations.revisions()[-1]!r}; upgrade fedlearn "
+        "(`pip install --upgrade fedlearn`)"
+    )
 
 
 def _read_revision(engine: Engine) -> str | None:
@@ -176,6 +211,11 @@ def _configure_sqlite(connection: sqlite3.Connection, _: object) -> None:
     # and bring back a row without a file.
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _configure_sqlite_reader(connection: sqlite3.Connection, _: object) -> None:
+    connection.isolation_level = None
+    connection.execute(_SQLITE_READS)
 
 
 def _begin_sqlite(connection: Connection) -> None:

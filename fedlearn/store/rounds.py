@@ -118,12 +118,14 @@ def read_missed(session: Session, run_id: int, *, first: int) -> dict[int, list[
     return dict(_read_participations(session, run_id, *missed))
 
 
-def count_by_client(session: Session, run_id: int) -> dict[ClientId, dict[Status, int]]:
-    """Count each client's participations by status, for all clients that were ever asked."""
+def count_by_client(
+    session: Session, run_id: int, *which: ColumnElement[bool]
+) -> dict[ClientId, dict[Status, int]]:
+    """Count participations by client and status, for the clients that were ever asked."""
     row, found = ParticipationRow, dict[ClientId, dict[Status, int]]()
     for client_id, status, count in session.execute(
         select(row.client_id, row.status, func.count())
-        .where(row.run_id == run_id)
+        .where(row.run_id == run_id, *which)
         .group_by(row.client_id, row.status)
     ):
         found.setdefault(ClientId(client_id), dict.fromkeys(Status, 0))[status] = count

@@ -25,14 +25,20 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participation, Status
 from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.core.words import did_you_mean
-from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable
+from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable, UnknownRun
 from fedlearn.identity.actors import Actor, local_operator
 from fedlearn.identity.audit import Action, AuditEntry
 from fedlearn.rounds.records import ALIAS, Checkpoint, RoundRecord, RunRecord, RunStatus
 from fedlearn.store.audit import append_entry
 from fedlearn.store.blockers import end_blockers, end_stalled_sessions
 from fedlearn.store.checkpoints import CheckpointFile, read_checkpoint, write_checkpoint
-from fedlearn.store.engine import explain_errors, migrate, open_engine, serialize_transactions
+from fedlearn.store.engine import (
+    explain_errors,
+    migrate,
+    open_engine,
+    require_schema,
+    serialize_transactions,
+)
 from fedlearn.store.holding import hold_run, is_held
 from fedlearn.store.interrupts import defer_interrupts
 from fedlearn.store.names import memorable_names
@@ -212,6 +218,23 @@ class Database:
             raise
         return database
 
+    @classmethod
+    def open_to_read(cls, url: str, *, runs_dir: Path) -> Self:
+        """Open an existing database; the connection itself refuses every write.
+
+        Raises:
+            NewerStore: A later version of fedlearn has migrated the database.
+            StoreError: As in :meth:`open`, or there is no store, or one of an earlier version.
+        """
+        database = cls(open_engine(url, only_reads=True), runs_dir=runs_dir)
+        try:
+            with database.explain_errors():
+                require_schema(database._engine)
+        except StoreError:
+            database.close()
+            raise
+        return database
+
     def close(self) -> None:
         """Close all connections."""
         self._engine.dispose()
@@ -280,7 +303,7 @@ class Database:
         """Return the run called ``name``; pass the lease's guard to write to a deployed run.
 
         Raises:
-            StoreError: There is no such run; the message suggests the nearest name.
+            UnknownRun: There is no such run; the message suggests the nearest name.
         """
         with self.reading() as session:
             return StoredRun(self, run_id=find_run_id(session, name), name=name, guard=guard)
@@ -291,8 +314,7 @@ class Database:
             deployed = set(session.scalars(select(DeploymentRow.run_id)))
             rows = session.scalars(select(RunRow).order_by(RunRow.id))
             return [
-                _build_run_record(row, self.runs_dir, is_deployed=row.id in deployed)
-                for row in rows
+                build_run_record(row, self.runs_dir, is_deployed=row.id in deployed) for row in rows
             ]
 
     def orphans(self) -> list[str]:
@@ -334,7 +356,7 @@ class StoredRun:
         with self.database.reading() as session:
             is_deployed = session.get(DeploymentRow, self._run_id) is not None
             row = session.get_one(RunRow, self._run_id)
-            return _build_run_record(row, self.database.runs_dir, is_deployed=is_deployed)
+            return build_run_record(row, self.database.runs_dir, is_deployed=is_deployed)
 
     def hold(self) -> AbstractContextManager[None]:
         """Lock the run for this process while it runs: see :func:`fedlearn.store.holding.hold_run`.
@@ -799,7 +821,7 @@ def _insert_run(session: Session, *, record: RunRecord) -> int:
     return row.id
 
 
-def _build_run_record(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunRecord:
+def build_run_record(row: RunRow, runs_dir: Path, *, is_deployed: bool) -> RunRecord:
     """Convert a row to a record; a running run whose process is gone gets the status LOST.
 
     A deployed run has no such lock; its lease says which coordinator runs it.
@@ -841,12 +863,12 @@ def find_run_id(session: Session, name: str) -> int:
     """Return the database key of the run called ``name``.
 
     Raises:
-        StoreError: There is no such run; the message suggests the nearest name.
+        UnknownRun: There is no such run; the message suggests the nearest name.
     """
     run_id = session.scalar(select(RunRow.id).where(RunRow.name == name))
     if run_id is None:
         hint = did_you_mean(name, session.scalars(select(RunRow.name)))
-        raise StoreError(f"there is no run called {name!r}; {hint}`fedlearn runs` lists them all")
+        raise UnknownRun(f"there is no run called {name!r}; {hint}`fedlearn runs` lists them all")
     return run_id
 
 
