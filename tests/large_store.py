@@ -48,10 +48,11 @@ def write_large_store(
                 error="the loss is not finite" if status is RunStatus.FAILED else "",
                 created_utc=utc(_BEGAN_S + number * _DAY_S / 4),
                 config={"seed": number, "client": {"epochs": number % 5 + 1}},
+                config_hash=sha256(str(number).encode()).hexdigest(),
                 versions={"fedlearn": "0.1.0"},
             )
             _write_run(database, small, num_rounds=20, num_clients=50, cohort_size=10)
-        config = {
+        config: dict[str, object] = {
             "num_rounds": num_rounds,
             "cohort": {"num_wanted": cohort_size},
             "privacy": {"mode": "off"},
@@ -62,6 +63,7 @@ def write_large_store(
             created_utc=utc(_BEGAN_S),
             num_rounds=num_rounds + 1,
             config=config,
+            config_hash=sha256(b"").hexdigest(),
             versions={"fedlearn": "0.1.0", "torch": "2.13.0"},
         )
         _write_run(
@@ -74,7 +76,7 @@ def _write_run(
     database: Database, record: RunRecord, *, num_rounds: int, num_clients: int, cohort_size: int
 ) -> None:
     database.create(record)
-    draw = np.random.default_rng(len(record.name) + num_rounds)
+    draw = np.random.default_rng(list(record.name.encode()))
     with database.writing() as session:
         run_id = find_run_id(session, record.name)
         rounds = _make_rounds(draw, num_rounds, num_clients=num_clients, cohort_size=cohort_size)
@@ -84,9 +86,10 @@ def _write_run(
 def _make_rounds(
     draw: np.random.Generator, num_rounds: int, *, num_clients: int, cohort_size: int
 ) -> Iterator[RoundRecord]:
+    best = draw.uniform(0.85, 0.97)
     for number in range(num_rounds):
         codes = draw.choice(_NUM_STATUSES, cohort_size, p=(0.9, 0.05, 0.04, 0.01)).astype(np.int64)
-        accuracy = 0.96 - 0.9 * math.exp(-4 * number / num_rounds) + draw.normal(0, 0.01)
+        accuracy = best - 0.8 * math.exp(-4 * number / num_rounds) + draw.normal(0, 0.01)
         loss = 0.1 + 2.2 * math.exp(-5 * number / num_rounds) + abs(draw.normal(0, 0.02))
         if number == _SPIKE_AT:
             loss = 9.0

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from fedlearn.cli import deployed, models, parallel, records, submissions
+from fedlearn.cli import dashboard, deployed, models, parallel, records, submissions
 from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED, report_error
 from fedlearn.cli.options import (
     COORDINATOR_TOML,
@@ -695,6 +695,7 @@ app.add_typer(deployed.app)
 app.add_typer(submissions.app)
 app.add_typer(records.app)
 app.add_typer(models.app)
+app.add_typer(dashboard.app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

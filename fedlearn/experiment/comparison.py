@@ -67,7 +67,7 @@ class Comparison:
     metric: str | None
     target: float
     measures: tuple[Measure, ...]
-    differences: Mapping[str, tuple[str, str]]
+    differences: Mapping[str, tuple[str, ...]]
 
     def render(self, *, width: int | None = None) -> str:
         """Format the comparison as plain-text tables, cut to ``width`` columns if given."""
@@ -114,7 +114,7 @@ def compare(
         metric=metric,
         target=goal,
         measures=(*_race(a, b, metric, goal, directions), *_measure_privacy(*spent), *totals),
-        differences=_differences(a[0].config, b[0].config),
+        differences=differences(a[0].config, b[0].config),
     )
 
 
@@ -221,11 +221,15 @@ _TOTALS: Mapping[str, tuple[Callable[[Summary], float], Callable[[float], str]]]
 }
 
 
-def _differences(a: Mapping[str, object], b: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return the values where two trees differ, as JSON: it distinguishes 1, true and "1"."""
-    of_a, of_b = (
+def differences(*trees: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """Return the values where configurations differ, by dotted key.
+
+    Values are JSON, which distinguishes 1, true and "1", or ``(absent)``.
+    """
+    texts = [
         {k: json.dumps(v, sort_keys=True, ensure_ascii=False) for k, v in iterate_leaves(tree)}
-        for tree in (a, b)
-    )
-    pairs = {key: (of_a.get(key, _ABSENT), of_b.get(key, _ABSENT)) for key in sorted(of_a | of_b)}
-    return {key: (in_a, in_b) for key, (in_a, in_b) in pairs.items() if in_a != in_b}
+        for tree in trees
+    ]
+    keys = sorted({key for each in texts for key in each})
+    found = {key: tuple(each.get(key, _ABSENT) for each in texts) for key in keys}
+    return {key: values for key, values in found.items() if len(set(values)) > 1}

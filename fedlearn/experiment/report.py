@@ -11,10 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import PackageLoader
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
@@ -29,7 +28,6 @@ from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Status
 from fedlearn.core.quantities import format_duration, format_number
-from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import explain_hidden
 from fedlearn.experiment.data_names import DataNames
@@ -39,6 +37,7 @@ from fedlearn.experiment.plot import STATUS_COLORS, draw_clients, draw_staleness
 from fedlearn.experiment.statistics_panels import statistics_panels
 from fedlearn.experiment.statistics_result import StatisticsResult
 from fedlearn.experiment.summary import Summary, summarize
+from fedlearn.experiment.templates import make_environment
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
 
@@ -98,15 +97,7 @@ def render_page(
     statistics: StatisticsResult | None = None,
 ) -> str:
     """Return the HTML of :func:`report`."""
-    environment = Environment(
-        loader=PackageLoader("fedlearn", "experiment"),
-        autoescape=True,
-        finalize=_format,
-        # A misspelled name in the template raises, instead of printing nothing.
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = make_environment(PackageLoader("fedlearn", "experiment"))
     summary = replace(summarize(record, rounds), privacy=privacy)
     config, is_reproducible = _config_text(record)
     return environment.get_template("report.html").render(
@@ -169,17 +160,6 @@ def _rank_clients(clients: ClientMetrics) -> dict[str, Sequence[Row]]:
         f"Worst {metric}": valued[:_SHOWN_CLIENTS],
         f"Best {metric}": valued[: -_SHOWN_CLIENTS - 1 : -1],
     }
-
-
-def _format(value: Any) -> Any:  # of any type that a template prints
-    """Format a value for the page, before it is escaped."""
-    if isinstance(value, float):
-        return format_number(value)
-    return (
-        replace_unprintable(value)
-        if isinstance(value, str) and not isinstance(value, Markup)
-        else value
-    )
 
 
 def _tiles(

@@ -161,7 +161,9 @@ def list_reasons(database: Database, run: str, window: Window, *, most: int) -> 
         return [Reason(*each) for each in session.execute(grouped)]
 
 
-def _group_by_client(order: AttendanceOrder) -> Select[*tuple[Any, ...]]:  # Any: as the columns below
+def _group_by_client(
+    order: AttendanceOrder,
+) -> Select[*tuple[Any, ...]]:  # Any: columns
     row = ParticipationRow
     counts = {each.value: _count_status(each) for each in STATUSES}
     asked, slowest = func.count(), func.max(row.duration_s)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import Session
@@ -39,6 +40,20 @@ class RunLine:
     record: RunRecord
     num_finished: int
     seconds: float
+
+
+class Progress(NamedTuple):
+    """How far a run is, for noticing that it has gone on.
+
+    Attributes:
+        status: As stored: a run whose process is gone is running.
+        beat: Heartbeat of its coordinator; ``None`` if it is not deployed.
+    """
+
+    name: str
+    num_finished: int
+    status: RunStatus
+    beat: int | None
 
 
 def list_runs(
@@ -93,13 +108,17 @@ def count_runs(database: Database) -> int:
         return session.scalar(select(func.count()).select_from(RunRow)) or 0
 
 
-def read_progress(database: Database, names: Collection[str] = ()) -> list[tuple[str, int, str]]:
-    """Return name, finished rounds and stored status of the runs of these names, or of all."""
-    statement = select(RunRow.name, _num_finished(), RunRow.status).order_by(RunRow.id)
+def read_progress(database: Database, names: Collection[str] = ()) -> list[Progress]:
+    """Return the progress of the runs of these names, or of all, oldest first."""
+    statement = (
+        select(RunRow.name, _num_finished(), RunRow.status, DeploymentRow.beat)
+        .outerjoin(DeploymentRow)
+        .order_by(RunRow.id)
+    )
     if names:
         statement = statement.where(RunRow.name.in_(names))
     with database.reading() as session:
-        return [(name, num, status.value) for name, num, status in session.execute(statement)]
+        return [Progress(*row) for row in session.execute(statement)]
 
 
 def read_extremes(

@@ -358,6 +358,11 @@ class StoredRun:
             row = session.get_one(RunRow, self._run_id)
             return build_run_record(row, self.database.runs_dir, is_deployed=is_deployed)
 
+    @property
+    def key(self) -> int:
+        """Its key in the database."""
+        return self._run_id
+
     def hold(self) -> AbstractContextManager[None]:
         """Lock the run for this process while it runs: see :func:`fedlearn.store.holding.hold_run`.
 

@@ -45,6 +45,12 @@ VIOLATIONS = [
     ("Digests are made in one place", "gateway/upload_store.py", "import blake3"),
     ("Only one package knows Flower", "rounds/run.py", "import flwr"),
     ("Only telemetry speaks HTTP", "session/session.py", "import aiohttp"),
+    ("Only the dashboard serves pages", "experiment/report.py", "import starlette"),
+    (
+        "The dashboard reads records and serves no clients",
+        "dashboard/runs_page.py",
+        "import fedlearn.gateway.server",
+    ),
     ("A simulation needs torch and little else", "simulation/engine.py", "import grpc"),
     ("A simulation needs torch and little else", "core/params.py", "import flwr"),
 ]
