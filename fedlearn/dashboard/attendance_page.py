@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from fedlearn.core.participations import STATUSES
-from fedlearn.dashboard.rendering import PAGE_SIZE, Dashboard, Query, dashboard_of, url_of
+from fedlearn.dashboard.rendering import PAGE_SIZE, Dashboard, RequestQuery, dashboard_of, url_of
 from fedlearn.dashboard.run_page import RunHead
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.attendance import (
@@ -53,7 +53,7 @@ _ORDERS = {
 
 def _show_attendance(request: Request) -> Response:
     dashboard, name = dashboard_of(request), request.path_params["name"]
-    query = Query(request, "search", "order", "span", "page")
+    query = RequestQuery(request, "search", "order", "span", "page")
     head = RunHead.of(dashboard, name)
     record = head.record
     search, order = query.text("search"), query.choice("order", AttendanceOrder.MISSED)
@@ -102,7 +102,7 @@ def _find(dashboard: Dashboard, search: str, record: RunRecord) -> list[int]:
 def _send_map(request: Request) -> Response:
     """Send the cells of a map, by client and column; a cell is the index of a status."""
     dashboard, name = dashboard_of(request), request.path_params["name"]
-    query = Query(request, "first", "end", "client")
+    query = RequestQuery(request, "first", "end", "client")
     clients = query.numbers("client", most=PAGE_SIZE)
     window = Window(first=query.number("first", 0, least=0), end=query.number("end", 0, least=0))
     rounds_per_column = max(1, -(-window.num_rounds // _NUM_COLUMNS))

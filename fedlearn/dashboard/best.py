@@ -9,7 +9,7 @@ from fedlearn.store.run_list import read_extremes
 from fedlearn.store.runs import Database
 
 
-class Best(NamedTuple):
+class BestValue(NamedTuple):
     """The best value of the metric by which a run is judged.
 
     Attributes:
@@ -22,7 +22,7 @@ class Best(NamedTuple):
     value: float
 
 
-def find_bests(database: Database, runs: Mapping[int, RunRecord]) -> dict[int, Best | None]:
+def find_bests(database: Database, runs: Mapping[int, RunRecord]) -> dict[int, BestValue | None]:
     """Return the best value by run key; ``None`` for a run without an evaluation.
 
     It is that of the watched metric, else of accuracy, else of the loss, as in
@@ -38,13 +38,13 @@ def find_bests(database: Database, runs: Mapping[int, RunRecord]) -> dict[int, B
 
 def _choose(
     key: int, record: RunRecord, extremes: Mapping[tuple[int, str], tuple[float, float]]
-) -> Best | None:
+) -> BestValue | None:
     for metric in _candidates(record):
         direction = direction_of(record, metric)
         for name in _names(metric):
             if direction and (found := extremes.get((key, name))):
                 low, high = found
-                return Best(metric, name, high if direction == "max" else low)
+                return BestValue(metric, name, high if direction == "max" else low)
     return None
 
 

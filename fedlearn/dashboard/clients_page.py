@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from fedlearn.dashboard.rendering import PAGE_SIZE, Query, dashboard_of
+from fedlearn.dashboard.rendering import PAGE_SIZE, RequestQuery, dashboard_of
 from fedlearn.store.client_list import (
     ClientFilter,
     ClientOrder,
@@ -27,7 +27,10 @@ _ORDERS = {
 
 
 def _show_clients(request: Request) -> Response:
-    dashboard, query = dashboard_of(request), Query(request, "search", "which", "order", "page")
+    dashboard, query = (
+        dashboard_of(request),
+        RequestQuery(request, "search", "which", "order", "page"),
+    )
     search, which = query.text("search"), query.optional("which", ClientFilter)
     order, database = query.choice("order", ClientOrder.NAME), dashboard.database
     page = list_clients(

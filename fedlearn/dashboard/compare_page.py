@@ -7,13 +7,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from fedlearn.dashboard.best import find_bests
-from fedlearn.dashboard.rendering import Query, dashboard_of, url_of
+from fedlearn.dashboard.rendering import RequestQuery, dashboard_of, url_of
 from fedlearn.experiment.comparison import differences
 from fedlearn.store.run_totals import read_totals
 
 
 def _show_comparison(request: Request) -> Response:
-    dashboard, names = dashboard_of(request), Query(request, "with").texts("with")
+    dashboard, names = dashboard_of(request), RequestQuery(request, "with").texts("with")
     database = dashboard.database
     runs = [database.run(name) for name in names]
     records = {run.key: run.record for run in runs}

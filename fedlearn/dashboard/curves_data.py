@@ -11,7 +11,7 @@ from starlette.routing import BaseRoute, Route
 from fedlearn.core.distribution import NUM_CLIENTS, split_statistic
 from fedlearn.core.json_values import to_json_values
 from fedlearn.core.participations import STATUSES
-from fedlearn.dashboard.rendering import Dashboard, Query, dashboard_of
+from fedlearn.dashboard.rendering import Dashboard, RequestQuery, dashboard_of
 from fedlearn.experiment.history import capitalize, headline_metric
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.curves import (
@@ -62,7 +62,7 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class _DrawnRun:
     """A run with its curves by recorded name."""
 
     record: RunRecord
@@ -71,13 +71,13 @@ class _Run:
 
 
 def _send_curves(request: Request) -> Response:
-    dashboard, query = dashboard_of(request), Query(request, "with")
+    dashboard, query = dashboard_of(request), RequestQuery(request, "with")
     name = request.path_params["name"]
     return _send(dashboard, [name, *(each for each in query.texts("with") if each != name)])
 
 
 def _send_compared(request: Request) -> Response:
-    return _send(dashboard_of(request), Query(request, "with").texts("with"))
+    return _send(dashboard_of(request), RequestQuery(request, "with").texts("with"))
 
 
 def _send(dashboard: Dashboard, names: Sequence[str]) -> Response:
@@ -88,7 +88,7 @@ def _send(dashboard: Dashboard, names: Sequence[str]) -> Response:
     for number, name in enumerate(names):
         recorded = [*list_metrics(database, name), *ROUND_CURVES]
         curves = read_curves(database, name, recorded, rounds_per_bucket=rounds_per_bucket)
-        runs.append(_Run(record=database.run(name).record, number=number, curves=curves))
+        runs.append(_DrawnRun(record=database.run(name).record, number=number, curves=curves))
     panels = [_panel(title, lines) for title, lines in _panels(runs) if lines]
     if len(names) == 1:
         counts = read_participation(database, names[0], rounds_per_bucket=rounds_per_bucket)
@@ -106,7 +106,7 @@ def _panel(title: str, lines: Sequence[Line], *, from_zero: bool = False) -> dic
     return {"title": title, "from_zero": from_zero, "lines": [asdict(line) for line in lines]}
 
 
-def _panels(runs: Sequence[_Run]) -> Iterator[tuple[str, list[Line]]]:
+def _panels(runs: Sequence[_DrawnRun]) -> Iterator[tuple[str, list[Line]]]:
     """Yield titles and lines: the leading metric and the losses first."""
     families = dict.fromkeys(
         split_statistic(name)[0] for run in runs for name in run.curves if _is_drawn(name)
@@ -125,7 +125,7 @@ def _is_drawn(name: str) -> bool:
     return not name.startswith(_HIDDEN) and split_statistic(name)[1] != NUM_CLIENTS
 
 
-def _family_lines(run: _Run, family: str, num_runs: int) -> Iterator[Line]:
+def _family_lines(run: _DrawnRun, family: str, num_runs: int) -> Iterator[Line]:
     """Yield the lines of a metric: its value, the clients' spread, and the training loss."""
     curves, of = run.curves, f"{run.record.name}: " if num_runs > 1 else ""
     mean = f"clients/{family}_mean"
@@ -147,7 +147,11 @@ def _family_lines(run: _Run, family: str, num_runs: int) -> Iterator[Line]:
 
 
 def _line(
-    label: str, run: _Run, curve: Curve, *, style: Literal["solid", "dashed", "dotted"] = "solid"
+    label: str,
+    run: _DrawnRun,
+    curve: Curve,
+    *,
+    style: Literal["solid", "dashed", "dotted"] = "solid",
 ) -> Line:
     return Line(
         label=label,

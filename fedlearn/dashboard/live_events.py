@@ -10,9 +10,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from fedlearn.dashboard.rendering import Dashboard, Query, dashboard_of
+from fedlearn.dashboard.rendering import Dashboard, RequestQuery, dashboard_of
 from fedlearn.errors import StoreError
-from fedlearn.store.run_list import Progress, read_progress
+from fedlearn.store.run_list import ProgressMark, read_progress
 
 _LOOK_S = 1.0
 #: A comment keeps proxies and browsers from giving up a silent connection.
@@ -20,14 +20,14 @@ _TICKS_TO_COMMENT = 15
 
 
 def _send_events(request: Request) -> Response:
-    dashboard, query = dashboard_of(request), Query(request, "run")
+    dashboard, query = dashboard_of(request), RequestQuery(request, "run")
     events = _no_events() if request.method == "HEAD" else _watch(dashboard, query.texts("run"))
     return StreamingResponse(events, media_type="text/event-stream")
 
 
 async def _watch(dashboard: Dashboard, names: Sequence[str]) -> AsyncIterator[str]:
     """Yield an event ``rounds`` for new rounds or another status, else ``beat`` for a heartbeat."""
-    before: list[Progress] | None = None
+    before: list[ProgressMark] | None = None
     num_silent = 0
     yield "retry: 3000\n\n"
     while True:
@@ -44,7 +44,7 @@ async def _watch(dashboard: Dashboard, names: Sequence[str]) -> AsyncIterator[st
         await anyio.sleep(_LOOK_S)
 
 
-def _name_change(before: Sequence[Progress], now: Sequence[Progress]) -> str:
+def _name_change(before: Sequence[ProgressMark], now: Sequence[ProgressMark]) -> str:
     without_beat = [[each._replace(beat=None) for each in of] for of in (before, now)]
     return "rounds" if without_beat[0] != without_beat[1] else "beat"
 

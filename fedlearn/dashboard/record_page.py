@@ -10,7 +10,7 @@ from starlette.routing import BaseRoute, Route
 
 from fedlearn.config.tables import Use, tables_with
 from fedlearn.core.json_values import iterate_leaves
-from fedlearn.dashboard.rendering import Query, dashboard_of
+from fedlearn.dashboard.rendering import RequestQuery, dashboard_of
 from fedlearn.dashboard.run_page import RunHead
 from fedlearn.experiment.comparison import differences
 
@@ -19,7 +19,7 @@ _OFF = ("off", "drop")
 
 
 def _show_record(request: Request) -> Response:
-    dashboard, query = dashboard_of(request), Query(request, "with")
+    dashboard, query = dashboard_of(request), RequestQuery(request, "with")
     name, other = request.path_params["name"], query.text("with")
     head, database = RunHead.of(dashboard, name), dashboard.database
     record = head.record

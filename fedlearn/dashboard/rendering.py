@@ -169,7 +169,7 @@ def _format_count(number: int) -> str:
     return f"{number:,}"
 
 
-class Query:
+class RequestQuery:
     """The parameters of a request's URL; what is unknown or invalid is refused with status 400."""
 
     def __init__(self, request: Request, *allowed: str) -> None:

@@ -14,7 +14,7 @@ from starlette.routing import BaseRoute, Route
 from fedlearn.config.tables import has_plan
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.dashboard.best import find_bests
-from fedlearn.dashboard.rendering import Dashboard, Query, dashboard_of, url_of
+from fedlearn.dashboard.rendering import Dashboard, RequestQuery, dashboard_of, url_of
 from fedlearn.deployment.explanation import CLIENT_PHASES, Explanation
 from fedlearn.experiment.history import headline_metric
 from fedlearn.experiment.spending import load_spending
@@ -24,7 +24,7 @@ from fedlearn.store.lease import find_deployment
 from fedlearn.store.run_totals import LatestValue, RunTotals, find_first, read_latest, read_totals
 
 #: Most clients of the current round that the page lists.
-_SHOWN_CLIENTS = 24
+_SHOWN_CLIENTS = 12
 #: Phases of clients that the round no longer waits for.
 _ENDED = ("reported", "failed")
 #: A report has its styles and pictures inside, and no script.
@@ -54,7 +54,7 @@ class RunHead(NamedTuple):
 
 
 def _show_run(request: Request) -> Response:
-    dashboard, query = dashboard_of(request), Query(request, "with")
+    dashboard, query = dashboard_of(request), RequestQuery(request, "with")
     name = request.path_params["name"]
     head = RunHead.of(dashboard, name)
     others = [each for each in query.texts("with") if each != name]
@@ -81,16 +81,16 @@ def _tiles(
     share = totals.num_finished / record.num_rounds if record.num_rounds else 0.0
     trouble = {"skipped": totals.num_skipped, "retried": totals.num_retries}
     note = ", ".join(f"{num:,} {what}" for what, num in trouble.items() if num) or "none skipped"
-    rounds = f"{totals.num_finished:,} / {record.num_rounds:,}"
-    yield "rounds", rounds, f"{100 * share:.0f} %, {note}"
+    of = f"of {record.num_rounds:,}, {100 * share:.0f} %; {note}"
+    yield "rounds", f"{totals.num_finished:,}", of
     yield "real time", format_duration(totals.seconds), _last_round_text(totals)
     if not record.is_deployed:
         yield "virtual time", format_duration(totals.virtual_s), "on the simulated devices"
     if (spent := latest.get("epsilon")) is not None:
         privacy = record.config.get("privacy")
         budget = privacy.get("epsilon") if isinstance(privacy, Mapping) else None
-        of = f" of {budget:.3g}" if isinstance(budget, int | float) else ""
-        yield "privacy spent, ε", f"{spent.value:.3g}{of}", f"after round {spent.num_finished:,}"
+        most = f" of {budget:.3g}" if isinstance(budget, int | float) else ""
+        yield "privacy spent, ε", f"{spent.value:.3g}{most}", f"after round {spent.num_finished:,}"
 
 
 def _last_round_text(totals: RunTotals) -> str:
@@ -120,7 +120,7 @@ def _tiles_of_model(
 def _show_live(request: Request) -> Response:
     """Show what the current round of a deployed run waits for."""
     dashboard, name = dashboard_of(request), request.path_params["name"]
-    Query(request)
+    RequestQuery(request)
     found = find_deployment(dashboard.database, name)
     record = dashboard.database.run(name).record
     status: Mapping[str, Any] = found.status  # Any: JSON
@@ -147,7 +147,7 @@ def _show_live(request: Request) -> Response:
 def _show_privacy(request: Request) -> Response:
     """Show what a run's ledger has spent; the accountant takes a second to load."""
     dashboard, name = dashboard_of(request), request.path_params["name"]
-    Query(request)
+    RequestQuery(request)
     stored = dashboard.database.run(name)
     privacy = stored.record.config.get("privacy")
     return dashboard.render(
@@ -170,7 +170,7 @@ def _find_report(dashboard: Dashboard, name: str) -> Path | None:
 
 
 def _send_report(request: Request) -> Response:
-    Query(request)
+    RequestQuery(request)
     path = _find_report(dashboard_of(request), request.path_params["name"])
     if path is None:
         raise HTTPException(404)

@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from fedlearn.dashboard.best import find_bests
-from fedlearn.dashboard.rendering import PAGE_SIZE, Query, dashboard_of
+from fedlearn.dashboard.rendering import PAGE_SIZE, RequestQuery, dashboard_of
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.run_list import RunOrder, list_runs
 
@@ -20,7 +20,10 @@ _ORDERS = {
 
 
 def _show_runs(request: Request) -> Response:
-    dashboard, query = dashboard_of(request), Query(request, "search", "status", "order", "page")
+    dashboard, query = (
+        dashboard_of(request),
+        RequestQuery(request, "search", "status", "order", "page"),
+    )
     search, status = query.text("search"), query.optional("status", RunStatus)
     order = query.choice("order", RunOrder.NEWEST)
     page = list_runs(

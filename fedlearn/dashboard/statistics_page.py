@@ -6,14 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from fedlearn.dashboard.rendering import Query, dashboard_of
+from fedlearn.dashboard.rendering import RequestQuery, dashboard_of
 from fedlearn.dashboard.run_page import RunHead
 from fedlearn.experiment.run import Run
 
 
 def _show_statistics(request: Request) -> Response:
     dashboard, name = dashboard_of(request), request.path_params["name"]
-    Query(request)
+    RequestQuery(request)
     head = RunHead.of(dashboard, name)
     found = Run(dashboard.database.run(name)).statistics()
     return dashboard.render("statistics.html", **head._asdict(), result=found)

@@ -18,7 +18,7 @@ from fedlearn.store.paging import Page
 from fedlearn.store.runs import Database, find_run_id
 from fedlearn.store.schema import ParticipationRow, RoundRow
 
-#: Code in a :class:`Cell` of a client that reported in a round that was skipped.
+#: Code in a :class:`MapCell` of a client that reported in a round that was skipped.
 SELECTED = -1
 
 
@@ -66,7 +66,7 @@ class Attendance:
     last_round: int
 
 
-class Cell(NamedTuple):
+class MapCell(NamedTuple):
     """The worst status of a client in a group of rounds: its index in ``STATUSES``."""
 
     client_id: ClientId
@@ -118,7 +118,7 @@ def read_cells(
     *,
     clients: Collection[int],
     rounds_per_column: int,
-) -> list[Cell]:
+) -> list[MapCell]:
     """Return the cells of a map of these clients by groups of rounds, where they were asked.
 
     Raises:
@@ -137,7 +137,7 @@ def read_cells(
             .where(*which, row.client_id.in_(clients))
             .group_by(row.client_id, column)
         )
-        return [Cell(*each) for each in session.execute(cells)]
+        return [MapCell(*each) for each in session.execute(cells)]
 
 
 def list_reasons(database: Database, run: str, window: Window, *, most: int) -> list[Reason]:

@@ -42,7 +42,7 @@ class RunLine:
     seconds: float
 
 
-class Progress(NamedTuple):
+class ProgressMark(NamedTuple):
     """How far a run is, for noticing that it has gone on.
 
     Attributes:
@@ -108,7 +108,7 @@ def count_runs(database: Database) -> int:
         return session.scalar(select(func.count()).select_from(RunRow)) or 0
 
 
-def read_progress(database: Database, names: Collection[str] = ()) -> list[Progress]:
+def read_progress(database: Database, names: Collection[str] = ()) -> list[ProgressMark]:
     """Return the progress of the runs of these names, or of all, oldest first."""
     statement = (
         select(RunRow.name, _num_finished(), RunRow.status, DeploymentRow.beat)
@@ -118,7 +118,7 @@ def read_progress(database: Database, names: Collection[str] = ()) -> list[Progr
     if names:
         statement = statement.where(RunRow.name.in_(names))
     with database.reading() as session:
-        return [Progress(*row) for row in session.execute(statement)]
+        return [ProgressMark(*row) for row in session.execute(statement)]
 
 
 def read_extremes(
