@@ -48,6 +48,7 @@ high = 120
 [columns.sex]
 kind = "category"
 values = ["f", "m"]
+other = "other"
 
 [[statistics]]
 kind = "count"
@@ -77,6 +78,7 @@ noise_multiplier = 0.5
 target_delta = 1e-2
 num_users = {NUM_CLIENTS}
 """
+OF_ROWS = PRIVATE + 'unit = "example"\n'
 SHORT = """
 [stragglers]
 deadline_s = 20
@@ -165,9 +167,16 @@ def test_deployed_statistics_are_those_of_the_pooled_tables(
         assert f"{NUM_CLIENTS} clients" in shown
 
 
-def test_a_private_plan_is_charged_once_a_round(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "hidden", "most"),
+    [(PRIVATE, "one user replaced", 1000.0), (OF_ROWS, "one row added or removed", 3.0)],
+    ids=["clients", "rows"],
+)
+def test_a_private_plan_is_charged_once_a_round(
+    launcher: Launcher, tmp_path: Path, part: str, hidden: str, most: float
+) -> None:
     """Each client adds its share of the noise; the result says how far it is off."""
-    with site_with(launcher, tmp_path, PRIVATE) as site:
+    with site_with(launcher, tmp_path, part) as site:
         coordinator = site.serving()
         for number in range(NUM_CLIENTS):
             join(site, number)
@@ -177,8 +186,10 @@ def test_a_private_plan_is_charged_once_a_round(launcher: Launcher, tmp_path: Pa
     assert found is not None
     assert found.charge is not None
     assert found.charge.num_rounds == NUM_ROUNDS
+    assert found.charge.hidden == hidden
     rows = found["count", ""]["rows"]
     assert rows.standard_error is not None
+    assert rows.standard_error < most
     assert rows.value is not None
     assert abs(rows.value - 84) < 5.0 * rows.standard_error
 
