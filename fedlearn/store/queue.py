@@ -142,6 +142,9 @@ class RunQueue:
                 raise DeploymentError(
                     f"{name} has {before} rounds already; give more than that (--rounds)"
                 )
+            if run is None and row.state is QueueState.RUNNING:
+                # The service has read the configuration, and creates the run from it any moment.
+                raise DeploymentError(f"{name} is just starting; extend it again in a moment")
             queue_again(session, name)
             if run is None:
                 row.config = {**row.config, "num_rounds": num_rounds}

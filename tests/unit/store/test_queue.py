@@ -178,6 +178,9 @@ def test_an_extended_run_is_queued_again_if_it_was_done(
     assert queue.extend("one", 30).config["num_rounds"] == 30
     with pytest.raises(DeploymentError, match="one has 30 rounds already; give more"):
         queue.extend("one", 30)
+    queue.start("one")
+    with pytest.raises(DeploymentError, match="one is just starting"):
+        queue.extend("one", 31)
     begin(database, queue, "one")
     set_status(database, "one", RunStatus.DONE)
     assert queue.extend("one", 40).state is QueueState.RUNNING
