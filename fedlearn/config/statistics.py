@@ -166,8 +166,22 @@ def _expand(raw: Mapping[str, Any]) -> dict[str, Any]:
         made["privacy"] = {"clip_norm": plan.bound, **privacy}
     if secure.get("mode", "off") != "off" or privacy.get("mode") == "distributed":
         plan.require_bound(reason="secure aggregation")
-        made["secure_aggregation"] = {"modulus_bits": _MODULUS_BITS, **secure}
+        is_simulated = data["source"] != "none"
+        made["secure_aggregation"] = (
+            complete_secure(secure, engine=_table(rest, "engine"))
+            if is_simulated
+            else {"modulus_bits": _MODULUS_BITS, **secure}
+        )
     return made
+
+
+def complete_secure(
+    secure: Mapping[str, Any], *, engine: Mapping[str, Any]
+) -> dict[str, Any]:  # Any: not looked at yet
+    """Complete the table of secure sums of a simulation, which adds levels if nothing is said."""
+    runs_protocol = engine.get("transport", "engine") == "memory"
+    how = {} if runs_protocol else {"simulate_as": "modular_sum"}
+    return {"modulus_bits": _MODULUS_BITS, **how, **secure}
 
 
 def _table(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from fedlearn.config.statistics import complete_secure
 from fedlearn.core.calls import explain_calls
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.simulate import simulate
@@ -15,9 +16,6 @@ from fedlearn.simulation.tables import from_tables
 from fedlearn.statistics.plan import CLIENT, EXAMPLE, StatisticsPlan
 from fedlearn.statistics.query import NUM_OPEN, StatisticsQuery
 from fedlearn.statistics.schema import ClientTable
-
-#: The sums are short, so the most precise numbers cost nothing.
-_MODULUS_BITS = 40
 
 
 @explain_calls
@@ -154,9 +152,13 @@ def _complete(
         "cohort": {"num_wanted": num_clients},
         "stragglers": {"over_selection": 1.0},
     }
-    if secure := _table(settings, "secure_aggregation"):
-        made["secure_aggregation"] = {"modulus_bits": _MODULUS_BITS, **secure}
-    if privacy := _table(settings, "privacy"):
+    secure, privacy = (_table(settings, name) for name in ("secure_aggregation", "privacy"))
+    if secure or privacy.get("mode") == "distributed":
+        engine = settings.get("engine")
+        made["secure_aggregation"] = complete_secure(
+            secure, engine=engine if isinstance(engine, Mapping) else {}
+        )
+    if privacy:
         # The query's own bound takes its place, but privacy asks for one.
         made["privacy"] = {"clip_norm": plan.bound, **privacy}
     return made

@@ -138,7 +138,7 @@ def require_pooled(result: Any, *, atol: float = 1e-9) -> None:
         assert found[place] == pytest.approx(value, abs=atol), place
 
 
-SECURE = '[secure_aggregation]\nmode = "complete"\nsimulate_as = "modular_sum"\n'
+SECURE = '[secure_aggregation]\nmode = "complete"\n'
 
 
 @pytest.mark.parametrize(
@@ -153,6 +153,12 @@ SECURE = '[secure_aggregation]\nmode = "complete"\nsimulate_as = "modular_sum"\n
         ),
         pytest.param((OWN,), 1e-9, id="own"),
         pytest.param((CSV, SECURE), 1e-3, id="secure"),
+        pytest.param(
+            (CSV, SECURE, '[engine]\ntransport = "memory"\n'),
+            1e-3,
+            id="protocol",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_plan_is_computed_over_the_clients_tables(
