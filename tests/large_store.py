@@ -79,13 +79,14 @@ def _write_run(
     draw = np.random.default_rng(list(record.name.encode()))
     with database.writing() as session:
         run_id = find_run_id(session, record.name)
-        rounds = _make_rounds(draw, num_rounds, num_clients=num_clients, cohort_size=cohort_size)
+        rounds = make_rounds(draw, num_rounds, num_clients=num_clients, cohort_size=cohort_size)
         insert_rounds(session.connection(), run_id, list(rounds))
 
 
-def _make_rounds(
+def make_rounds(
     draw: np.random.Generator, num_rounds: int, *, num_clients: int, cohort_size: int
 ) -> Iterator[RoundRecord]:
+    """Yield the rounds of a run whose accuracy rises and whose loss has one spike."""
     best = draw.uniform(0.85, 0.97)
     for number in range(num_rounds):
         codes = draw.choice(_NUM_STATUSES, cohort_size, p=(0.9, 0.05, 0.04, 0.01)).astype(np.int64)

@@ -4,13 +4,15 @@ An event carries no values: the page asks again for the parts that show them.
 """
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from hashlib import sha256
 
 import anyio
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from fedlearn.dashboard.rendering import Dashboard, RequestQuery, dashboard_of
+from fedlearn.dashboard.rendering import Dashboard, RequestQuery, dashboard_of, url_of
 from fedlearn.errors import StoreError
 from fedlearn.store.run_list import ProgressMark, read_progress
 
@@ -19,34 +21,48 @@ _LOOK_S = 1.0
 _TICKS_TO_COMMENT = 15
 
 
+def events_url(dashboard: Dashboard, names: Sequence[str] = ()) -> str:
+    """Return the address of the events about runs, or about all runs.
+
+    It holds what a page has seen. So a page that calls this first, before it reads what it shows,
+    misses no change.
+    """
+    return url_of("events", run=names, seen=_mark(read_progress(dashboard.database, names)))
+
+
+def _mark(progress: Sequence[ProgressMark]) -> str:
+    """Return a short text that differs if any run has another status or number of rounds."""
+    values = [each._replace(beat=None) for each in progress]
+    return sha256(repr(values).encode()).hexdigest()[:16]
+
+
 def _send_events(request: Request) -> Response:
-    dashboard, query = dashboard_of(request), RequestQuery(request, "run")
-    events = _no_events() if request.method == "HEAD" else _watch(dashboard, query.texts("run"))
+    dashboard, query = dashboard_of(request), RequestQuery(request, "run", "seen")
+    names, seen = query.texts("run"), query.text("seen")
+    events = _no_events() if request.method == "HEAD" else _watch(dashboard, names, seen=seen)
     return StreamingResponse(events, media_type="text/event-stream")
 
 
-async def _watch(dashboard: Dashboard, names: Sequence[str]) -> AsyncIterator[str]:
+async def _watch(dashboard: Dashboard, names: Sequence[str], *, seen: str) -> AsyncIterator[str]:
     """Yield an event ``rounds`` for new rounds or another status, else ``beat`` for a heartbeat."""
-    before: list[ProgressMark] | None = None
+    beats: list[int | None] | None = None
     num_silent = 0
     yield "retry: 3000\n\n"
     while True:
-        try:
+        # While the store cannot be read, the page keeps what it shows; a request tells why.
+        with suppress(StoreError):
             now = await anyio.to_thread.run_sync(read_progress, dashboard.database, names)
-        except StoreError:
-            now = before or []  # the page keeps what it shows; a request for more tells why
-        if before is not None and now != before:
-            num_silent = 0
-            yield f"event: {_name_change(before, now)}\ndata:\n\n"
-        elif (num_silent := num_silent + 1) % _TICKS_TO_COMMENT == 0:
+            mark, new_beats, event = _mark(now), [each.beat for each in now], ""
+            if mark != seen:
+                event = "rounds"
+            elif beats is not None and new_beats != beats:
+                event = "beat"
+            seen, beats, num_silent = mark, new_beats, 0 if event else num_silent + 1
+            if event:
+                yield f"event: {event}\ndata:\n\n"
+        if num_silent % _TICKS_TO_COMMENT == _TICKS_TO_COMMENT - 1:
             yield ":\n\n"
-        before = now
         await anyio.sleep(_LOOK_S)
-
-
-def _name_change(before: Sequence[ProgressMark], now: Sequence[ProgressMark]) -> str:
-    without_beat = [[each._replace(beat=None) for each in of] for of in (before, now)]
-    return "rounds" if without_beat[0] != without_beat[1] else "beat"
 
 
 async def _no_events() -> AsyncIterator[str]:

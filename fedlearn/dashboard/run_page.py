@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route
 from fedlearn.config.tables import has_plan
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.dashboard.best import find_bests
+from fedlearn.dashboard.live_events import events_url
 from fedlearn.dashboard.rendering import Dashboard, RequestQuery, dashboard_of, url_of
 from fedlearn.deployment.explanation import CLIENT_PHASES, Explanation
 from fedlearn.experiment.history import headline_metric
@@ -40,6 +41,7 @@ class RunHead(NamedTuple):
     record: RunRecord
     has_plan: bool
     has_report: bool
+    events_url: str
 
     @classmethod
     def of(cls, dashboard: Dashboard, name: str) -> "RunHead":
@@ -48,9 +50,10 @@ class RunHead(NamedTuple):
         Raises:
             UnknownRun: There is no such run.
         """
+        events = events_url(dashboard, [name])
         record = dashboard.database.run(name).record
         has_report = _find_report(dashboard, name) is not None
-        return cls(record, has_plan(record.config), has_report)
+        return cls(record, has_plan(record.config), has_report, events)
 
 
 def _show_run(request: Request) -> Response:

@@ -7,6 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from fedlearn.dashboard.best import find_bests
+from fedlearn.dashboard.live_events import events_url
 from fedlearn.dashboard.rendering import PAGE_SIZE, RequestQuery, dashboard_of
 from fedlearn.rounds.records import RunStatus
 from fedlearn.store.run_list import RunOrder, list_runs
@@ -26,6 +27,7 @@ def _show_runs(request: Request) -> Response:
     )
     search, status = query.text("search"), query.optional("status", RunStatus)
     order = query.choice("order", RunOrder.NEWEST)
+    events = events_url(dashboard)
     page = list_runs(
         dashboard.database,
         search=search,
@@ -36,6 +38,7 @@ def _show_runs(request: Request) -> Response:
     )
     return dashboard.render(
         "runs.html",
+        events_url=events,
         page=page,
         bests=find_bests(dashboard.database, {each.run_id: each.record for each in page.rows}),
         query={"search": search, "status": status, "order": order},

@@ -1,5 +1,5 @@
 // Listens for server-sent events and passes them on, as events of <body> that htmx and the
-// other scripts wait for. A hidden page closes its connection: a browser opens few to one host.
+// other scripts wait for. The address says what the page has seen, so nothing is missed. A hidden page closes its connection: a browser opens few to one host.
 const url = document.body.dataset.events;
 const indicator = document.querySelector(".live");
 let source = null;
@@ -33,11 +33,7 @@ function follow() {
 }
 
 if (url && indicator) {
-  document.addEventListener("visibilitychange", () => {
-    const missed = !document.hidden && !source;
-    follow();
-    if (missed) announce("rounds");
-  });
+  document.addEventListener("visibilitychange", follow);
   window.addEventListener("pagehide", () => source?.close());
   follow();
 }
