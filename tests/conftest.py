@@ -18,7 +18,7 @@ import structlog
 from hypothesis import settings
 
 from fedlearn.core.clock import SystemClock
-from fedlearn.store.runs import sqlite_url
+from fedlearn.store.runs import Database, sqlite_url
 from tests.processes import Launcher
 
 # A busy machine is occasionally slow at an example, which says nothing about the code.
@@ -136,6 +136,21 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("RANK", "FEDLEARN_DEBUG", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="session")
+def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a store without runs. To create one takes a quarter of a short simulation."""
+    folder = tmp_path_factory.mktemp("store")
+    Database.open(sqlite_url(folder / "fedlearn.db"), runs_dir=folder).close()
+    return folder / "fedlearn.db"
+
+
+@pytest.fixture
+def ready_store(surroundings: None, tmp_path: Path, empty_store: Path) -> None:
+    """The same surroundings with an empty store, for tests that simulate."""
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_store, tmp_path / "runs")
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])

@@ -17,7 +17,7 @@ from torch import nn
 import fedlearn as fl
 from fedlearn.core.participations import Participation, Status
 
-pytestmark = pytest.mark.usefixtures("surroundings")
+pytestmark = pytest.mark.usefixtures("ready_store")
 
 NUM_INPUTS, NUM_CLASSES, RATE, NUM_ROUNDS = 6, 3, 0.5, 10
 #: From two examples to sixty, so that means over clients and over examples differ.

@@ -231,11 +231,16 @@ def engine(
     )
 
 
+def can_fuse(strategy: Strategy, make: Make) -> bool:
+    """Whether the fused executor takes the strategy."""
+    is_plain = not (asks_gradients(strategy.local) or find_client_loss(strategy.local))
+    return is_plain and not initial(make).layout.statistics
+
+
 def engines(strategy: Strategy, make: Make) -> dict[ExecutorKind, Engine]:
     """The engine with each executor that takes the strategy."""
     kinds = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP]
-    can_fuse = not (asks_gradients(strategy.local) or find_client_loss(strategy.local))
-    if can_fuse and not initial(make).layout.statistics:
+    if can_fuse(strategy, make):
         kinds.append(ExecutorKind.FUSED)
     return {kind: engine(strategy, kind, make=make) for kind in kinds}
 

@@ -3,7 +3,6 @@
 import random  # noqa: TID251 - datasets draw from it
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,8 @@ from fedlearn.simulation.schedule import schedule, training_rows
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 
+pytestmark = pytest.mark.usefixtures("ready_store")
+
 NUM_ROWS, EPOCHS = 60, 3
 GENERATOR = torch.Generator()
 LOCAL = fl.LocalSgd(epochs=EPOCHS, batch_size=4, learning_rate=0.1)
@@ -40,12 +41,6 @@ DRAWS: Mapping[str, Callable[[], float]] = {
     "some rows": lambda: 0.0,
     "all": lambda: sum(DRAWS[kind]() for kind in ("torch", "numpy", "python")),
 }
-
-
-@pytest.fixture(autouse=True)
-def runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store runs in the test's folder."""
-    monkeypatch.chdir(tmp_path)
 
 
 class Noisy(Dataset[Any]):

@@ -1,7 +1,6 @@
 """Statistics in whole runs: secure sums, noise and its stated error, charges, resume, results."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,8 @@ from fedlearn.errors import BudgetExhausted, ConfigError, DataError
 from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.statistics import ClientTable, StatisticsPlan
 from tests.e2e.noise import has_scale
+
+pytestmark = pytest.mark.usefixtures("ready_store")
 
 COLUMNS: Mapping[str, Mapping[str, Any]] = {
     "age": {"kind": "number", "low": 0, "high": 100},
@@ -41,14 +42,6 @@ SEVERAL: Sequence[Mapping[str, Any]] = [
     {"kind": "frequent", "columns": ["dx"], "threshold": 5, "most": 4},
 ]
 MODULAR = {"mode": "complete", "simulate_as": "modular_sum"}
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a directory of its own, without settings from outside."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def draw_tables(num_clients: int = 6) -> dict[str, pd.DataFrame]:

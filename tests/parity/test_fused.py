@@ -72,9 +72,9 @@ def odd_cnn() -> nn.Module:
     return nn.Sequential(
         nn.Identity(),
         nn.Conv2d(2, 3, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(2, 1)),
+        nn.LeakyReLU(0.2),  # first, where some values are negative
         nn.Sigmoid(),
         nn.Tanh(),
-        nn.LeakyReLU(0.2),
         nn.MaxPool2d(3, stride=1, padding=1, ceil_mode=True),
         nn.AvgPool2d(2, stride=2, padding=1, count_include_pad=False),
         nn.Conv2d(3, 2, 3, padding="same"),
@@ -226,8 +226,17 @@ RULES: dict[str, LocalUpdate] = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("model", MODELS)
+#: Every rule with two models, one of them with all that a layer may have; and every model with two
+#: rules, one of them with all that a step may do.
+PAIRS = [
+    (model, rule)
+    for model in MODELS
+    for rule in RULES
+    if model in {"mlp", "odd cnn"} or rule in {"plain", "everything"}
+]
+
+
+@pytest.mark.parametrize(("model", "rule"), PAIRS)
 def test_a_block_equals_the_reference_to_float32_rounding(model: str, rule: str) -> None:
     """With ragged clients and a partial last batch, for every model and update rule."""
     work = work_for(model, RULES[rule], num_examples=[11, 8, 6, 4, 1], dtype=torch.float32)

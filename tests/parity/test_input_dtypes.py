@@ -17,6 +17,8 @@ from fedlearn.errors import DataError
 from fedlearn.simulation.federated_data import FederatedData
 from fedlearn.training.torch_trainer import TorchTrainer
 
+pytestmark = pytest.mark.usefixtures("ready_store")
+
 N = 48
 PIXELS = np.random.default_rng(0).integers(0, 256, (N, 1, 6, 6))
 LABELS = np.arange(N) % 3
@@ -24,12 +26,6 @@ LOCAL = fl.LocalSgd(epochs=2, batch_size=5, learning_rate=1e-4)
 
 #: Tracing takes seconds, so only one test of it is in the default run.
 VMAP = pytest.param("vmap", marks=pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def runs_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Store runs in the test's folder."""
-    monkeypatch.chdir(tmp_path)
 
 
 def convolution() -> nn.Module:

@@ -1,7 +1,6 @@
 """A network that the user keeps trains like one that is built for each call."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,9 @@ from fedlearn.core.randomness import Seed
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 
+pytestmark = pytest.mark.usefixtures("ready_store")
+
 LOCAL = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.3)
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def data() -> fl.FederatedData:

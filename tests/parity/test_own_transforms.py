@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,8 @@ from fedlearn.session.session import ClientSession
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalEvaluation, LocalResult
 
+pytestmark = pytest.mark.usefixtures("ready_store")
+
 SGD = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 ENGINE = {"executor": "sequential", "block_size": 1, "num_workers": 1}
 MEMORY = {"transport": "memory", "num_workers": 1}
@@ -31,12 +32,6 @@ FUSED = {"executor": "fused", "num_workers": 1}
 RNG = np.random.default_rng(0)
 FEATURES = RNG.normal(size=(60, 3)).astype("float32")
 LABELS = (FEATURES[:, 0] > 0).astype(int)
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def make_model() -> nn.Module:

@@ -45,6 +45,8 @@ from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import LocalTrainer
 from tests.e2e.noise import has_scale
 
+pytestmark = pytest.mark.usefixtures("ready_store")
+
 NUM_CLIENTS, NUM_FEATURES, NUM_LABELS = 6, 3, 4
 #: Two rounds, so that the second one subtracts the mean of the first.
 MOMENTS = fl.Moments(num_features=NUM_FEATURES, num_labels=NUM_LABELS)
@@ -58,15 +60,6 @@ WAYS: Sequence[Any] = [
     pytest.param({"engine": {"transport": "memory", "slab_bytes": 1 << 20}}, id="slabs"),
     pytest.param({"engine": {"num_workers": 2}}, id="workers", marks=pytest.mark.slow),
 ]
-
-
-@pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a directory of its own, without settings from outside."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for name in ("RANK", "FEDLEARN_STORE_URL", "FEDLEARN_RUNS_DIR"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def draw_examples() -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.int64]]:

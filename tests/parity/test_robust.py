@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,8 @@ from fedlearn.algorithms.aggregations import FullAggregation
 from fedlearn.core.params import Params
 from fedlearn.errors import ConfigError
 from tests import robust_rules as reference
+
+pytestmark = pytest.mark.usefixtures("ready_store")
 
 SGD = fl.LocalSgd(epochs=1, batch_size=4, learning_rate=0.2)
 RNG = np.random.default_rng(0)
@@ -43,12 +44,6 @@ RULES: dict[str, tuple[FullAggregation, Callable[[reference.Rows], reference.Row
         partial(reference.geometric_median, weights=np.ones(8), num_iterations=5, smoothing=0.01),
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def make_model() -> nn.Module:

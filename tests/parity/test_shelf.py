@@ -44,11 +44,24 @@ def _one_thread() -> None:
 
 @every_case
 def test_an_algorithm_equals_its_reference_in_one_process(name: str) -> None:
-    """Client by client, many at once in two ways, and by sessions in memory."""
+    """Client by client, many at once, and by sessions in memory."""
     case = CASES[name]
-    for kind, engine in shelf.engines(case.strategy, case.make).items():
+    together = ExecutorKind.FUSED if shelf.can_fuse(case.strategy, case.make) else ExecutorKind.VMAP
+    for kind in (ExecutorKind.SEQUENTIAL, together):
+        engine = shelf.engine(case.strategy, kind, make=case.make)
         assert shelf.difference_of_engine(case, engine) < shelf.TOLERANCE, kind
     assert shelf.difference_in_memory(case) < shelf.TOLERANCE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name for name, case in CASES.items() if shelf.can_fuse(case.strategy, case.make)]
+)
+def test_an_algorithm_that_is_fused_equals_its_reference_in_stacks(name: str) -> None:
+    """The model may be one that the fused executor cannot train."""
+    case = CASES[name]
+    engine = shelf.engine(case.strategy, ExecutorKind.VMAP, make=case.make)
+    assert shelf.difference_of_engine(case, engine) < shelf.TOLERANCE
 
 
 @pytest.mark.slow
@@ -68,7 +81,7 @@ def test_what_is_new_in_an_algorithm_can_be_seen(name: str) -> None:
     assert shelf.largest_difference(found, CASES[name].models.shared) > 1e-4
 
 
-@pytest.mark.usefixtures("surroundings")
+@pytest.mark.usefixtures("ready_store")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.refused])
 def test_what_a_sum_cannot_protect_is_refused_with_the_reason(name: str) -> None:
     """Before the first round."""
@@ -79,7 +92,7 @@ def test_what_a_sum_cannot_protect_is_refused_with_the_reason(name: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("surroundings")
+@pytest.mark.usefixtures("ready_store")
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.protected])
 def test_a_protected_run_gives_the_same_model(name: str) -> None:
     """With bounds that no update reaches, and noise that rounds to nothing."""

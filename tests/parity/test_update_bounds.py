@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,8 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.algorithms.transforms import ClippedUpdates
 from fedlearn.core.participations import Status
+
+pytestmark = pytest.mark.usefixtures("ready_store")
 
 NUM_CLIENTS = 6
 ENGINES: Mapping[str, Mapping[str, Any]] = {
@@ -25,12 +26,6 @@ RNG = np.random.default_rng(0)
 GROUPS = np.repeat(np.arange(NUM_CLIENTS), 8)
 FEATURES = (RNG.normal(size=(48, 3)) * 20 * (GROUPS[:, None] + 1)).astype("float32")
 LABELS = RNG.integers(0, 2, 48)
-
-
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 def make_model() -> nn.Module:
