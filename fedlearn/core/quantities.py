@@ -10,12 +10,24 @@ def format_number(value: float | None) -> str:
     """Format a metric with four decimals, or with four digits if it is large; ``None`` is a dash.
 
     Example:
-        >>> [format_number(value) for value in (0.91234, 123456.7, None, math.nan)]
-        ['0.9123', '1.235e+05', '-', 'nan']
+        >>> [format_number(value) for value in (0.91234, 123456.7, -0.00001, None, math.nan)]
+        ['0.9123', '1.235e+05', '0.0000', '-', 'nan']
     """
     if value is None:
         return "-"
-    return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"  # noqa: PLR2004 (a width)
+    # `z` writes what rounds to zero without a sign.
+    return f"{value:z.4f}" if abs(value) < 1000 else f"{value:.4g}"  # noqa: PLR2004 (a width)
+
+
+def format_difference(value: float) -> str:
+    """Format a difference like :func:`format_number`, with its sign unless it rounds to zero.
+
+    Example:
+        >>> [format_difference(value) for value in (0.91234, -0.5, -0.00001, 0.0)]
+        ['+0.9123', '-0.5000', '0.0000', '0.0000']
+    """
+    text = format_number(value)
+    return f"+{text}" if value > 0.0 and float(text) != 0.0 else text
 
 
 def format_amount(value: float | None) -> str:
@@ -28,7 +40,7 @@ def format_amount(value: float | None) -> str:
     if value is None or not math.isfinite(value) or abs(value) >= 1e15:  # noqa: PLR2004 - not exact
         return format_number(value)
     is_whole = value == round(value)
-    return f"{value:.0f}" if is_whole or abs(value) >= 1000 else f"{value:.4f}"  # noqa: PLR2004 (a width)
+    return f"{value:z.0f}" if is_whole or abs(value) >= 1000 else f"{value:z.4f}"  # noqa: PLR2004 (a width)
 
 
 def format_duration(seconds: float) -> str:

@@ -110,7 +110,7 @@ def _draw_metric(axes: Axes, *, runs: Sequence[History], metric: str) -> None:
         if best is not None:
             line = _curve(axes, points, color, label=metric)
             axes.plot(best.num_finished, best.value, "*", color=color, markersize=13, zorder=4)
-            keys.append((line, f"{name}best {best.value:.4f}"))
+            keys.append((line, f"{name}best {format_number(best.value)}"))
         elif not record.has_model:  # what a query has found is neither good nor bad
             keys.append((_curve(axes, points, color, label=metric), name + metric))
         if median:

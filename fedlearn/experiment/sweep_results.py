@@ -25,7 +25,7 @@ from fedlearn.core.client_metrics import ClientMetrics
 from fedlearn.core.distribution import Direction, improvement_sign
 from fedlearn.core.files import explain_disk_errors, write_durably
 from fedlearn.core.json_values import to_json_values
-from fedlearn.core.quantities import format_number
+from fedlearn.core.quantities import format_difference, format_number
 from fedlearn.core.words import did_you_mean, replace_unprintable
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import load_clients
@@ -450,10 +450,11 @@ class SweepResults:
         for metric in self.metrics:
             for name, found in self.compare(metric).items():
                 if found.num_seeds:
-                    interval = f"[{found.low:+.4f}, {found.high:+.4f}]"
+                    interval = f"[{format_difference(found.low)}, {format_difference(found.high)}]"
                     more = (interval if found.num_seeds > 1 else "-", _format_p(found.p))
                     shown = replace_unprintable(name)
-                    rows.append((shown, metric, f"{found.mean:+.4f}", *more, str(found.num_seeds)))
+                    mean = format_difference(found.mean)
+                    rows.append((shown, metric, mean, *more, str(found.num_seeds)))
         return rows if len(rows) > 1 else []
 
     def _client_table(self) -> list[tuple[str, ...]]:

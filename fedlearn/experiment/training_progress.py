@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import TextIO
 
 from fedlearn.core.json_values import format_json
+from fedlearn.core.quantities import format_number
 from fedlearn.parallel.task import Progress
 
 
@@ -30,12 +31,14 @@ def _line(progress: Progress) -> str:
 
     If the model was evaluated, its metrics follow.
     """
-    measured = "".join(f" test_{name}={value:.4f}" for name, value in progress.metrics.items())
+    measured = "".join(
+        f" test_{name}={format_number(value)}" for name, value in progress.metrics.items()
+    )
     scale = ""
     if progress.loss_scale != 1.0:
         scale = f" loss_scale={progress.loss_scale:g} skipped={progress.num_skipped}"
     return (
-        f"step {progress.step_num}/{progress.num_steps} loss={progress.loss:.4f} "
+        f"step {progress.step_num}/{progress.num_steps} loss={format_number(progress.loss)} "
         f"rate={progress.learning_rate:.4g} {progress.examples_per_s:.0f} examples/s"
         f"{scale}{measured}\n"
     )
