@@ -1,13 +1,13 @@
 """Logs runs to TensorBoard."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fedlearn.rounds.records import RunRecord
-from fedlearn.trackers.tracker import RunStart, Tracker, Values, require_package
+from fedlearn.trackers.tracker import RunStart, Tracker, Values, list_points
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,10 +23,8 @@ class TensorBoardTracker(Tracker):
         'runs/tensorboard'
     """
 
+    package: ClassVar = "tensorboard"
     folder: Path | str
-
-    def __post_init__(self) -> None:
-        require_package("tensorboard", tracker="TensorBoardTracker", extra="tensorboard")
 
     def open(self, start: RunStart) -> "_TensorBoardRun":
         """Begin a new file of events; it replaces the rounds of earlier ones."""
@@ -44,9 +42,8 @@ class _TensorBoardRun:
         """Write the values."""
         writer, self._writer = self._writer, None  # after an error, begin another file
         writer = writer or self._open(rounds[0].round_num)
-        for each in rounds:
-            for name, value in each.by_name.items():
-                writer.add_scalar(name, value, each.round_num, walltime=each.unix_s)
+        for each in list_points(rounds):
+            writer.add_scalar(each.name, each.value, each.round_num, walltime=each.unix_s)
         writer.flush()
         self._writer = writer
 
@@ -59,10 +56,9 @@ class _TensorBoardRun:
         writer.add_text("settings", "\n".join(f"    {line}" for line in settings.splitlines()))
         return writer
 
-    def close(self, run: RunRecord, model_path: str | None) -> None:
-        """Write the status as text, and close the file."""
+    def close(self, run: RunRecord, notes: Mapping[str, str]) -> None:
+        """Write the notes as text, and close the file."""
         writer = self._writer or self._open(run.num_rounds)
-        writer.add_text("status", f"{run.status.value} {run.error}", run.num_rounds)
-        if model_path is not None:
-            writer.add_text("model_path", model_path, run.num_rounds)
+        for key, text in notes.items():
+            writer.add_text(key, text, run.num_rounds)
         writer.close()

@@ -3,11 +3,12 @@
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
 import structlog
 from torch import nn
@@ -20,6 +21,8 @@ from fedlearn.core.participations import Status
 from fedlearn.core.redaction import redact, remove_password
 from fedlearn.errors import ConfigError
 from fedlearn.rounds.records import RoundRecord, RunRecord
+
+ItemT = TypeVar("ItemT")
 
 #: Seconds between two writes to a tracker, and the longest wait after writes that failed.
 _WRITE_EVERY_S, _LONGEST_WAIT_S = 1.0, 600.0
@@ -41,6 +44,15 @@ class Values(NamedTuple):
     round_num: int
     unix_s: float
     by_name: Mapping[str, float]
+
+
+class Point(NamedTuple):
+    """One value of a finished round; its fields are those of :class:`Values`."""
+
+    name: str
+    value: float
+    round_num: int
+    unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +89,11 @@ class TrackerRun(Protocol):
     def log(self, rounds: Sequence[Values]) -> None:
         """Write the values of one or more rounds. After an error it is called again with them."""
 
-    def close(self, run: RunRecord, model_path: str | None) -> None:
-        """Record how the run ended; a deployed run with the status ``running`` will resume."""
+    def close(self, run: RunRecord, notes: Mapping[str, str]) -> None:
+        """Record how the run ended; a deployed run with the status ``running`` will resume.
+
+        ``notes`` are its ``status`` and, if there are any, its ``error`` and ``model_path``.
+        """
 
 
 @dataclass(eq=False, kw_only=True)
@@ -94,13 +109,30 @@ class Tracker(ABC):
     rounds that are there are not logged again, and missing ones are logged from the record.
 
     Attributes:
+        package: The package that it needs, and fedlearn's extra with it; ``None``: it needs none.
+        login_remedy: Where to give a password, which is refused in every text of the tracker.
         log_model_path: Whether to log the path of the last checkpoint when the run ends.
         clock: Time between two writes, and of the values.
+
+    Raises:
+        ConfigError: The package is not installed, or a text has a password.
     """
 
+    package: ClassVar[str | None] = None
+    login_remedy: ClassVar[str] = "set it in the environment instead"
     log_model_path: bool = False
     clock: RealClock = field(default_factory=SystemClock, repr=False)
     _session: "_Session | None" = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.package is not None:
+            _require_package(self.package, tracker=type(self).__name__)
+        for each in fields(self):
+            _require_no_password(
+                str(getattr(self, each.name)),
+                what=f"{type(self).__name__}: {each.name}",
+                remedy=self.login_remedy,
+            )
 
     @abstractmethod
     def open(self, start: RunStart) -> TrackerRun:
@@ -171,15 +203,19 @@ class _Session:
         self.write()
         try:
             if self._run is not None:
-                self._run.close(run, self._find_model())
+                self._run.close(run, dict(self._list_notes(run)))
         except Exception as error:  # noqa: BLE001 - each tracker raises exceptions of its own
             self._warn(error)
         if self.waiting:
             self._log().warning("tracker_lacks_rounds", num_rounds=len(self.waiting))
 
-    def _find_model(self) -> str | None:
+    def _list_notes(self, run: RunRecord) -> Iterator[tuple[str, str]]:
+        yield "status", run.status.value
+        if run.error:
+            yield "error", run.error
         found = sorted((self.start.folder / "checkpoints").glob("round-*.safetensors"))
-        return str(found[-1].resolve()) if found and self.tracker.log_model_path else None
+        if found and self.tracker.log_model_path:
+            yield "model_path", str(found[-1].resolve())
 
     def _warn(self, error: Exception) -> None:
         if not self._has_warned:
@@ -192,24 +228,34 @@ class _Session:
         return log.bind(tracker=name, run=self.start.name)
 
 
-def require_package(name: str, *, tracker: str, extra: str) -> None:
-    """Refuse a tracker whose package is not installed.
+def list_points(rounds: Sequence[Values]) -> Iterator[Point]:
+    """Yield the single values of rounds."""
+    for each in rounds:
+        for name, value in each.by_name.items():
+            yield Point(name, value, each.round_num, each.unix_s)
 
-    Raises:
-        ConfigError: It is not installed.
+
+def split_batches(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
+    """Yield the items in lists of at most ``size``.
+
+    Example:
+        >>> list(split_batches("abcde", 2))
+        [['a', 'b'], ['c', 'd'], ['e']]
     """
+    left = iter(items)
+    while batch := list(islice(left, size)):
+        yield batch
+
+
+def _require_package(name: str, *, tracker: str) -> None:
     if find_spec(name) is None:
         raise ConfigError(
-            f'{tracker} needs the package {name}; run `pip install "fedlearn[{extra}]"`'
+            f'{tracker} needs the package {name}; run `pip install "fedlearn[{name}]"`'
         )
 
 
-def require_no_password(address: str, *, what: str, remedy: str) -> None:
-    """Refuse an address with a password: the configuration is stored, printed and hashed.
-
-    Raises:
-        ConfigError: It has one.
-    """
+def _require_no_password(address: str, *, what: str, remedy: str) -> None:
+    # The configuration is stored, printed and hashed.
     if remove_password(address) != address:
         raise ConfigError(f"{what} has a password, which would be stored with the run; {remedy}")
 

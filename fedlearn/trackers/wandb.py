@@ -1,12 +1,12 @@
 """Logs runs to Weights & Biases."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from fedlearn.rounds.records import RunRecord, RunStatus
-from fedlearn.trackers.tracker import RunStart, Tracker, Values, require_package
+from fedlearn.trackers.tracker import RunStart, Tracker, Values
 
 if TYPE_CHECKING:
     from wandb import Run as WandbRun
@@ -27,10 +27,9 @@ class WandbTracker(Tracker):
         'our-team/digits'
     """
 
+    package: ClassVar = "wandb"
+    login_remedy: ClassVar = "set WANDB_API_KEY instead"
     project: str
-
-    def __post_init__(self) -> None:
-        require_package("wandb", tracker="WandbTracker", extra="wandb")
 
     def open(self, start: RunStart) -> "_WandbRun":
         """Begin the run, or continue the one with the same id."""
@@ -71,11 +70,7 @@ class _WandbRun:
             )
         self.num_logged.write_text(str(rounds[-1].round_num + 1))
 
-    def close(self, run: RunRecord, model_path: str | None) -> None:
-        """Record the status, and whether the run has failed as the exit code."""
-        self.run.summary["status"] = run.status.value
-        if run.error:
-            self.run.summary["error"] = run.error
-        if model_path is not None:
-            self.run.summary["model_path"] = model_path
+    def close(self, run: RunRecord, notes: Mapping[str, str]) -> None:
+        """Record the notes, and whether the run has failed as the exit code."""
+        self.run.summary.update(dict(notes))
         self.run.finish(exit_code=int(run.status not in (RunStatus.DONE, RunStatus.RUNNING)))

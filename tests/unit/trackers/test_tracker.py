@@ -35,7 +35,7 @@ class Logged(Tracker):
     breaks: Callable[[str], bool] = field(default=lambda _: False, repr=False)
     starts: list[RunStart] = field(default_factory=list, repr=False)
     rounds: list[Values] = field(default_factory=list, repr=False)
-    ends: list[tuple[RunRecord, str | None]] = field(default_factory=list, repr=False)
+    ends: list[tuple[RunRecord, Mapping[str, str]]] = field(default_factory=list, repr=False)
 
     def check(self, call: str) -> None:
         if self.breaks(call):
@@ -54,9 +54,9 @@ class Logged(Tracker):
         self.check("log")
         self.rounds += rounds
 
-    def close(self, run: RunRecord, model_path: str | None) -> None:
+    def close(self, run: RunRecord, notes: Mapping[str, str]) -> None:
         self.check("close")
-        self.ends.append((run, model_path))
+        self.ends.append((run, notes))
 
 
 def numbers(tracker: Logged) -> list[int]:
@@ -85,7 +85,9 @@ def test_the_values_are_those_of_the_record() -> None:
         "mean_staleness": 1.5,
     }
     assert tracker.starts[0].key == "calm-otter-17-20260102030405"
-    assert [(run.status, path) for run, path in tracker.ends] == [(RunStatus.DONE, None)]
+    assert [(run.status, notes) for run, notes in tracker.ends] == [
+        (RunStatus.DONE, {"status": "done"})
+    ]
 
 
 def test_a_round_without_a_training_loss_has_none() -> None:
@@ -205,8 +207,9 @@ def test_a_broken_tracker_does_not_change_a_run(tmp_path: Path) -> None:
 
 def test_the_path_of_the_model_is_logged_on_demand(tmp_path: Path) -> None:
     simulate(tmp_path, [tracker := Logged(log_model_path=True)], num_rounds=2, name="run")
-    (path,) = {path for _, path in tracker.ends}
-    assert path is not None
+    [(_, notes)] = tracker.ends
+    assert notes["status"] == "done"
+    path = notes["model_path"]
     assert Path(path).match("run/checkpoints/round-000002-*.safetensors")
     assert Path(path).exists()
 
@@ -253,6 +256,8 @@ def test_a_password_in_python_is_refused_too() -> None:
     with pytest.raises(ConfigError, match="uri has a password") as caught:
         fl.MLflowTracker("http://me:secret@host")
     assert "secret" not in str(caught.value)
+    with pytest.raises(ConfigError, match="WandbTracker: project has a password"):
+        fl.WandbTracker("http://me:secret@host/digits")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
