@@ -70,7 +70,7 @@ def build_run_plan(
         # Other rounds draw clients many times, but release one sum, so they are charged once.
         each_attempt = components.round_mode is None
         draw = ChargedDraw(inner=draw, charges=charging, each_attempt=each_attempt)
-    return RunPlan(
+    plan = RunPlan(
         round=RoundPlan(
             draw=draw,
             policy=components.policy,
@@ -95,7 +95,13 @@ def build_run_plan(
         num_rounds=components.config.num_rounds,
         checkpoint_every_s=components.config.store.checkpoint_every_s,
         clock=clock,
-        extra_metrics=dict if charging is None else charging.report_spending,
+    )
+    if charging is None:
+        return plan
+    return replace(
+        plan,
+        extra_metrics=charging.report_spending,
+        can_afford_round=charging.can_afford_round,
     )
 
 

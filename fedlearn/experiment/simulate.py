@@ -13,6 +13,7 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -86,6 +87,8 @@ log = structlog.get_logger()
 
 #: Held by the thread that is simulating.
 _SIMULATING = threading.RLock()
+
+AnswerT = TypeVar("AnswerT")
 
 #: The address of an object in its default ``repr``, which differs in each process.
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -807,8 +810,11 @@ class _RunPart:
             ),
             charging=charging,
         )
-        shared = partial(_share_num_rounds, num_rounds, cluster)
-        plan = replace(plan, read_num_rounds=shared)
+        plan = replace(plan, read_num_rounds=partial(_share, num_rounds, cluster))
+        if components.privacy is not None:
+            # Rank 0 has the ledger, but an evaluation takes all ranks.
+            can_afford_round = partial(_share, plan.can_afford_round, cluster)
+            plan = replace(plan, can_afford_round=can_afford_round)
         after_round = AfterRound(cluster, progress, components.callbacks, components.make_model)
         train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
 
@@ -823,9 +829,10 @@ def _describe_data(test: Examples) -> DataNames:
     )
 
 
-def _share_num_rounds(num_rounds: Callable[[], int], cluster: Cluster) -> int:
-    # One answer for all ranks: an operator may raise the number between two of their reads.
-    return cluster.broadcast(num_rounds())
+def _share(find: Callable[[], AnswerT], cluster: Cluster) -> AnswerT:
+    # One answer for all ranks: an operator may raise the number of rounds between two of their
+    # reads.
+    return cluster.broadcast(find())
 
 
 def _show_nothing(_: RoundRecord) -> None:

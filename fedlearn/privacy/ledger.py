@@ -145,10 +145,9 @@ class Charging:
         # Compare and swap: `charge` fails if another run has spent since `_known` was read; then
         # decide again from what is spent now.
         while self._num_prepaid == 0:
-            if self._num_covered == 0:
-                if self._budget is not None and not self._is_enough_for(1):
-                    raise self._build_error(self._budget)
-                self._num_covered = 1
+            if not self.can_afford_round():
+                assert self._budget is not None  # without one, every round can be afforded
+                raise self._build_error(self._budget)
             count = min(self._num_covered, self._choose_count())
             charge = Charge(
                 event=self._event,
@@ -166,6 +165,12 @@ class Charging:
                     0,
                 )  # another run has spent
         self._num_prepaid -= 1
+
+    def can_afford_round(self) -> bool:
+        """Whether the budget is enough for another round, by what was spent when last looked."""
+        if self._num_prepaid == 0 and self._num_covered == 0 and self._is_enough_for(1):
+            self._num_covered = 1
+        return self._num_prepaid > 0 or self._num_covered > 0
 
     def report_spending(self) -> Mapping[str, float]:
         """Return the ε spent so far as the metric ``epsilon``, or nothing if it is too soon.

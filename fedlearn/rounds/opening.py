@@ -93,6 +93,9 @@ class Charges(Protocol):
     def charge(self, *, round_num: int, attempt: int) -> None:
         """Charge an attempt at a round; raises BudgetExhausted if it cannot be afforded."""
 
+    def can_afford_round(self) -> bool:
+        """Whether another round can be charged, unless another run spends before it."""
+
     def report_spending(self) -> Mapping[str, float]:
         """Return the spending so far by name; empty if it is not known."""
 

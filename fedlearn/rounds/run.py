@@ -154,6 +154,10 @@ class RunState:
         )
 
 
+def _always() -> bool:
+    return True
+
+
 #: Returns further metrics for the record of a finished round, by name.
 ExtraMetrics: TypeAlias = Callable[[], Mapping[str, float]]
 
@@ -204,6 +208,8 @@ class RunPlan:
             none, and every round begins with attempt 0.
         extra_metrics: Returns further metrics for the record of a finished round, such as the
             privacy budget spent.
+        can_afford_round: Whether the privacy budget is enough for another round; the same in every
+            process.
     """
 
     round: RoundPlan
@@ -216,6 +222,7 @@ class RunPlan:
     resumed: ResumedRound | None = None
     extra_metrics: ExtraMetrics = dict
     read_num_rounds: Callable[[], int] = int
+    can_afford_round: Callable[[], bool] = _always
 
     def with_extension(self, state: "RunState") -> "RunPlan":
         """Return the plan with the number of rounds extended, if it was; checked before the last.
@@ -286,10 +293,14 @@ def train(
         except BudgetExhausted:
             store.commit(_build_checkpoint(state))  # keep the rounds that the budget has paid for
             raise
+        # The last figures of a run are those of its last model, whatever ends it.
+        is_evaluated = plan.is_evaluated(state.server.round_num)
+        if not is_evaluated and not plan.can_afford_round():
+            state, record = _evaluate(state, record, plan)
+            is_evaluated = True
         # Custom code first: it sees the last round, too.
         is_ended = after_round(record, state.server.params)
-        if is_ended and not plan.is_evaluated(state.server.round_num):
-            # The last figures of a run are those of its last model.
+        if is_ended and not is_evaluated:
             state, record = _evaluate(state, record, plan)
         store.append(record)
         # The operator may have asked for more rounds: look before the run is found to be over.

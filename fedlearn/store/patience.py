@@ -107,6 +107,10 @@ class PatientCharges:
         """Charge an attempt at a round; see :class:`~fedlearn.rounds.opening.Charges`."""
         self.patiently(partial(self.charges.charge, round_num=round_num, attempt=attempt))
 
+    def can_afford_round(self) -> bool:
+        """Whether another round can be charged; see :class:`~fedlearn.rounds.opening.Charges`."""
+        return self.charges.can_afford_round()
+
     def report_spending(self) -> Mapping[str, float]:
         """Return the spending so far."""
         return self.charges.report_spending()

@@ -270,12 +270,19 @@ def load_stored(name: str) -> StoredRun:
 
 
 @pytest.mark.slow
-def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for() -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_run_stops_before_its_budget_and_keeps_what_it_paid_for(num_workers: int) -> None:
     """All charged rounds are committed; another run on the same clients has no budget left."""
     told = Told()
+    settings: dict[str, Any] = {
+        "evaluation": {"every_rounds": 0},
+        "engine": {"num_workers": num_workers},
+    }
     with pytest.raises(BudgetExhausted, match=r"above privacy.epsilon \(10\)"):
-        run(privacy=BUDGET, cohort=ALL, num_rounds=16, name="a", told=told)
+        run(privacy=BUDGET, cohort=ALL, num_rounds=16, name="a", told=told, **settings)
     rounds = len(history("a"))
+    # No round but the last is evaluated, which nobody knew to be the last one.
+    assert ["accuracy" in each.metrics for each in history("a")] == [*[False] * (rounds - 1), True]
     assert 1 < rounds < 16
     assert load_stored("a").record.status is RunStatus.FAILED
     assert any(f"enough for {rounds} of the 16 rounds" in note for note in told.notes)

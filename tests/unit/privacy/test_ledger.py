@@ -84,6 +84,22 @@ def test_a_run_stops_before_its_budget_is_exceeded(
     assert ledger.counts[EVENT] == before + affordable
 
 
+def test_it_is_known_before_a_round_whether_it_can_be_afforded() -> None:
+    """Also after another run has spent, and without charging anything."""
+    clock, ledger = VirtualClock(), InMemory()
+    charges = charging(ledger, epsilon=4.0, clock=clock)
+    for round_num in range(3):
+        assert charges.can_afford_round()
+        if round_num == 2:
+            ledger.elsewhere.append(EVENT)
+        charges.charge(round_num=round_num, attempt=0)
+        clock.sleep(10.0)
+    assert ledger.counts[EVENT] == 4
+    assert not charges.can_afford_round()
+    assert ledger.counts[EVENT] == 4
+    assert charging(InMemory({EVENT: 99}), epsilon=None).can_afford_round()
+
+
 @pytest.mark.parametrize("lasting_s", [0.0, 0.003, 10.0])
 @pytest.mark.parametrize(("mine", "others", "affordable"), [(0, 0, 12), (2, 0, 10), (0, 1, 8)])
 def test_users_that_take_turns_are_charged_to_the_end_of_a_turn(
