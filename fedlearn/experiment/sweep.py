@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,7 +35,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.cores import count_cores
 from fedlearn.core.files import explain_disk_errors
 from fedlearn.core.json_values import format_json, iterate_leaves, to_json_values
-from fedlearn.core.logs import configure_logs
+from fedlearn.core.logs import configure_logs, log_once
 from fedlearn.core.words import did_you_mean, replace_unprintable
 from fedlearn.errors import ConfigError, FedlearnError, StoreError
 from fedlearn.experiment.progress import SilentProgress
@@ -312,6 +312,7 @@ class SweepPlan:
         addresses: Locations of the store, the runs and the data.
         num_jobs: How many runs at once; ``None``: as many as the machine has cores or GPUs.
         uses_gpus: Whether runs use GPUs if there are any.
+        logged: What was logged when it was checked, so that no run repeats it.
     """
 
     experiment: SweptExperiment
@@ -320,6 +321,7 @@ class SweepPlan:
     addresses: Addresses
     num_jobs: int | None
     uses_gpus: bool
+    logged: frozenset[str]
 
     @property
     def folder(self) -> Path:
@@ -363,11 +365,12 @@ def plan_sweep(
     runs = {each.name: {seed: _name_run(name, each, seed) for seed in seeds} for each in expanded}
     _require_valid_names(runs)
     checked = dict[str, CheckedRun]()
-    for variant in expanded:
-        with _naming(variant):
-            # One seed stands for all: the rules for configurations do not depend on it.
-            checked[variant.name] = experiment.check(variant, seeds[0])
-            _require_comparable(checked[variant.name].config)
+    with log_once() as logged:
+        for variant in expanded:
+            with _naming(variant):
+                # One seed stands for all: the rules for configurations do not depend on it.
+                checked[variant.name] = experiment.check(variant, seeds[0])
+                _require_comparable(checked[variant.name].config)
     description = SweepDescription(
         name=name,
         seeds=seeds,
@@ -391,6 +394,7 @@ def plan_sweep(
         addresses=checked[names[0]].addresses,
         num_jobs=settings.jobs,
         uses_gpus=any(each.config.engine.device != "cpu" for each in checked.values()),
+        logged=frozenset(logged),
     )
 
 
@@ -502,7 +506,7 @@ def run_sweep(plan: SweepPlan, *, report: Report) -> SweepResults:
     folder = plan.folder
     with explain_disk_errors(folder, raises=StoreError):
         folder.mkdir(parents=True, exist_ok=True)
-    with hold_run(folder):
+    with hold_run(folder), log_once(plan.logged) as logged:
         with open_database(plan.addresses) as database:
             records = {each.name: each for each in database.runs()}
         _require_same_experiment(plan, records)
@@ -514,7 +518,7 @@ def run_sweep(plan: SweepPlan, *, report: Report) -> SweepResults:
         write_description(plan.description, folder)
         errors = dict[str, str]()
         try:
-            for number, (job, error) in enumerate(_run_jobs(plan, jobs), start=1):
+            for number, (job, error) in enumerate(_run_jobs(plan, jobs, logged), start=1):
                 if error:
                     errors[job.run] = error
                 report(number, len(jobs), job.variant.name, job.seed, error)
@@ -574,8 +578,13 @@ def _list_jobs(plan: SweepPlan, records: Mapping[str, RunRecord]) -> list[_Sweep
     ]
 
 
-def _run_jobs(plan: SweepPlan, jobs: Sequence[_SweepJob]) -> Iterator[tuple[_SweepJob, str]]:
-    """Run the jobs; yield each as it ends, with the reason if it failed."""
+def _run_jobs(
+    plan: SweepPlan, jobs: Sequence[_SweepJob], logged: Iterable[str]
+) -> Iterator[tuple[_SweepJob, str]]:
+    """Run the jobs; yield each as it ends, with the reason if it failed.
+
+    What is ``logged`` already, processes of the pool do not log again.
+    """
     if not jobs:
         return
     run = partial(_run_job, plan.experiment)
@@ -586,7 +595,7 @@ def _run_jobs(plan: SweepPlan, jobs: Sequence[_SweepJob]) -> Iterator[tuple[_Swe
             yield job, run(job)
         return
     shares = _divide_machine(num_jobs, num_cores=count_cores(), gpus=gpus)
-    prepare = [partial(_prepare_process, each) for each in shares]
+    prepare = [partial(_prepare_process, each, frozenset(logged)) for each in shares]
     if shares[0].cores is None:
         jobs = [replace(job, num_workers=1) for job in jobs]
     with closing(run_in_pool(run, jobs, prepare=prepare)) as ended:
@@ -643,9 +652,9 @@ def _list_gpus(environ: Mapping[str, str]) -> list[str]:
     return visible.split(",")[:found]
 
 
-def _prepare_process(share: Share) -> None:
-    """Limit a process of the pool to its share of the machine."""
-    configure_logs(level=logging.WARNING, quiet=False)
+def _prepare_process(share: Share, logged: frozenset[str]) -> None:
+    """Limit a process of the pool to its share of the machine, and to what was not logged yet."""
+    configure_logs(level=logging.WARNING, quiet=False, logged=logged)
     if share.gpu is not None:  # before CUDA starts, which reads it once
         os.environ["CUDA_VISIBLE_DEVICES"] = share.gpu
     if share.cores is not None and sys.platform == "linux":

@@ -331,6 +331,36 @@ def test_a_file_describes_a_sweep(
     assert "there is no sweep called 'rates'" in capsys.readouterr().err
 
 
+def test_what_is_said_of_the_data_is_said_once_in_a_sweep(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the four runs reads the same files; other files are spoken of again."""
+    monkeypatch.chdir(tmp_path)
+    for folder, missing in (("sites", ""), ("others", ",")):
+        Path(tmp_path, folder).mkdir()
+        for name in ("aachen", "berlin"):
+            rows = "".join(f"{age},{'yes' if age % 2 else 'no'}\n" for age in range(12))
+            Path(tmp_path, folder, f"{name}.csv").write_text(f"age,ill\n{rows}{missing}\n")
+    Path(tmp_path, "sites", "berlin.csv").write_text("age,ill\n1,yes\n2,no\n3,\n4,no\n5,yes\n")
+    experiment = tmp_path / "experiment.toml"
+    experiment.write_text(
+        'num_rounds = 1\n[engine]\nnum_workers = 1\nexecutor = "sequential"\n[data]\n'
+        'source = "csv"\nlabel_column = "ill"\nmissing = "drop"\ntest_fraction = 0.3\n'
+    )
+    fl.sweep(
+        experiment,
+        {"data.path": ["sites", "others"], "num_rounds": [1, 2]},
+        seeds=2,
+        name="s",
+        jobs=1,
+        runs_dir=tmp_path / "runs",
+    )
+    said = [line for line in capsys.readouterr().out.splitlines() if "rows_left_out" in line]
+    assert len(said) == 2
+    assert "1 of 17 rows have a missing value, the first in berlin.csv, line 4" in said[0]
+    assert "2 of 26 rows" in said[1]
+
+
 def test_a_wrong_file_is_refused_with_its_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
