@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from fedlearn.client.policy import PrivacyPolicy as PrivacyPolicy
     from fedlearn.client.policy import SecureAggregationPolicy as SecureAggregationPolicy
     from fedlearn.parallel.local_async import Hogwild as Hogwild
+    from fedlearn.training.data_names import DataNames as DataNames
+    from fedlearn.training.data_names import TableEncoding as TableEncoding
     from fedlearn.training.labels import number_labels as number_labels
     from fedlearn.training.query_trainer import QueryTrainer as QueryTrainer
+    from fedlearn.training.site_table import read_examples as read_examples
     from fedlearn.training.table_trainer import TableTrainer as TableTrainer
     from fedlearn.training.torch_trainer import TorchTrainer as TorchTrainer
     from fedlearn.training.trainer import LocalEvaluation as LocalEvaluation
@@ -35,8 +38,10 @@ _HOME = {
     "client.options": "Connection Resources",
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",
     "parallel.local_async": "Hogwild",
+    "training.data_names": "DataNames TableEncoding",
     "training.labels": "number_labels",
     "training.query_trainer": "QueryTrainer",
+    "training.site_table": "read_examples",
     "training.table_trainer": "TableTrainer",
     "training.torch_trainer": "TorchTrainer",
     "training.trainer": "LocalEvaluation LocalResult LocalTrainer TaskControl TrainContext",

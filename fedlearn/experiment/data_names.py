@@ -1,6 +1,6 @@
 """Names of the classes and features that a run was trained on, in a file of its folder."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -9,28 +9,19 @@ from fedlearn.core.files import write_durably
 from fedlearn.core.json_files import read_json
 from fedlearn.core.json_values import format_json
 from fedlearn.errors import DataError, StoreError
+from fedlearn.training.data_names import DataNames
 
 #: Name of the file, in the folder of a run.
 _FILE = "data_names.json"
 
 
-@dataclass(frozen=True)
-class DataNames:
-    """What the numbers of a model stand for in the data.
-
-    Attributes:
-        class_names: Names of the classes, by label; ``None``: labels are numbers in the data.
-        feature_names: Names of the features, by column; ``None``: they have no names.
-        feature_means: What was subtracted from each feature; ``None``: nothing.
-        feature_stds: What each feature was then divided by; ``None``: nothing.
-    """
-
-    class_names: tuple[str, ...] | None = None
-    feature_names: tuple[str, ...] | None = None
-    feature_means: tuple[float, ...] | None = None
-    feature_stds: tuple[float, ...] | None = None
-
-
+_WHAT = {
+    "class_names": "the classes are",
+    "feature_names": "the features are",
+    "feature_means": "the means of features are",
+    "feature_stds": "the standard deviations of features are",
+    "encoding": "the encoding of columns is",
+}
 _NAMES = TypeAdapter(DataNames)
 
 
@@ -63,17 +54,9 @@ def keep_data_names(names: DataNames, *, folder: Path) -> None:
     if before == DataNames():
         write_durably(folder / _FILE, format_json(asdict(names)).encode(), raises=StoreError)
     else:
-        what, now, then = next(
-            (what, now, then)
-            for what, now, then in (
-                ("classes", names.class_names, before.class_names),
-                ("features", names.feature_names, before.feature_names),
-                ("means of features", names.feature_means, before.feature_means),
-                ("standard deviations of features", names.feature_stds, before.feature_stds),
-            )
-            if now != then
-        )
+        key = next(key for key in _WHAT if getattr(names, key) != getattr(before, key))
+        what, now, then = _WHAT[key], getattr(names, key), getattr(before, key)
         raise DataError(
-            f"the {what} are {now}, but the run was started with {then}; resume with the data that "
+            f"{what} {now}, but the run was started with {then}; resume with the data that "
             "it was started with, or start another run"
         )

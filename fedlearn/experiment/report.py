@@ -30,7 +30,6 @@ from fedlearn.core.participations import Status
 from fedlearn.core.quantities import format_duration, format_number
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import explain_hidden
-from fedlearn.experiment.data_names import DataNames
 from fedlearn.experiment.figures import Panel, add_shape, add_tooltip, render_svg
 from fedlearn.experiment.history import headline, headline_metric
 from fedlearn.experiment.plot import STATUS_COLORS, draw_clients, draw_staleness, panels
@@ -40,6 +39,7 @@ from fedlearn.experiment.summary import Summary, summarize
 from fedlearn.experiment.templates import make_environment
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord
+from fedlearn.training.data_names import DataNames
 
 _PANEL_INCHES = (6.6, 3.2)
 _PART_TITLES: Mapping[str, str] = {

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fedlearn.config.tables import has_plan
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.clients import explain_absence, load_clients
-from fedlearn.experiment.data_names import DataNames, load_data_names
+from fedlearn.experiment.data_names import load_data_names
 from fedlearn.experiment.notebook import render_box, render_table
 from fedlearn.experiment.progress import describe_end
 from fedlearn.experiment.spending import load_spending
@@ -16,6 +16,7 @@ from fedlearn.experiment.summary import summarize
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RoundRecord, RunRecord, RunStatus
 from fedlearn.store.runs import Database, StoredRun
+from fedlearn.training.data_names import DataNames
 
 if TYPE_CHECKING:  # importing torch takes a second, and only a run's model needs it
     from torch import Tensor, nn

@@ -56,7 +56,7 @@ from fedlearn.experiment.arguments import (
     require_settings,
     split_query,
 )
-from fedlearn.experiment.data_names import DataNames, keep_data_names
+from fedlearn.experiment.data_names import keep_data_names
 from fedlearn.experiment.privacy import choose_ledger, skip_lost_turns, start_accounting
 from fedlearn.experiment.progress import (
     RunProgress,
@@ -81,6 +81,7 @@ from fedlearn.simulation.sources import Examples
 from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
+from fedlearn.training.data_names import DataNames
 from fedlearn.training.keyed_dropout import preserve_generator
 
 log = structlog.get_logger()
@@ -826,6 +827,7 @@ def _describe_data(test: Examples) -> DataNames:
         feature_names=test.feature_names,
         feature_means=None if scaling is None else scaling.means,
         feature_stds=None if scaling is None else scaling.stds,
+        encoding=test.encoding,
     )
 
 

@@ -20,6 +20,7 @@ from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DataError
 from fedlearn.simulation.sources import Examples, num_classes_of, number_texts
 from fedlearn.training.csv_columns import NamedColumns, Place
+from fedlearn.training.data_names import TableEncoding
 
 #: What is done with a missing value: refuse it, leave its row out, or fill in a value, which may
 #: differ by column.
@@ -135,9 +136,16 @@ def train_test_of(
             )
     parts = [_without_missing(each, names, roles) for each in parts]
     class_names, labels = _encode_labels(parts, roles)
-    feature_names, features = _encode_features(parts, names, roles)
+    categories, features = _encode_features(parts, names, roles)
     # A class may occur in one of the two parts only.
     num_classes = num_classes_of(torch.cat(labels))
+    encoding = TableEncoding(
+        label=roles.label,
+        columns=tuple(names),
+        categories=categories,
+        missing=roles.missing,
+        num_classes=num_classes,
+    )
     made = [
         Examples(
             features=x,
@@ -145,7 +153,8 @@ def train_test_of(
             groups=part.groups,
             num_classes=num_classes,
             class_names=class_names,
-            feature_names=feature_names,
+            feature_names=encoding.feature_names,
+            encoding=encoding,
         )
         for part, x, y in zip(parts, features, labels, strict=True)
     ]
@@ -286,7 +295,8 @@ def _without_missing(rows: _Rows, names: Sequence[str], roles: ColumnRoles) -> _
     _require_all_left(rows.groups, kept)
     _log.warning(
         "rows_left_out",
-        note=f"{is_dropped.sum()} of {len(is_dropped)} rows have a missing value",
+        note=f"{is_dropped.sum()} of {len(is_dropped)} rows have a missing value, the first in "
+        f"{rows.place(int(is_dropped.argmax()))}",
     )
     return _Rows(
         {name: values[kept] for name, values in columns.items()},
@@ -365,18 +375,18 @@ def _require_finite(rows: _Rows, name: str, values: NDArray[Any]) -> None:
 
 def _encode_features(
     parts: Sequence[_Rows], names: Sequence[str], roles: ColumnRoles
-) -> tuple[tuple[str, ...], list[Tensor]]:
-    """Encode features as float32 [N, F]; return their names as well."""
-    feature_names, columns = list[str](), [list[NDArray[np.float32]]() for _ in parts]
+) -> tuple[dict[str, tuple[int | str, ...]], list[Tensor]]:
+    """Encode features as float32 [N, F]; return the categories of columns as well."""
+    known = dict[str, tuple[int | str, ...]]()
+    columns = [list[NDArray[np.float32]]() for _ in parts]
     for name in names:
         values = [part.columns[name] for part in parts]
         if name in roles.one_hot:
             categories, numbers = _encode_categories(name, values)
-            feature_names += [f"{name}={category}" for category in categories]
+            known[name] = tuple(categories)
             for own, each in zip(columns, numbers, strict=True):
                 own.append(np.eye(len(categories), dtype=np.float32)[each])
             continue
-        feature_names.append(name)
         for own, part, each in zip(columns, parts, values, strict=True):
             if each.dtype.kind not in "biuf":
                 raise DataError(
@@ -385,7 +395,7 @@ def _encode_features(
                 )
             _require_finite(part, name, each)
             own.append(each.astype(np.float32)[:, None])
-    return tuple(feature_names), [torch.from_numpy(np.hstack(own)) for own in columns]
+    return known, [torch.from_numpy(np.hstack(own)) for own in columns]
 
 
 def _encode_categories(

@@ -59,7 +59,6 @@ from fedlearn.simulation.population import (
     find_readable_client,
     pick_spread_clients,
 )
-from fedlearn.simulation.scaling import FeatureScaling
 from fedlearn.simulation.sources import (
     Examples,
     TrainTest,
@@ -76,6 +75,7 @@ from fedlearn.training.local_data import (
     require_map_style,
     stack_pairs,
 )
+from fedlearn.training.scaling import FeatureScaling
 
 _GROUPS_WITHOUT_TEST = (
     "test_groups is given without test rows; give them as `test`, or leave test_groups out and "

@@ -23,10 +23,10 @@ from fedlearn.simulation.federated_data import (
     split_examples,
 )
 from fedlearn.simulation.population import DatasetPopulation
-from fedlearn.simulation.scaling import FeatureScaling
 from fedlearn.simulation.sources import TrainTest
 from fedlearn.training.csv_columns import CsvFormat, NamedColumns, read_csv
 from fedlearn.training.local_data import Columns
+from fedlearn.training.scaling import FeatureScaling
 
 
 @explain_calls

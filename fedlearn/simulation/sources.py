@@ -24,7 +24,8 @@ from fedlearn.errors import DataError
 from fedlearn.simulation.behavior import TraceBandwidth
 from fedlearn.simulation.partition import number_ids, require_ids
 from fedlearn.simulation.population import CheckedExamples
-from fedlearn.simulation.scaling import FeatureScaling
+from fedlearn.training.data_names import TableEncoding
+from fedlearn.training.scaling import FeatureScaling
 
 _NUM_DIGITS = 10
 #: In scikit-learn's folder: one line per digit, with its pixels from 0 to 16 and its class.
@@ -64,6 +65,7 @@ class Examples(CheckedExamples):
         class_names: The classes' names in the data, by label; ``None`` if they have no names.
         feature_names: The features' names in the data, by column; ``None`` if they have no names.
         feature_scaling: How the features were scaled; ``None``: they are as in the data.
+        encoding: How a table became features and labels; ``None``: the data are no table.
 
     Raises:
         DataError: The lengths differ, a dtype is wrong, a feature or label is not finite,
@@ -81,6 +83,7 @@ class Examples(CheckedExamples):
     class_names: tuple[str, ...] | None = field(default=None, repr=False)
     feature_names: tuple[str, ...] | None = field(default=None, repr=False)
     feature_scaling: FeatureScaling | None = field(default=None, repr=False)
+    encoding: TableEncoding | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

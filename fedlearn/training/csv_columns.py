@@ -11,8 +11,8 @@ import re
 import unicodedata
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import chain
 from pathlib import Path
@@ -96,6 +96,10 @@ class CsvFormat:
             if isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} is {getattr(self, name)!r}; give a list of texts")
 
+    def with_texts(self, columns: Iterable[str]) -> "CsvFormat":
+        """Return the format with further columns that are text."""
+        return replace(self, text_columns=tuple(dict.fromkeys([*self.text_columns, *columns])))
+
 
 class Place(Protocol):
     """Formats the place of a row for a message, such as ``"berlin.csv, line 7"``."""
@@ -163,6 +167,15 @@ def read_csv(path: Path | str, *, csv_format: CsvFormat | None = None) -> list[N
     csv_format = csv_format or CsvFormat()
     files = [_read_texts(each, csv_format) for each in find_csv_files(Path(path))]
     return _with_types(files, csv_format)
+
+
+def list_columns(path: Path, *, csv_format: CsvFormat) -> list[str]:
+    """Return the names in the header of a CSV file.
+
+    Raises:
+        DataError: It cannot be read as text or is empty, or a name is there twice.
+    """
+    return [name.strip() for name in _read_header(path, csv_format).names]
 
 
 class _TextFile(NamedTuple):

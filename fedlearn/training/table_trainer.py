@@ -1,7 +1,7 @@
 """Answers plans of statistics from a client's own table, such as a CSV file."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,8 +136,7 @@ def read_tables_by(
     Raises:
         DataError: As :func:`read_tables`, or a row names no client.
     """
-    given = csv_format or CsvFormat()
-    named = replace(given, text_columns=(*given.text_columns, client_column))
+    named = (csv_format or CsvFormat()).with_texts([client_column])
     rows: dict[str, list[Mapping[str, NDArray[Any]]]] = {}
     for file in read_csv(path, csv_format=_with_texts(named, schema)):
         clients = file.columns[client_column]
@@ -173,9 +172,8 @@ def _join(
 
 def _with_texts(csv_format: CsvFormat | None, schema: Schema) -> CsvFormat:
     """Return the format with the schema's texts and categories as text."""
-    given = csv_format or CsvFormat()
-    texts = [name for name, column in schema.items() if _is_text(column)]
-    return replace(given, text_columns=tuple(dict.fromkeys([*given.text_columns, *texts])))
+    texts = (name for name, column in schema.items() if _is_text(column))
+    return (csv_format or CsvFormat()).with_texts(texts)
 
 
 def _is_text(column: object) -> bool:

@@ -9,7 +9,8 @@ import torch
 import fedlearn as fl
 from fedlearn.cli.overview import run_object, run_page
 from fedlearn.errors import ConfigError, DataError, StoreError
-from fedlearn.experiment.data_names import DataNames, keep_data_names, load_data_names
+from fedlearn.experiment.data_names import keep_data_names, load_data_names
+from fedlearn.training.data_names import DataNames, TableEncoding
 
 
 def test_names_are_kept_and_shown(tmp_path: Path) -> None:
@@ -25,7 +26,10 @@ def test_names_are_kept_and_shown(tmp_path: Path) -> None:
         num_rounds=1,
         store={"runs_dir": str(tmp_path / "runs")},
     )
-    assert run.data_names == DataNames(("no", "yes <b>"), ("age",), (5.0,), (1.0,))
+    encoding = TableEncoding(
+        label="ill", columns=("age",), categories={}, missing="error", num_classes=2
+    )
+    assert run.data_names == DataNames(("no", "yes <b>"), ("age",), (5.0,), (1.0,), encoding)
     page = run_page(run, width=None)
     assert "classes  0: no, 1: yes <b>" in page
     assert "features  0: age" in page
