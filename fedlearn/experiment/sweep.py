@@ -109,14 +109,12 @@ class _SweepJob:
     """One run of a sweep, as it is sent to a process of the pool.
 
     Attributes:
-        is_new: Whether the store has no run of this name.
         num_workers: What ``engine.num_workers`` is where the experiment leaves it to the machine.
     """
 
     variant: Variant
     seed: int
     run: str
-    is_new: bool
     num_workers: int | None
 
 
@@ -147,8 +145,8 @@ class SweptExperiment(Protocol):
     def build(self, variant: Variant, seed: int) -> None:
         """Check the rest: load the data of a run, and build its model and algorithm."""
 
-    def run(self, job: _SweepJob) -> None:
-        """Run or resume one run."""
+    def run(self, job: _SweepJob, *, is_new: bool) -> None:
+        """Run one run, or resume it unless it is new."""
 
 
 @dataclass(frozen=True)
@@ -185,11 +183,11 @@ class FileExperiment:
         config, addresses, _ = self.check(variant, seed)
         build_simulation(config, data_dir=addresses.data_dir)
 
-    def run(self, job: _SweepJob) -> None:
-        """Run or resume one run."""
+    def run(self, job: _SweepJob, *, is_new: bool) -> None:
+        """Run one run, or resume it unless it is new."""
         config, addresses, _ = self.check(job.variant, job.seed)
         site = Site(addresses, os.environ, SystemClock(), SilentProgress())
-        if not job.is_new:
+        if not is_new:
             resume(job.run, site, from_previous=False)
             return
         engine = config.engine
@@ -235,10 +233,10 @@ class FunctionExperiment:
     def build(self, variant: Variant, seed: int) -> None:
         """Do nothing: everything was built to be checked."""
 
-    def run(self, job: _SweepJob) -> None:
-        """Run or resume one run."""
+    def run(self, job: _SweepJob, *, is_new: bool) -> None:
+        """Run one run, or resume it unless it is new."""
         arguments = self._arguments(job.variant, job.seed)
-        if not job.is_new:
+        if not is_new:
             arguments["resume"] = job.run
         elif job.num_workers is not None:
             engine = arguments.get("engine", {})
@@ -571,7 +569,7 @@ def _list_jobs(plan: SweepPlan, records: Mapping[str, RunRecord]) -> list[_Sweep
     """List the runs that are not done, seed by seed, so that early results compare all variants."""
     done = {name for name, record in records.items() if record.status is RunStatus.DONE}
     return [
-        _SweepJob(variant=variant, seed=seed, run=run, is_new=run not in records, num_workers=None)
+        _SweepJob(variant=variant, seed=seed, run=run, num_workers=None)
         for seed in plan.description.seeds
         for variant, described in zip(plan.variants, plan.description.variants, strict=True)
         if (run := described.runs[seed]) not in done
@@ -587,7 +585,7 @@ def _run_jobs(
     """
     if not jobs:
         return
-    run = partial(_run_job, plan.experiment)
+    run = partial(_run_job, plan.experiment, plan.addresses)
     gpus = _list_gpus(os.environ) if plan.uses_gpus else ()
     num_jobs = min(plan.num_jobs or len(gpus) or count_cores(), len(jobs))
     if plan.num_jobs == 1:
@@ -603,10 +601,13 @@ def _run_jobs(
             yield jobs[place], str(error)
 
 
-def _run_job(experiment: SweptExperiment, job: _SweepJob) -> str:
+def _run_job(experiment: SweptExperiment, addresses: Addresses, job: _SweepJob) -> str:
     """Run one job, and return why it failed; empty if it did not."""
     try:
-        experiment.run(job)
+        # Looked up here: a process that was killed at this job may have begun the run.
+        with open_database(addresses) as database:
+            is_new = all(each.name != job.run for each in database.runs())
+        experiment.run(job, is_new=is_new)
     except FedlearnError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 (own code fails for any reason; the others go on)
