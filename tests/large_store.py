@@ -35,10 +35,16 @@ _SPIKE_AT = 4321
 
 
 def write_large_store(
-    folder: Path, *, num_clients: int, num_rounds: int, cohort_size: int, num_small: int
+    folder: Path,
+    *,
+    num_clients: int,
+    num_rounds: int,
+    cohort_size: int,
+    num_small: int,
+    url: str | None = None,
 ) -> None:
     """Write a folder of runs with one large deployed run and ``num_small`` small ones."""
-    with Database.open(sqlite_url(folder / "fedlearn.db"), runs_dir=folder) as database:
+    with Database.open(url or sqlite_url(folder / "fedlearn.db"), runs_dir=folder) as database:
         for number in range(num_small):
             status = RunStatus.FAILED if number % 7 == 0 else RunStatus.DONE
             small = replace(

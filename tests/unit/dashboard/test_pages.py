@@ -10,7 +10,9 @@ import pytest
 
 from fedlearn.core.clock import VirtualClock
 from fedlearn.core.participations import STATUSES, Status
+from fedlearn.dashboard.app import build_app
 from fedlearn.dashboard.pulse import Pulse
+from fedlearn.dashboard.rendering import Dashboard
 from fedlearn.errors import StoreError
 from fedlearn.experiment.figures import RUN_COLORS
 from fedlearn.experiment.plot import STATUS_COLORS
@@ -19,7 +21,9 @@ from fedlearn.store.attendance import AttendanceOrder, Window, list_attendance
 from fedlearn.store.run_list import RunOrder, list_runs
 from fedlearn.store.runs import Database, sqlite_url
 from tests.asgi import Browser
-from tests.large_store import LARGE
+from tests.large_store import LARGE, write_large_store
+from tests.records import RUN
+from tests.unit.dashboard.test_security import DATA, PAGES
 
 STATIC = Path(__file__).parents[3] / "fedlearn" / "dashboard" / "static"
 
@@ -160,3 +164,21 @@ def test_a_page_and_what_it_loads_stay_small(browser: Browser) -> None:
         size = len(page) + sum(len(browser.get(each).body) for each in loaded)
         assert loaded
         assert size < 200_000, (target, size)
+
+
+@pytest.mark.slow
+def test_pages_are_the_same_on_postgresql(
+    postgresql_url: str, browser: Browser, tmp_path: Path
+) -> None:
+    write_large_store(
+        tmp_path, num_clients=60, num_rounds=1000, cohort_size=6, num_small=3, url=postgresql_url
+    )
+    with Database.open_to_read(postgresql_url, runs_dir=tmp_path) as database:
+        other = Browser(build_app(Dashboard.of(database, VirtualClock(), place="runs")))
+        for target in PAGES:
+            assert other.get(target).status_code == 200, target
+        for target in DATA:
+            cells = [load(each, target).get("cells") for each in (browser, other)]
+            assert (cells[0] and sorted(cells[0])) == (cells[1] and sorted(cells[1]))
+        with pytest.raises(StoreError, match="read-only"):
+            database.create(RUN)
