@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Integer, Select, and_, case, func, select,
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import STATUSES, Status
 from fedlearn.rounds.records import Outcome
-from fedlearn.store.paging import Page, constant
+from fedlearn.store.paging import Page
 from fedlearn.store.runs import Database, find_run_id
 from fedlearn.store.schema import ParticipationRow, RoundRow
 
@@ -126,7 +126,7 @@ def read_cells(
         StoreError: The database cannot be read.
     """
     row = ParticipationRow
-    column = (row.round_num - constant(window.first)) // constant(rounds_per_column)
+    column = (row.round_num - window.first) // rounds_per_column
     unused = and_(RoundRow.outcome == Outcome.SKIPPED, row.status == Status.REPORTED)
     code = case((unused, SELECTED), else_=type_coerce(row.status, Integer))
     with database.reading() as session:

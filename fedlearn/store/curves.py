@@ -10,7 +10,6 @@ from sqlalchemy import ColumnElement, func, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from fedlearn.core.participations import Status
-from fedlearn.store.paging import constant
 from fedlearn.store.runs import Database, find_run_id
 from fedlearn.store.schema import MetricRow, ParticipationRow, RoundRow
 
@@ -66,7 +65,7 @@ def read_curves(
     with database.reading() as session:
         run_id = find_run_id(session, run)
         row = MetricRow
-        bucket = row.round_num // constant(rounds_per_bucket)
+        bucket = row.round_num // rounds_per_bucket
         statement = (
             select(row.name, func.max(row.round_num), *_aggregate(row.value))
             .where(row.run_id == run_id, row.name.in_(names), row.value.is_not(None))
@@ -89,7 +88,7 @@ def read_participation(database: Database, run: str, *, rounds_per_bucket: int) 
         UnknownRun: There is no such run.
         StoreError: The database cannot be read.
     """
-    row, bucket = ParticipationRow, ParticipationRow.round_num // constant(rounds_per_bucket)
+    row, bucket = ParticipationRow, ParticipationRow.round_num // rounds_per_bucket
     with database.reading() as session:
         run_id = find_run_id(session, run)
         counted = (
@@ -113,7 +112,7 @@ def read_participation(database: Database, run: str, *, rounds_per_bucket: int) 
 
 
 def _read_round_curve(session: Session, run_id: int, name: str, *, rounds_per_bucket: int) -> Curve:
-    column, bucket = ROUND_CURVES[name], RoundRow.round_num // constant(rounds_per_bucket)
+    column, bucket = ROUND_CURVES[name], RoundRow.round_num // rounds_per_bucket
     statement = (
         select(func.max(RoundRow.round_num), *_aggregate(column))
         .where(RoundRow.run_id == run_id, column.is_not(None))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from sqlalchemy import ColumnElement, Integer, literal_column
+from sqlalchemy import ColumnElement
 from sqlalchemy.orm.attributes import InstrumentedAttribute
 
 RowT = TypeVar("RowT")
@@ -35,11 +35,3 @@ class Page(Generic[RowT]):
 def contains_text(column: InstrumentedAttribute[str], text: str) -> ColumnElement[bool]:
     """Match rows whose ``column`` contains ``text`` literally, in any case."""
     return column.icontains(text, autoescape=True)
-
-
-def constant(number: int) -> ColumnElement[int]:
-    """Return a number as part of the statement, for an expression that groups rows.
-
-    PostgreSQL takes two parameters for two different expressions, even if they are equal.
-    """
-    return literal_column(str(int(number)), Integer)
