@@ -63,7 +63,6 @@ class Connector:
         allowed: Set while this client may connect.
         enrolment: The client's enrolment, once it has one.
         live: The current session, if any; work continues from one session to the next.
-        run_ids: The runs of the latest session; none before the first.
         backoff: Waits between attempts to connect.
     """
 
@@ -90,7 +89,6 @@ class Connector:
         self.backoff, self.allowed = Backoff(connection.reconnection.max_backoff_s), asyncio.Event()
         self.enrolment: Enrolment | None = None
         self.live: LiveSession | None = None
-        self.run_ids: tuple[str, ...] = ()
 
     async def run(self) -> None:
         """Enrol if necessary, then connect to the known addresses in turn, forever.
@@ -117,7 +115,7 @@ class Connector:
             address = addresses[num_visits % len(addresses)]
             await self.allowed.wait()
             self._expire_sessions()
-            if self._rotation.is_due(self.enrolment, run_ids=self.run_ids, is_connected=False):
+            if self._rotation.is_due(self.enrolment, is_connected=False):
                 with suppress(TimeoutError):
                     async with self._interruptible():
                         self.enrolment = await self._rotation.carry_out(self.enrolment)
@@ -164,7 +162,7 @@ class Connector:
     def _expire_sessions(self) -> None:
         """Erase the secrets of abandoned sessions, including the shares of other clients."""
         before_unix_s = self._clock.unix_s() - _ABANDONED_S
-        for run_id in self._home.list_stale_runs(before_unix_s=before_unix_s):
+        for run_id in self._home.list_runs(before_unix_s=before_unix_s):
             state = self._home.load_state(run_id)
             if (ended := end_session_after_failure(state)) != state:
                 _log.info("session_expired", run_id=run_id)
@@ -263,7 +261,7 @@ class Connector:
             _log.warning("old_state_not_removed", error=str(error))
         _log.info("connected", address=address, run_ids=run_ids)
         self._on_event(AgentEvent.of(EventKind.CONNECTED, message=address))
-        self.live, self.run_ids = live, run_ids
+        self.live = live
         self._post(SessionStarted(run_ids))
         ends: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._receive(live.session)),
@@ -327,7 +325,5 @@ class Connector:
 
     def leave_for_rotation(self) -> None:
         """End the session if the certificate or keys are due to be replaced before the next."""
-        if self.live is not None and self._rotation.is_due(
-            self.live.enrolment, run_ids=self.run_ids, is_connected=True
-        ):
+        if self.live is not None and self._rotation.is_due(self.live.enrolment, is_connected=True):
             self.leave()

@@ -18,6 +18,7 @@
 """
 
 import json
+import math
 import shutil
 from collections.abc import Collection
 from contextlib import suppress
@@ -157,8 +158,8 @@ class Home(ClientFolder):
         """Load the client's state in a run; empty at first."""
         return read_or_empty(self._state_path(run_id))
 
-    def list_stale_runs(self, *, before_unix_s: float) -> list[str]:
-        """List the runs whose state was last written before ``before_unix_s``."""
+    def list_runs(self, *, before_unix_s: float = math.inf) -> list[str]:
+        """List the runs with a state, if it was last written before ``before_unix_s``."""
         folder = self.folder / "state"
         if not folder.is_dir():
             return []

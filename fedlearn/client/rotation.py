@@ -1,7 +1,7 @@
 """Renew a client's certificate before it expires, and replace its keys when the user asks."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import structlog
 
@@ -50,12 +50,11 @@ class KeyRotation:
         self._noted_s = math.inf
         self._next_s = self._next_renewal_s = -math.inf
 
-    def is_due(self, enrolment: Enrolment, *, run_ids: Collection[str], is_connected: bool) -> bool:
+    def is_due(self, enrolment: Enrolment, *, is_connected: bool) -> bool:
         """Check whether to replace the certificate or the keys now.
 
         Args:
             enrolment: The present enrolment.
-            run_ids: The runs of the latest session; none before the first.
             is_connected: Whether the client would have to end a session first.
         """
         if not (self._home.keys.wants_rotation(enrolment) or self._should_renew(enrolment)):
@@ -66,7 +65,9 @@ class KeyRotation:
         self._noted_s = min(self._noted_s, now_s)
         if is_connected and now_s < self._next_s:
             return False
-        is_between = not any(is_in_session(self._home.load_state(each)) for each in run_ids)
+        # On disk, also of a run that has begun since the welcome.
+        states = (self._home.load_state(each) for each in self._home.list_runs())
+        is_between = not any(is_in_session(state) for state in states)
         return is_between or now_s - self._noted_s > _SESSION_S
 
     def _should_renew(self, enrolment: Enrolment) -> bool:
