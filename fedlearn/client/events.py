@@ -36,6 +36,7 @@ class AgentEvent:
 
     Attributes:
         kind: The kind of event.
+        run_id: Id of the run whose task it concerns; ``None`` if it concerns no task.
         round_num: The round that it concerns, from 0; ``None`` if it concerns no round.
         fraction: Share of the local training that is done, [0, 1].
         loss: Mean training loss of the latest batch.
@@ -46,6 +47,7 @@ class AgentEvent:
     """
 
     kind: EventKind
+    run_id: str | None = None
     round_num: int | None = None
     fraction: float | None = None
     loss: float | None = None
@@ -61,4 +63,5 @@ class AgentEvent:
         round_num = None if key is None else key.round_num
         if key is not None and key.kind == EVALUATE_KIND:
             round_num = key.round_num - 1 if key.round_num else None
-        return cls(kind=kind, round_num=round_num, message=message)
+        run_id = None if key is None else key.run_id
+        return cls(kind=kind, run_id=run_id, round_num=round_num, message=message)

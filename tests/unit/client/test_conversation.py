@@ -304,6 +304,24 @@ MANY_RUNS: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         ),
         [Begin(task(5)), Hold(make_answer(5)), Begin(AHEAD_OTHER)],
     ),
+    "a reply survives a session of another run's tasks until its own run ends": (
+        (
+            *(*FINISHED, SessionEnded(), BOTH, TaskWithdrawn(key(0, "other"), "closed")),
+            *(SessionEnded(), SessionStarted(("other",))),
+        ),
+        [*SENT, Deliver(make_held()), Drop(make_held(), "its run is over")],
+    ),
+    "work in advance survives a session in which its run goes on": (
+        (*OVERLAPPED, DONE, SessionEnded(), BOTH, ReplySettled(key()), TaskOffered(task(2))),
+        [
+            *(*BEGUN, Deliver(make_held()), Drop(make_held(), "settled")),
+            Hold(HELD_FOR_2),
+        ],
+    ),
+    "no model is trained twice after a session of both runs": (
+        (*WORKING, make_answer(), SessionEnded(), BOTH, ModelFetched(ahead(0))),
+        [*STARTED, Hold(make_answer())],
+    ),
     "a model of a run that is over is not begun": (
         (
             *(BOTH, TaskOffered(task()), ModelAnnounced(AHEAD_OTHER), SessionEnded()),

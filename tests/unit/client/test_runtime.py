@@ -430,7 +430,8 @@ def test_a_task_is_answered_signed_and_settled(home: Home, gateway: ScriptedGate
         assert verify(identity.identity.public_key, envelope.signature, signed)
         assert not verify(Identity.create().public_key, envelope.signature, signed)
         gateway.settle(request)
-        assert running.wait_for(EventKind.ACCEPTED).round_num == 0
+        accepted = running.wait_for(EventKind.ACCEPTED)
+        assert (accepted.run_id, accepted.round_num) == ("run", 0)
     assert finished(home) == 1
     assert home.recover() is None
 
