@@ -37,11 +37,6 @@ CASES: Mapping[str, shelf.Case] = {
 every_case = pytest.mark.parametrize("name", CASES)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @every_case
 def test_an_algorithm_equals_its_reference_in_one_process(name: str) -> None:
     """Client by client, many at once, and by sessions in memory."""
