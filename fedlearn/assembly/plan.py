@@ -19,6 +19,7 @@ from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Cluster
 from fedlearn.core.features import move_to_device
 from fedlearn.core.params import Layout, Params
+from fedlearn.core.randomness import lock_global_generators
 from fedlearn.errors import ConfigError, SettingsRefused
 from fedlearn.rounds.distributed_mean import DistributedMean
 from fedlearn.rounds.evaluation import Evaluator, Evaluators
@@ -38,7 +39,7 @@ def build_initial_params(components: Components, device: torch.device) -> Params
     """Return the global model before the first round, which depends on the seed alone."""
     generator_devices = [device] if device.type == "cuda" else []
     # Forked, so that the caller's random generators are left unchanged.
-    with torch.random.fork_rng(devices=generator_devices):
+    with lock_global_generators(), torch.random.fork_rng(devices=generator_devices):
         torch.manual_seed(components.seed.derive("model").value)
         model = components.make_model()
         params = Params.of(model)

@@ -126,6 +126,40 @@ def coordinator(
         )
 
 
+@app.command(epilog=examples("serve service.toml"))
+def serve(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE", help="The service's configuration: name, service, coordinator, store."
+        ),
+    ] = Path("service.toml"),
+    *,
+    data_dir: DataDir = None,
+    insecure: Insecure = False,
+    as_json: Json = False,
+) -> None:
+    """Serve clients, and have the runs that `fedlearn submit` queues at work.
+
+    Runs continue where they were after a stop or a kill, even inside a round. SIGTERM parks their
+    rounds.
+    """
+    from fedlearn.config.serving import load_service
+    from fedlearn.deployment.places import Places
+    from fedlearn.deployment.service import serve as serve_runs
+    from fedlearn.experiment.progress import JsonProgress, PlainProgress, RunProgress
+
+    config = load_service(file)
+    places = Places.of(config, environ=os.environ, data_dir=data_dir)
+
+    def progress_of(name: str) -> RunProgress:
+        if as_json:
+            return JsonProgress(sys.stdout)
+        return PlainProgress(sys.stdout, label=f"{name}: ")
+
+    serve_runs(places, config, insecure=insecure, progress_of=progress_of)
+
+
 @app.command(epilog="Example: fedlearn demo --rounds 5")
 def demo(
     *,

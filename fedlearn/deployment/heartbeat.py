@@ -68,7 +68,7 @@ class Heartbeat:
             if not self._stopped.is_set():  # the thread died of an unexpected error
                 self.interruption.give(
                     StoreError(
-                        f"the lease of run {self.lease.name!r} is no longer renewed, because the "
+                        f"the lease of {self.lease.name!r} is no longer renewed, because the "
                         "heartbeat thread has died; see stderr, and start the coordinator again"
                     )
                 )

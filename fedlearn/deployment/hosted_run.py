@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from functools import partial
 
@@ -15,7 +15,7 @@ from fedlearn.config.components import build_component
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.interruption import Interruption
-from fedlearn.deployment.leader import Leader, ReachableClients
+from fedlearn.deployment.leader import Leader, ReachableClients, make_holder_name
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import keep_waiting
 from fedlearn.deployment.places import Places, upload_store_path
@@ -79,6 +79,8 @@ class HostedRun:
         start: Where the run resumes.
         progress: Receives the progress of the run.
         priority: See :class:`~fedlearn.gateway.served_runs.RunTerms`.
+        holder: Name of this process as holder of the lease.
+        heir_of: See :class:`~fedlearn.store.lease.Lease`.
         live_status: The status that operators and monitors see.
         lease: The lease while this process holds it.
         run_id: Id of the run that clients see, once it is prepared.
@@ -92,6 +94,8 @@ class HostedRun:
     start: Start
     progress: RunProgress
     priority: int = 0
+    holder: str = field(default_factory=make_holder_name)
+    heir_of: str = ""
 
     def __post_init__(self) -> None:
         """Create what the threads share."""
@@ -101,17 +105,23 @@ class HostedRun:
             interruption=self.interruption,
             progress=self.progress,
             database_away_s=DATABASE_AWAY_S,
+            holder=self.holder,
+            heir_of=self.heir_of,
         )
         self.live_status: LiveStatus = self._leader.live_status
         self.patiently: Patience = self._leader.patiently
         self.lease: Lease | None = None
         self.run_id = ""
 
-    def deploy(self, database: Database) -> None:
+    def deploy(self, database: Database, *, from_queue: bool = False) -> None:
         """Create the run's record, unless it is there: see :func:`ensure_deployed`."""
         self.patiently(
             lambda: ensure_deployed(
-                database, self.components, name=self.places.run_name, clock=self.interruption
+                database,
+                self.components,
+                name=self.places.run_name,
+                clock=self.interruption,
+                from_queue=from_queue,
             )
         )
 

@@ -45,6 +45,13 @@ from fedlearn.store.runs import Database, StoredRun
 _HOLDER_BYTES = 4
 
 
+def make_holder_name() -> str:
+    """Return a name for this process that no other holder of a lease has had."""
+    # Process ids are used again; a lease must not be mistaken for that of an earlier process.
+    drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
+    return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReachableClients:
     """How the clients of a deployed run are reached, and the settings that depend on it.
@@ -89,6 +96,8 @@ class Leader:
         interruption: Real time, and the reason to end the run in this process.
         progress: Receives the progress of the run.
         database_away_s: Seconds that the database may be unreachable during the run.
+        holder: Name of this process as holder of the lease.
+        heir_of: See :class:`~fedlearn.store.lease.Lease`.
         live_status: The status that operators and monitors see.
         paused: Set while the operator has paused the run.
         patiently: Retries calls while the database is unreachable.
@@ -99,6 +108,8 @@ class Leader:
     interruption: Interruption
     progress: RunProgress
     database_away_s: float
+    holder: str = field(default_factory=make_holder_name)
+    heir_of: str = ""
     live_status: LiveStatus = field(init=False)
     paused: threading.Event = field(default_factory=threading.Event, init=False)
     patiently: Patience = field(init=False)
@@ -142,7 +153,12 @@ class Leader:
         log = structlog.get_logger(__name__)
         ttl_s = self.components.config.coordinator.lease_ttl_s
         lease = Lease(
-            database, name, holder=_make_holder_name(), ttl_s=ttl_s, clock=self.interruption
+            database,
+            name,
+            holder=self.holder,
+            ttl_s=ttl_s,
+            clock=self.interruption,
+            heir_of=self.heir_of,
         )
         heartbeat = Heartbeat(
             lease,
@@ -292,12 +308,6 @@ class Leader:
             clock=self.interruption,
             properties=clients.properties,
         )
-
-
-def _make_holder_name() -> str:
-    # Process ids are used again; a lease must not be mistaken for that of an earlier process.
-    drawn = SecretBytes.generate(_HOLDER_BYTES).reveal().hex()
-    return f"{socket.gethostname()}:{os.getpid()}:{drawn}"
 
 
 def _is_bound_to_process(components: Deployment) -> bool:

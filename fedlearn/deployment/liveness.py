@@ -31,6 +31,10 @@ class SignsOfLife:
         """Record a sign of life of a thread, which may now sleep for ``sleeps_s``."""
         self._shown_s[thread] = self.clock.now_s() + sleeps_s
 
+    def forget(self, thread: str) -> None:
+        """Stop tracking a thread, which has ended."""
+        self._shown_s.pop(thread, None)
+
     def describe_stuck(self) -> str:
         """Describe which threads are stuck, and for how long; empty if none is."""
         now_s = self.clock.now_s()

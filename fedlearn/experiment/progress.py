@@ -166,6 +166,7 @@ class JsonProgress(_Lines):
         """Write a ``round`` line."""
         self._write_event(
             "round",
+            run=self.run,
             round=record.round_num + 1,
             rounds=self._num_rounds,
             accuracy=headline(record.metrics, "accuracy"),
@@ -203,7 +204,17 @@ class JsonProgress(_Lines):
 
 
 class PlainProgress(_Lines):
-    """Plain lines of ``key=value``, in a fixed order, without colors."""
+    """Plain lines of ``key=value``, in a fixed order, without colors.
+
+    Each starts with ``label``, for a process that shows several runs.
+    """
+
+    def __init__(self, stream: IO[str], *, label: str = "") -> None:
+        super().__init__(stream)
+        self._label = label
+
+    def _write(self, line: str, *, then: str = "") -> None:
+        super()._write(self._label + line, then=then)
 
     def start(self, record: RunRecord, path: Path, notes: Sequence[str]) -> None:
         """Write the run's name, and the notes."""

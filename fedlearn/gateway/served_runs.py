@@ -21,8 +21,14 @@ from fedlearn.transport import wire, wire_pb2
 
 #: Earliest time at which a client comes back to take part in another run.
 _SOON_S = 0.5
+#: Runs that are over and still answer for replies to them.
+_MOST_OVER = 8
 #: A run that has not looked for clients for so long no longer waits for them.
 _WAITS_S = 2.0
+
+
+def _admit_nobody(_client: EnrolledClient, _report: wire_pb2.Eligibility) -> bool:
+    return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +62,7 @@ class ServedRun:
         changed: Set when a client connects, disconnects, or changes its eligibility.
         waits_since_s: Since when the run has waited for clients, on the server's clock.
         looked_s: When it last looked for clients.
+        is_over: Whether it is done, so that clients need not keep anything of it.
     """
 
     terms: RunTerms
@@ -64,6 +71,7 @@ class ServedRun:
     changed: threading.Event
     waits_since_s: float = float("-inf")
     looked_s: float = float("-inf")
+    is_over: bool = False
 
     @property
     def run_id(self) -> str:
@@ -116,20 +124,28 @@ class ServedRuns:
             self.sessions.reconsider(session, session.eligibility)
             run.exchanges.send_missed_verdicts(session, run_id=run.run_id)
 
-    def remove(self, run_id: str) -> None:
-        """Stop serving a run; its open questions are suspended, as by a crash."""
+    def retire(self, run_id: str, *, is_over: bool) -> None:
+        """Ask no more clients for a run; clients keep what belongs to it unless it is over."""
         run = self._runs[run_id]
         run.exchanges.abandon()
-        del self._runs[run_id], self.sessions.audiences[run_id]
+        run.audience.admits = _admit_nobody
+        run.audience.num_wanted, run.looked_s, run.is_over = 0, float("-inf"), is_over
         for session in self.sessions.all():
             if session.only_run == run_id:
-                self.sessions.send_away(session, "the run is over", after_s=_SOON_S)
+                self.sessions.send_away(session, "the run has ended here", after_s=_SOON_S)
             else:
                 self.sessions.reconsider(session, session.eligibility)
+        over = [each.run_id for each in self._runs.values() if each.is_over]
+        for old in over[:-_MOST_OVER]:
+            del self._runs[old], self.sessions.audiences[old]
+
+    def list_going_on(self) -> list[str]:
+        """Return the ids of the runs that are not over."""
+        return [each.run_id for each in self._runs.values() if not each.is_over]
 
     def choose_run(self, session: ServerSession) -> str:
         """Return the run that a client is welcomed to; earlier clients take part in no other."""
-        audiences = [each.audience for each in self._runs.values()]
+        audiences = [each.audience for each in self._runs.values() if not each.is_over]
         may = [each for each in audiences if each.may_ask(session)]
         return next((each.run_id for each in may or audiences), wire.NO_RUN)
 

@@ -192,7 +192,7 @@ class Gateway:
         self._end()
 
     def open_run(self, terms: RunTerms) -> None:
-        """Serve a run from now on, besides those that are served already.
+        """Serve a run from now on, besides those that are served already, perhaps again.
 
         Raises:
             StoreError: Its upload store cannot be read.
@@ -202,7 +202,7 @@ class Gateway:
         history, is_recovering = VerdictHistory(terms.run_id), False
         for name, log in read_exchange_logs(terms.uploads_dir / "replies", run_id=terms.run_id):
             if log.closed is None:
-                is_recovering = True
+                is_recovering = terms.is_leader()
             else:
                 taken = log.replies[: log.closed.num_consumed]
                 rulings = {each.client_id: ACCEPTED for each in taken}
@@ -228,9 +228,13 @@ class Gateway:
         )
         self._loop.ask(partial(self._served.add, run))
 
-    def close_run(self, run_id: str) -> None:
-        """Stop serving a run; its open questions are suspended, as by a crash."""
-        self._loop.ask(partial(self._served.remove, run_id))
+    def retire_run(self, run_id: str, *, is_over: bool) -> None:
+        """Ask no more clients for a run; its open questions are suspended, as by a crash.
+
+        Clients still learn the verdicts on their replies. They keep what belongs to the run, unless
+        it is over: :meth:`open_run` may serve it again.
+        """
+        self._loop.ask(partial(self._served.retire, run_id, is_over=is_over))
 
     def channel(
         self, run_id: str = "", *, check: Check = lambda: None, waiting: Waiting = nullcontext
@@ -693,7 +697,7 @@ class Gateway:
             software=SOFTWARE,
             client_id=client.client_id,
             run_id=run_id,
-            run_ids=[each.run_id for each in self._served.all()],
+            run_ids=self._served.list_going_on(),
             unix_s=self.clock.unix_s(),
             beat_s=self._beat_s(hello.protocol),
             addresses=self.public_addresses,

@@ -145,7 +145,7 @@ def test_a_client_of_an_earlier_version_takes_part_in_one_run_only(site: Site) -
     assert earlier.session is not None
     assert earlier.session.welcome.run_id == A
     assert (gateway.channel(A).available(), gateway.channel(B).available()) == ((0,), ())
-    gateway.close_run(A)
+    gateway.retire_run(A, is_over=True)
     told = earlier.hear()
     assert told is not None
     assert told.WhichOneof("what") == "come_back"
@@ -185,7 +185,7 @@ def test_a_closed_run_resumes_with_the_replies_that_it_has(site: Site) -> None:
     members[0].answer(members[0].hear_task(), train_reply(1.0))
     assert first.next()[0] == members[0].client_id
     members[1].hear_task()
-    gateway.close_run(A)
+    gateway.retire_run(A, is_over=False)
     gateway.open_run(site.terms(A))
     again = Collecting(gateway.channel(A), members, train_request())
     assert again.take()[0] == members[0].client_id
