@@ -17,6 +17,7 @@ import grpc
 import structlog
 
 from fedlearn.core.clock import Clock
+from fedlearn.core.kinds import SECURE_KIND
 from fedlearn.core.messages import ClientId
 from fedlearn.gateway.connections import CallEnded, CallStatus, ServerSession, Sessions
 from fedlearn.gateway.counters import GatewayCounters
@@ -158,6 +159,7 @@ class Exchanges:
     is_turn: Callable[[ClientId], bool] = lambda _: True
     released: Callable[[Collection[ClientId]], None] = lambda _: None
     _turns: dict[TaskKey, int] = field(default_factory=dict)  # of open questions
+    _held: dict[ClientId, int] = field(default_factory=dict)  # turns between two stages
     _live: dict[TaskKey, LiveQuestion] = field(default_factory=dict)
     _questions: dict[ClientId, LiveQuestion] = field(default_factory=dict)  # the last question
     _waiters: dict[tuple[TaskKey, ClientId], Waiter] = field(default_factory=dict)
@@ -175,7 +177,7 @@ class Exchanges:
         """Send tasks to all participants; replies that an earlier process logged count already."""
         now_s = self.clock.now_s()
         self._live[live.state.key] = live
-        self._turns[live.state.key] = self.next_turn()
+        self._turns[live.state.key] = self._take_turn(live)
         self._questions |= dict.fromkeys(live.state.participants, live)
         self.is_recovering = False
         self.history.open(live.state.key)
@@ -271,6 +273,7 @@ class Exchanges:
 
     def release_verdicts(self, before_round: int) -> None:
         """Send the verdicts that waited for the commit of rounds before ``before_round``."""
+        self.end_session()
         self._closing = {key for key in self._closing if key.round_num >= before_round}
         self.send_pending_verdicts()
 
@@ -287,6 +290,7 @@ class Exchanges:
         """Suspend all open questions because the server stops."""
         for live in list(self._live.values()):
             self.suspend(live)
+        self.end_session()
 
     # Clients.
 
@@ -321,11 +325,31 @@ class Exchanges:
             self.set_phase(client_id, ClientPhase.CONNECTED)
 
     def find_turn(self, client_id: ClientId) -> int | None:
-        """Return the number of the question on which a client works; ``None``: on none."""
+        """Return the number of the question on which a client works; ``None``: on none.
+
+        In a session of secure aggregation a client has one turn for all stages: while it worked for
+        another run, the next stage would wait for it, or take place without it.
+        """
         live = self._questions.get(client_id)
-        if live is None or live.state.participants[client_id].ruling is not None:
+        if live is None:
+            return self._held.get(client_id)
+        is_session = live.state.key.kind == SECURE_KIND
+        if live.state.participants[client_id].ruling is not None and not is_session:
             return None
         return self._turns[live.state.key]
+
+    def end_session(self) -> None:
+        """Note that no further stage comes: its clients may work for other runs."""
+        held, self._held = self._held, {}
+        self.released(held)
+
+    def _take_turn(self, live: LiveQuestion) -> int:
+        """Return the turn of a question: that of the stage before, if there was one."""
+        turns = [self._held[each] for each in live.state.participants if each in self._held]
+        if live.state.key.kind != SECURE_KIND or live.state.key.exchange == 0:
+            turns = []
+            self.end_session()
+        return min(turns, default=None) or self.next_turn()
 
     def is_needed(self, client_id: ClientId) -> bool:
         """Whether the open exchange waits for this client."""
@@ -594,10 +618,13 @@ class Exchanges:
         """Remove a question from the open ones; return whether it was there."""
         if self._live.get(live.state.key) is not live:
             return False
-        del self._live[live.state.key], self._turns[live.state.key]
-        for client_id in live.state.participants:
+        del self._live[live.state.key]
+        turn = self._turns.pop(live.state.key)
+        for client_id, participant in live.state.participants.items():
             if self._questions.get(client_id) is live:
                 del self._questions[client_id]
+            if live.state.key.kind == SECURE_KIND and participant.ruling is not None:
+                self._held[client_id] = turn
         # The others were released with their verdict.
         self.released([each for each, it in live.state.participants.items() if it.ruling is None])
         return True

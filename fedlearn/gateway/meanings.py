@@ -39,6 +39,11 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         "committing, paused, stopping, done.",
     ),
     **_gauges(
+        "runs",
+        runs_at_work="Runs that `fedlearn serve` has at work.",
+        runs_queued="Runs that wait in its queue.",
+    ),
+    **_gauges(
         "rounds",
         round="Finished rounds.",
         rounds="Planned rounds of the run.",

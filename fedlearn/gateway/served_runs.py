@@ -170,6 +170,7 @@ class ServedRuns:
         """
         run, now_s = self._runs[run_id], self.clock.now_s()
         run.note_look(now_s)
+        run.exchanges.end_session()  # a new round or attempt is about to begin
         found = self.sessions.find_eligible(run_id)
         if len(self._runs) == 1:
             return tuple(found)

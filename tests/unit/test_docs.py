@@ -598,11 +598,12 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
         ),
     )
     of_coordinator = {"build_info", "certificate_days", "disk_free_bytes", "lease_held", "ready"}
+    of_service = {"runs_at_work", "runs_queued"}
     pace = Pace(VirtualClock(), share=0.5)
     pace.record_cost(cpu_s=0.1, num_check_ins=10)
-    of_gateway = {"connected", "eligible", "set_aside", *pace.values()}
+    of_gateway = {"connected", "eligible", "elsewhere", "set_aside", *pace.values()}
     kinds = {
-        "gauge": {*live_status.gauges(), *of_coordinator, *of_gateway},
+        "gauge": {*live_status.gauges(), *of_coordinator, *of_gateway, *of_service},
         "counter": {*live_status.counters(), *GatewayCounters().values(), "refused"},
         "histogram": {*live_status.histograms(), *GatewayCounters().histograms()},
     }

@@ -30,7 +30,7 @@ from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.pace import Pace
-from fedlearn.gateway.server import Gateway, GatewayChannel, GatewaySettings
+from fedlearn.gateway.server import Gateway, GatewayChannel, GatewaySettings, RunTerms
 from fedlearn.rounds.opening import SampledOpening
 from fedlearn.rounds.plain import PlainCollector
 from fedlearn.rounds.round import RoundPlan, ServerState, run_round
@@ -205,6 +205,12 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     clients = json.loads((folder / CLIENTS).read_text())
     steering = Unsteered if arguments.unsteered else Pace
+    terms = RunTerms(
+        run_id="0" * 32,
+        uploads_dir=folder / "spool",
+        eligible=lambda _client, _told: True,
+        is_leader=lambda: True,
+    )
     gateway = Gateway(
         GatewaySettings(
             address="127.0.0.1:0",
@@ -212,11 +218,9 @@ def main() -> None:
             come_back_s=arguments.come_back_s,
         ),
         registry=registry_of(clients, clock),
-        run_id="0" * 32,
-        uploads_dir=folder / "spool",
+        runs=[terms],
         authority=Authority(folder / AUTHORITY, host_names=()),
-        eligible=lambda _client, _told: True,
-        is_leader=lambda: True,
+        is_leader=terms.is_leader,
         clock=clock,
         pace=steering(clock, share=arguments.share) if stay else None,
     )

@@ -7,7 +7,7 @@ import pytest
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode
-from fedlearn.core.messages import ClientId
+from fedlearn.core.messages import ClientId, SecureReply, SecureTrainRequest
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.server import Gateway
 from fedlearn.testing.registry import FreshRegistry
@@ -38,6 +38,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
 def two_runs(site: Site, *, num: int) -> tuple[Gateway, list[Member]]:
     gateway = site.open(run_ids=(A, B))
     return gateway, site.connected(gateway, num)
+
+
+def secure_request() -> SecureTrainRequest:
+    return SecureTrainRequest(message=b"packets", train=train_request())
 
 
 def hears_nothing(member: Member) -> bool:
@@ -199,3 +203,30 @@ def test_a_client_set_aside_by_one_run_is_asked_by_the_other(site: Site) -> None
     gateway.channel(A).set_aside(ClientId(0))
     assert gateway.channel(A).available() == ()
     assert gateway.channel(B).available() == (0,)
+
+
+def test_a_client_has_one_turn_for_all_stages_of_a_secure_session(site: Site) -> None:
+    gateway, (member,) = two_runs(site, num=1)
+    channel = gateway.channel(A)
+    first = Collecting(channel, [member], secure_request())
+    task = member.hear_task()
+    other = Collecting(gateway.channel(B), [member], train_request())
+    member.answer(task, SecureReply(round_num=0, message=b"masked"))
+    first.take()
+    member.hear_receipt()
+    assert first.end() == 1
+    assert other.goes_on()
+    assert hears_nothing(member), "run A has a further stage for it"
+    second = Collecting(channel, [member], secure_request())
+    task = member.hear_task()
+    assert task.key.run_id == A
+    member.answer(task, SecureReply(round_num=0, message=b"masked"))
+    second.take()
+    member.hear_receipt()
+    second.end()
+    channel.forget(1)
+    task = member.hear_task()
+    assert task.key.run_id == B
+    member.answer(task, train_reply(1.0))
+    other.take()
+    assert other.end() == 1
