@@ -20,7 +20,7 @@ import typer
 
 import fedlearn
 from fedlearn.cli.app import app, main
-from fedlearn.config import ClientConfig, Config, Section, load, load_client
+from fedlearn.config import ClientConfig, Config, Section, load, load_client, load_service
 from fedlearn.config.aggregation import AGGREGATIONS
 from fedlearn.config.attack import ATTACKS
 from fedlearn.config.cohort import COHORTS
@@ -387,7 +387,7 @@ def test_the_guide_to_statistics_shows_what_its_plan_prints(
 
 
 def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
-    """Every TOML block is part of a configuration: of a client or a sweep where it says so."""
+    """Every TOML block is part of a configuration, whose kind its first line may say."""
     write_hospitals(tmp_path)
     found = [(path, text) for path in PAGES for text in blocks(path.read_text(), "toml")]
     assert found
@@ -396,6 +396,8 @@ def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
         experiment.write_text(text)
         if text.startswith("# client.toml\n"):
             load_client(experiment)
+        elif text.startswith("# service.toml\n"):
+            load_service(experiment)
         elif text.startswith("# sweep.toml\n"):
             load_sweep(experiment)
         else:
