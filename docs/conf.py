@@ -59,9 +59,16 @@ nitpick_ignore_regex = [
     (r"py:.*", r"fedlearn\.(.*\.)?_\w+"),  # private names in signatures
     (r"py:.*", r"fedlearn\.(.*\.)?Annotated"),  # typing's, in signatures
     (r"py:.*", r"fedlearn\.transport\.wire_pb2\..*"),  # generated: reference/wire-messages has them
-    (r"py:.*", r"fedlearn\.gateway\.(connections|exchanges|loop|questions)\..*"),  # inside
+    (
+        r"py:.*",
+        r"fedlearn\.gateway\.(connections|exchanges|loop|questions|served_runs)\..*",
+    ),  # inside
     (r"py:.*", r"fedlearn\.(client\.tasks|training\.keyed_dropout)\..*"),  # inside
     (r"py:.*", r"fedlearn\.secagg\.(?!plan).*"),  # inside: a page of the protocol comes with it
-    (r"py:.*", r"fedlearn\.(deployment\.live_status|identity\.rosters)\..*"),  # inside
+    (
+        r"py:.*",
+        r"fedlearn\.(deployment\.live_status|identity\.(actors|audit|rosters))\..*",
+    ),  # inside
+    (r"py:.*", r"fedlearn\.(identity\.signing|store\.(releases|schema)\..*)"),  # inside
     (r"py:.*", r"fedlearn\.config\..*"),  # the tables: reference/configuration has them
 ]

@@ -75,7 +75,7 @@ def serve(
         StoreError: The database cannot be read or written.
     """
     require_coordinator_system()
-    service = Service(places, config, insecure=insecure, progress_of=progress_of)
+    service = ServiceProcess(places, config, insecure=insecure, progress_of=progress_of)
     raise_max_open_files()
     with stop_signals(service.interruption), limit_to_one_thread():
         try:
@@ -92,8 +92,8 @@ class _Work(NamedTuple):
 
 
 @dataclass(eq=False)
-class Service:
-    """One process of a service; see :func:`serve` for the other attributes.
+class ServiceProcess:
+    """One process of a service of many runs; see :func:`serve` for the other attributes.
 
     Attributes:
         interruption: Ends the process.

@@ -46,7 +46,7 @@ class Values(NamedTuple):
     by_name: Mapping[str, float]
 
 
-class Point(NamedTuple):
+class TrackedPoint(NamedTuple):
     """One value of a finished round; its fields are those of :class:`Values`."""
 
     name: str
@@ -228,11 +228,11 @@ class _Session:
         return log.bind(tracker=name, run=self.start.name)
 
 
-def list_points(rounds: Sequence[Values]) -> Iterator[Point]:
+def list_points(rounds: Sequence[Values]) -> Iterator[TrackedPoint]:
     """Yield the single values of rounds."""
     for each in rounds:
         for name, value in each.by_name.items():
-            yield Point(name, value, each.round_num, each.unix_s)
+            yield TrackedPoint(name, value, each.round_num, each.unix_s)
 
 
 def split_batches(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:

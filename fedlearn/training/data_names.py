@@ -20,6 +20,17 @@ class TableEncoding:
             features.
         missing: What was done with missing values: ``"error"``, ``"drop"``, or values to fill in.
         num_classes: Number of classes; ``None``: labels are numbers to regress on.
+
+    Example:
+        >>> encoding = TableEncoding(
+        ...     label="sick",
+        ...     columns=("age", "sex"),
+        ...     categories={"sex": ("f", "m")},
+        ...     missing="error",
+        ...     num_classes=2,
+        ... )
+        >>> encoding.feature_names
+        ('age', 'sex=f', 'sex=m')
     """
 
     label: str
@@ -54,6 +65,10 @@ class DataNames:
         feature_means: What was subtracted from each feature; ``None``: nothing.
         feature_stds: What each feature was then divided by; ``None``: nothing.
         encoding: How a table became features and labels; ``None``: the data are no table.
+
+    Example:
+        >>> DataNames(class_names=("healthy", "sick")).class_names[1]
+        'sick'
     """
 
     class_names: tuple[str, ...] | None = None
