@@ -3,6 +3,7 @@
 A target suppresses only the error that its subject documents for malformed input.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -21,7 +22,7 @@ from fedlearn.errors import DeploymentError, EnrolmentRefused, ProtocolError, St
 from fedlearn.gateway import server as service
 from fedlearn.gateway import upload_store
 from fedlearn.gateway.authority import Authority
-from fedlearn.gateway.connections import CallEnded, ServerSession, Sessions
+from fedlearn.gateway.connections import Audience, CallEnded, ServerSession, Sessions
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.eligibility import Requirements
 from fedlearn.gateway.enrolled import EnrolledClients
@@ -29,6 +30,7 @@ from fedlearn.gateway.enrolment import Enrolments
 from fedlearn.gateway.exchanges import Exchanges, LiveQuestion, Offer
 from fedlearn.gateway.pace import Pace
 from fedlearn.gateway.questions import QuestionState, VerdictHistory
+from fedlearn.gateway.served_runs import RunTerms, ServedRun, ServedRuns
 from fedlearn.gateway.settings import GatewaySettings
 from fedlearn.identity.identity import Identity, Invitation
 from fedlearn.identity.registry import EnrolledClient
@@ -113,7 +115,7 @@ def signing_request(data: bytes) -> None:
         identity_signature=identity.sign(encode_enrolment(token, data)),
     )
     with suppress(EnrolmentRefused):
-        enrolments._redeem(request)  # noqa: SLF001 - below gRPC
+        enrolments._redeem(request, origin="127.0.0.1")  # noqa: SLF001 - below gRPC
 
 
 def planted(data: bytes) -> None:
@@ -160,22 +162,37 @@ class _Open:
         requirements = Requirements(min_examples=1, devices=("cpu",), idle=True)
         self.sessions = Sessions(
             settings=SETTINGS,
-            admits=requirements.admits,
-            changed=lambda: None,
             counters=counters,
             clock=clock,
             pace=Pace(clock, share=0.5),
         )
-        self.exchanges = Exchanges(
-            history=VerdictHistory(RUN_ID),
-            sessions=self.sessions,
-            writer=writer,
-            is_leader=lambda: True,
-            counters=counters,
-            clock=clock,
-            is_recovering=False,
+        self.exchanges, unserved = (
+            Exchanges(
+                history=VerdictHistory(run_id),
+                sessions=self.sessions,
+                writer=writer,
+                is_leader=lambda: True,
+                counters=counters,
+                clock=clock,
+                is_recovering=False,
+            )
+            for run_id in (RUN_ID, "")
         )
-        self.sessions.is_needed = self.exchanges.is_needed
+        self.served = ServedRuns(sessions=self.sessions, unserved=unserved, clock=clock)
+        self.sessions.is_needed = self.served.is_needed
+        terms = RunTerms(
+            run_id=RUN_ID,
+            uploads_dir=_PLACE,
+            eligible=requirements.admits,
+            is_leader=lambda: True,
+        )
+        changed = threading.Event()
+        audience = Audience(
+            run_id=RUN_ID, admits=requirements.admits, needs_newest="", changed=changed.set
+        )
+        self.served.add(
+            ServedRun(terms=terms, exchanges=self.exchanges, audience=audience, changed=changed)
+        )
         offer = Offer(digest=bytes(32), num_bytes=100, data=b"x" * 100, path=None)
         self.live = LiveQuestion(
             state=QuestionState.of(KEY, {CLIENT: 0}, now_s=0.0),
@@ -199,18 +216,20 @@ class _Open:
     def enter(self, hello: wire_pb2.Hello) -> ServerSession:
         """Do what the server does when a client connects."""
         session = ServerSession(self.client, hello, since_s=0.0)
-        self.exchanges.send_missed_verdicts(session)
+        self.served.send_missed_verdicts(session)
         if self.sessions.enter(session):
-            self.exchanges.greet(session)
+            self.served.greet(session)
         return session
 
     def hear(self, session: ServerSession, message: wire_pb2.FromClient) -> None:
         """Do what the server does with a message."""
         match message.WhichOneof("what"):
             case "result":
-                self.exchanges.receive_result(session, message.result)
+                key = message.result.envelope.key
+                self.served.exchanges_of(key.run_id).receive_result(session, message.result)
             case "progress":
-                self.exchanges.record_progress(session, message.progress)
+                key = message.progress.key
+                self.served.exchanges_of(key.run_id).record_progress(session, message.progress)
             case "eligibility":
                 self.sessions.reconsider(session, message.eligibility)
 
@@ -218,7 +237,7 @@ class _Open:
         """Check that the state left by the peer can be reported to the operator."""
         status = self.exchanges.status(str)
         assert status["exchange"] is not None
-        self.sessions.find_eligible()
+        self.served.find_available(RUN_ID)
 
 
 @cache
