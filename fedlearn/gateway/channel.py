@@ -30,7 +30,7 @@ from fedlearn.gateway.connections import Sessions
 from fedlearn.gateway.exchanges import Exchanges, LiveQuestion, Offer
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.questions import ACCEPTED, QuestionState, Ruling, refuse_unusable
-from fedlearn.gateway.served_runs import ServedRuns
+from fedlearn.gateway.served_runs import ServedRun, ServedRuns
 from fedlearn.gateway.upload_store import LoggedReply, OpeningRecord, ReplyLog, remove_exchanges
 from fedlearn.transport import wire
 from fedlearn.transport.base import Arrival, CohortRequests, are_same, decode_reply, require_free
@@ -59,7 +59,8 @@ class GatewayChannel:
     is not recorded.
 
     Attributes:
-        loop: The server's event loop; ``runs``, ``exchanges`` and ``sessions`` are only used on it.
+        loop: The server's event loop; ``runs``, ``run`` and ``sessions`` are only used on it.
+        run_id: Id of the run in its tasks.
         folder: For outgoing requests and incoming replies.
         recovery_grace_s: Minimum time that clients have to reconnect to a resumed exchange.
         changed: Set by the server when a client connects, disconnects, or changes its eligibility.
@@ -69,7 +70,7 @@ class GatewayChannel:
 
     loop: LoopThread
     runs: ServedRuns
-    exchanges: Exchanges
+    run: ServedRun
     sessions: Sessions
     run_id: str
     folder: Path
@@ -91,20 +92,25 @@ class GatewayChannel:
         # writes to its own folder. The server removes all of them when it starts.
         self._passing = self.folder / "passing" / SecretBytes.generate(8).reveal().hex()
 
+    @property
+    def exchanges(self) -> Exchanges:
+        """The run's exchanges."""
+        return self.run.exchanges
+
     def available(self) -> Sequence[ClientId]:
         """Return the clients that the run may ask now, by number.
 
         They are connected and eligible, and neither work for another run nor are kept for one.
         """
-        return self.loop.ask(partial(self.runs.find_available, self.run_id))
+        return self.loop.ask(partial(self.runs.find_available, self.run.run_id))
 
     def set_aside(self, client_id: ClientId) -> None:
         """Make a client unavailable until it reconnects."""
-        self.loop.post(partial(self.sessions.set_aside, client_id, run_id=self.run_id))
+        self.loop.post(partial(self.sessions.set_aside, client_id, run_id=self.run.run_id))
 
     def num_set_aside(self) -> int:
         """Return the number of connected clients that are set aside."""
-        return len(self.loop.ask(partial(self.sessions.find_set_aside, self.run_id)))
+        return len(self.loop.ask(partial(self.sessions.find_set_aside, self.run.run_id)))
 
     def wait_for(self, num: int, check: Check) -> None:
         """Wait until ``num`` clients are available, or ``check`` raises."""
@@ -289,7 +295,7 @@ class GatewayChannel:
     ) -> list[Offer]:
         """Encode each request once; large ones go to files instead of staying in memory."""
         folder = self._passing / "requests"
-        all_speak_newest = partial(self.sessions.all_speak_newest, run_id=self.run_id)
+        all_speak_newest = partial(self.sessions.all_speak_newest, run_id=self.run.run_id)
         has_older = not self.loop.ask(partial(all_speak_newest, client_ids))
         with explain_disk_errors(
             folder, raises=StoreError, doing="write the requests of a round to"

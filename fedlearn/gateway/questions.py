@@ -173,9 +173,12 @@ class QuestionState:
 
 
 class VerdictHistory:
-    """The verdicts on a run's questions that are closed, or not open yet."""
+    """The verdicts on a run's questions that are closed, or not open yet.
 
-    def __init__(self, run_id: str) -> None:
+    ``run_id`` is the run's id; ``None``: that of no run, so that every reply belongs to another.
+    """
+
+    def __init__(self, run_id: str | None) -> None:
         self.run_id = run_id
         self._past: OrderedDict[TaskKey, Mapping[ClientId, Ruling]] = OrderedDict()
         self._latest: dict[str, tuple[int, int, int]] = {}

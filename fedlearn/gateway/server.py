@@ -156,7 +156,7 @@ class Gateway:
         self._writer = GroupWriter(self._loop.post)
         self._files = ThreadPoolExecutor(4, thread_name_prefix="gateway-files")
         unserved = self._build_exchanges(
-            VerdictHistory(""), is_leader=self.is_leader, is_recovering=False
+            VerdictHistory(None), is_leader=self.is_leader, is_recovering=False
         )
         self._served = ServedRuns(sessions=self._sessions, unserved=unserved, clock=self.clock)
         self._sessions.is_needed = self._served.is_needed
@@ -250,7 +250,7 @@ class Gateway:
         return GatewayChannel(
             loop=self._loop,
             runs=self._served,
-            exchanges=run.exchanges,
+            run=run,
             sessions=self._sessions,
             run_id=run.run_id,
             folder=run.terms.uploads_dir,
@@ -315,6 +315,11 @@ class Gateway:
         """
         run = self._find_run(run_id)
         return self._loop.ask(partial(self._status, run))
+
+    def num_eligible(self, run_id: str = "") -> int:
+        """Return how many connected clients may be sent tasks of a run, whatever they do now."""
+        run = self._find_run(run_id)
+        return len(self._loop.ask(partial(self._sessions.find_eligible, run.run_id)))
 
     def find_names(self, client_ids: Collection[ClientId]) -> dict[ClientId, str]:
         """Return the names of clients; the name of a client that is not enrolled is empty."""

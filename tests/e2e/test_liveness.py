@@ -94,7 +94,8 @@ def test_all_that_a_coordinator_measures_has_its_meaning(site: Site) -> None:
     assert found == {name: MEANINGS[name].text for name in found}
     conditional = {"refused", "privacy_epsilon", "updates", "in_flight_limit", "check_in_seconds"}
     trained = {name for name in MEANINGS if name.startswith("server_training")}
-    assert found.keys() == MEANINGS.keys() - conditional - trained
+    of_services = {"runs_at_work", "runs_queued"}
+    assert found.keys() == MEANINGS.keys() - conditional - trained - of_services
     samples = dict(re.findall(r"^fedlearn_(\S+) (\S+)$", page, re.MULTILINE))
     assert all('run="federation"' in each for each in samples)
     run = '{run="federation"}'

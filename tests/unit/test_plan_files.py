@@ -274,7 +274,8 @@ def test_privacy_is_charged_to_the_ledger_of_its_population(
     first, second = compute(capsys, plan), compute(capsys, plan)
     assert first["charge"]["num_rounds"] == second["charge"]["num_rounds"] == 1
     assert second["charge"]["epsilon"] > first["charge"]["epsilon"]
-    assert first["rows"][0]["standard_error"] == pytest.approx(40.0)
+    # 4 times the largest count of a client, and what rounding adds to it.
+    assert first["rows"][0]["standard_error"] == pytest.approx(40.0, rel=1e-3)
     spent = second["charge"]["epsilon"]
     capsys.readouterr()
     assert main(["statistics", write(CSV, TABLES, one, private.format(spent))]) == 2

@@ -176,7 +176,7 @@ class _Open:
                 clock=clock,
                 is_recovering=False,
             )
-            for run_id in (RUN_ID, "")
+            for run_id in (RUN_ID, None)
         )
         self.served = ServedRuns(sessions=self.sessions, unserved=unserved, clock=clock)
         self.sessions.is_needed = self.served.is_needed

@@ -118,9 +118,10 @@ class LoneVictim:
     num_made: int = 0
     num_requests: int = 0
     _channel: GatewayChannel = field(init=False)
+    _asked: GatewayChannel = field(init=False)  # the one that asked last
 
     def __post_init__(self) -> None:
-        self._channel = self.site.gateway.channel()
+        self._channel = self._asked = self.site.gateway.channel()
 
     def begin(self, terms: Terms, notice: TrainingNotice | EvaluationNotice) -> Begun:
         """Have the victim accept signed terms and share its secrets among new accomplices."""
@@ -217,13 +218,14 @@ class LoneVictim:
     def reply(self, request: Request, *, run_id: str | None = None) -> Reply:
         """Send the victim one request; raise :class:`Refused` if it answers with a failure."""
         self.site.wait_for(1)
-        channel, usual = self._channel, self._channel.run_id
-        channel.run_id = run_id or usual
+        channel = self._channel if run_id is None else self._channel_of(run_id)
+        if channel.run_id != self._asked.run_id:
+            self._asked.available()  # a new round: the victim may work for other runs, too
+        self._asked = channel
         self.num_requests += 1
         with closing(channel.open(deadline_s=LONG_S)) as exchange:
             exchange.ask({self.victim: request}, number=self.num_requests)
             arrival = exchange.next(until_s=math.inf)
-        channel.run_id = usual
         assert arrival is not None
         if isinstance(arrival.reply, Failure):
             raise Refused(arrival.reply.reason)
@@ -231,11 +233,17 @@ class LoneVictim:
 
     def name_run(self, run_id: str) -> None:
         """Label all further tasks as tasks of another run."""
-        self._channel.run_id = run_id
+        self._channel = self._channel_of(run_id)
+
+    def _channel_of(self, run_id: str) -> GatewayChannel:
+        gateway = self.site.gateway
+        if not gateway.serves(run_id):
+            gateway.open_run(self.site.terms(run_id))
+        return gateway.channel(run_id)
 
     def reconnect(self, run_id: str) -> None:
         """Close the server and open one for another run at the same addresses."""
         before = self.site.gateways.pop()
         settings = GatewaySettings(address=before.address)
         before.stop(grace_s=0.0)
-        self._channel = self.site.open(settings, run_id=run_id).channel()
+        self._channel = self._asked = self.site.open(settings, run_id=run_id).channel()

@@ -87,7 +87,7 @@ def test_a_heart_that_dies_ends_the_run(
     interruption = Interruption()
     with (
         a_heart(database, Told(num_good=2), interruption),
-        pytest.raises(StoreError, match=r"lease of run 'calm-otter-17'.*start the coordinator"),
+        pytest.raises(StoreError, match=r"lease of 'calm-otter-17'.*start the coordinator"),
     ):
         interruption.sleep(WAIT_S)
     assert died == [ZeroDivisionError]

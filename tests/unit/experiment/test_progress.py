@@ -119,8 +119,10 @@ def as_json(rounds: tuple[RoundRecord, ...], record: RunRecord = RUN) -> list[di
 
 def test_a_round_is_one_json_object_with_every_fact() -> None:
     """The keys are an interface: programs read them."""
-    assert as_json(ROUNDS)[3] == {
+    events = as_json(ROUNDS)
+    assert events[3] == {
         "event": "round",
+        "run": events[0]["run"],
         "round": 3,
         "rounds": 20,
         "accuracy": 0.91234,
