@@ -232,7 +232,9 @@ def delete(
     path = output or Path(f"{run}.deletion.json")
     with open_records(config, runs_dir=runs_dir) as (database, _):
         if not yes:
-            typer.echo(_describe_plan(run, plan_deletion(database, run), with_releases))
+            typer.echo(
+                _describe_plan(run, plan_deletion(database, run), with_releases=with_releases)
+            )
             return
         require_writable(path, raises=StoreError)
         certificate = delete_run(database, run, with_releases=with_releases, clock=SystemClock())
@@ -240,7 +242,7 @@ def delete(
     typer.echo(f"{run} is deleted; the certificate is {path}")
 
 
-def _describe_plan(run: str, plan: "DeletionPlan", with_releases: bool) -> str:  # noqa: FBT001
+def _describe_plan(run: str, plan: "DeletionPlan", *, with_releases: bool) -> str:
     num_bytes = sum(path.lstat().st_size for path in plan.files)
     fate = "will be removed, too" if with_releases else "stay; --with-releases removes them"
     size = f"{len(plan.files)} files, {num_bytes / 1e6:.1f} MB"

@@ -95,5 +95,8 @@ class Heartbeat:
                 self.paused.clear()
             case "abort":
                 self.interruption.give(
-                    Aborted("aborted by the operator; `fedlearn resume` undoes that")
+                    Aborted(
+                        "aborted by the operator; `fedlearn resume` undoes that, or for a run of a "
+                        "service `fedlearn retry`"
+                    )
                 )

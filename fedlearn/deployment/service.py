@@ -1,6 +1,6 @@
 """The service of many runs: one process that serves clients and has the queue's runs at work.
 
-The main thread starts and ends runs; each run has a thread of its own, which does what the main
+The main thread starts and ends runs. Each run has its own thread, which runs the rounds as the main
 thread of a coordinator of one run does. A service may be killed at any line: the next one finds in
 the queue which runs were at work, and each continues inside its open round.
 """
@@ -215,9 +215,9 @@ class ServiceProcess:
             self._log.warning("queue_not_read", reason=str(error))
             return
         self._num_queued = sum(each.state is QueueState.QUEUED for each in runs) - len(started)
-        at_work = [each for each in runs if each.state is QueueState.RUNNING]
-        for run in (*at_work, *started):
-            if run.name not in self._works:
+        for run in (*runs, *started):
+            # One that was to start may have been cancelled meanwhile.
+            if run.state is QueueState.RUNNING and run.name not in self._works:
                 self._start(run, work)
 
     def _start(self, run: QueuedRun, work: Callable[[QueuedRun, Interruption], None]) -> None:

@@ -170,7 +170,7 @@ def test_where_a_choice_of_rows_counts_one_row_moves_the_sum_further() -> None:
 def test_one_row_moves_a_secure_sum_by_no_more_than_the_noise_of_enough_clients(
     max_examples: int,
 ) -> None:
-    """Whatever the rounding; the control has noise for a row of half the norm."""
+    """Whatever the rounding."""
     query = StatisticsQuery.of(plan_of(*ALL, max_examples=max_examples), unit="example")
     spec, num_noisy = query.sums["answers"], 3
     assert spec.bound is not None
