@@ -251,6 +251,10 @@ class DeploymentError(FedlearnError):
     """A coordinator or a client cannot do what its operator asked."""
 
 
+class NotPermitted(DeploymentError):
+    """An operator gave a command from another machine that its roles do not permit."""
+
+
 class OutputClosed(FedlearnError):
     """The reader of standard output closed it, as ``head`` does when it has enough."""
 
@@ -260,6 +264,18 @@ class OutputClosed(FedlearnError):
 
 class EngineError(FedlearnError):
     """The simulation engine cannot do what the configuration asks, or a worker died."""
+
+
+class BundleFailed(FedlearnError):
+    """The code of a bundle raised an error; the message may quote the data."""
+
+
+class BundleEnded(FedlearnError):
+    """The process of a bundle exceeded a limit, or died; the message quotes nothing of it."""
+
+
+class BundleRefused(FedlearnError):
+    """A bundle may not run on this client, or cannot; the message says why."""
 
 
 class BudgetExhausted(FedlearnError):
@@ -273,11 +289,19 @@ class BudgetExhausted(FedlearnError):
         spent: float,
         next_epsilon: float,
         num_charged: int,
+        study: str = "",
     ) -> None:
+        whose = f" of the study {study}" if study else ""
+        remedy = (
+            "Add noise, or use another data set of the study"
+            if study
+            else "Raise the budget, or, if the data are others', say so in "
+            "privacy.other_data_because"
+        )
         super().__init__(
-            f"the privacy budget is spent: {num_charged} rounds are charged to these clients, "
-            f"epsilon {spent:.4g} at delta {target_delta:g}; another would make it "
-            f"{next_epsilon:.4g}, above privacy.epsilon ({epsilon:g}). Raise the budget, or, if "
-            "the data are others', say so in privacy.other_data_because"
+            f"the privacy budget{whose} is spent: {num_charged} rounds are charged to these "
+            f"clients, epsilon {spent:.4g} at delta {target_delta:g}; another would make it "
+            f"{next_epsilon:.4g}, above {'it' if study else 'privacy.epsilon'} ({epsilon:g}). "
+            f"{remedy}"
         )
         self.epsilon, self.spent, self.num_charged = epsilon, spent, num_charged

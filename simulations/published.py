@@ -80,8 +80,10 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
         print(f"{folder.name}: skipped, {arguments.data_dir} has no {', '.join(missing)}")
         return
     short = claim["short"] if arguments.short else []
+    seeds = list_seeds(claim, arguments.seeds)
     for run in claim["runs"].values():  # an error in the last must not cost the time of the others
-        load(folder / "experiment.toml", overrides=(*run["overrides"], *short))
+        for seed in seeds:
+            load(folder / "experiment.toml", overrides=(*run["overrides"], *short, *seed))
     kept = folder / ("short.json" if arguments.short else "results.json")
     picture = folder / ("short.png" if arguments.short else "figure.png")
     print(f"{folder.name}: mean ± standard deviation of {arguments.seeds} seeds", end="")
@@ -93,8 +95,8 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
             continue
         results: Results = json.loads(kept.read_text()) if kept.exists() else {}
         found = results.get(name, {})
-        for seed in range(min(map(len, found.values()), default=0), arguments.seeds):
-            figures = run_once(folder, (*run["overrides"], *short, f"seed={seed}"))
+        for seed in seeds[min(map(len, found.values()), default=0) :]:
+            figures = run_once(folder, (*run["overrides"], *short, *seed))
             found = {
                 each: [*found.get(each, []), figures[each]]
                 for each in claim["figures"]
@@ -107,6 +109,15 @@ def reproduce(folder: Path, arguments: argparse.Namespace) -> None:
         published = run.get("published", {})
         cells = [format_cell(found.get(each), published.get(each)) for each in claim["figures"]]
         print("| " + " | ".join([name, *cells]) + " |", flush=True)
+
+
+def list_seeds(claim: Mapping[str, Any], num_seeds: int) -> list[list[str]]:
+    """Return the overrides of each seed: the run's own, and what the claim counts with it."""
+    also: dict[str, int] = claim.get("first_seeds", {})
+    return [
+        [f"seed={seed}", *(f"{key}={first + seed}" for key, first in also.items())]
+        for seed in range(num_seeds)
+    ]
 
 
 def format_cell(ours: Sequence[float] | None, theirs: float | None) -> str:

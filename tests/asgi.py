@@ -1,12 +1,12 @@
 """Asks a web application in this process, with the target exactly as a client would send it."""
 
+import re
 from dataclasses import dataclass
 from urllib.parse import unquote
 
 import anyio
-from starlette.applications import Starlette
 from starlette.datastructures import Headers
-from starlette.types import Message
+from starlette.types import ASGIApp, Message
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Answer:
 class Browser:
     """Asks ``app``; it follows no redirects and normalizes no paths, unlike a real browser."""
 
-    app: Starlette
+    app: ASGIApp
 
     def get(self, target: str, *, host: str = "127.0.0.1:8765", method: str = "GET") -> Answer:
         """Ask for ``target``, a path with a query."""
@@ -58,3 +58,10 @@ class Browser:
         anyio.run(self.app, scope, receive, send)
         body = b"".join(each.get("body", b"") for each in sent[1:])
         return Answer(sent[0]["status"], Headers(raw=sent[0]["headers"]), body)
+
+
+def rows_of(text: str) -> list[str]:
+    """Return the text of each row of the first table's body."""
+    body = text.partition("<tbody>")[2].partition("</tbody>")[0]
+    rows = [re.sub(r"<[^>]*>", " ", each) for each in body.split("<tr>")[1:]]
+    return [" ".join(each.split()) for each in rows]

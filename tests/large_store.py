@@ -8,7 +8,7 @@ with 10,000 enrolled clients, a hundred of them asked in each round, and 200 sma
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -16,13 +16,25 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import insert
 
-from fedlearn.core.clock import utc
+from fedlearn.algorithms.cohorts import PoissonCohorts
+from fedlearn.core.clock import SystemClock, utc
 from fedlearn.core.participations import Participations
+from fedlearn.identity.actors import Actor
+from fedlearn.identity.releases import SignedRelease
+from fedlearn.identity.signing import SigningKey
+from fedlearn.privacy.events import Event
+from fedlearn.privacy.ledger import Charge
 from fedlearn.rounds.records import Outcome, RoundRecord, RunRecord, RunStatus
+from fedlearn.rounds.scheduling import QueueState, Submission
+from fedlearn.store.audit_checkpoints import sign_checkpoint
 from fedlearn.store.lease import deploy
+from fedlearn.store.ledger import StoredLedger
+from fedlearn.store.queue import RunQueue
+from fedlearn.store.releases import WEIGHTS_FILE, ReleaseStore
 from fedlearn.store.rounds import insert_rounds
 from fedlearn.store.runs import Database, find_run_id, sqlite_url
 from fedlearn.store.schema import ClientRow, ContactRow, DeploymentRow
+from fedlearn.store.studies import NewStudy, StudyStore
 from tests.records import RUN
 
 #: Name of the large run.
@@ -30,6 +42,30 @@ LARGE = "hospitals"
 _NUM_STATUSES = 4
 _FAILED = 2
 _REASONS = ("out of memory", "the loss is not finite", "connection lost while uploading")
+_ANN = Actor(kind="operator", name="ann", origin="it-7")
+#: Runs of the queue, with the run that each comes after.
+_QUEUED = {"lungs-1": "", "liver-1": "", "liver-2": "liver-1", "kidney-1": "", "lungs-2": "lungs-1"}
+#: A statement about a release; the other values are its own.
+RELEASE_FACTS: Mapping[str, object] = {
+    "run_created_utc": "2026-01-01T00:00:00Z",
+    "released_utc": "2026-01-02T00:00:00Z",
+    "is_deployed": True,
+    "num_rounds": 20,
+    "planned_rounds": 20,
+    "num_clients_asked": 50,
+    "num_clients_reported": 48,
+    "num_bytes": 7,
+    "metrics": {"accuracy": 0.93, "loss": 0.21},
+    "privacy": {
+        "epsilon": 2.5,
+        "epsilon_with_cohorts": 9.0,
+        "delta": 1e-5,
+        "hidden": "one user added or removed",
+    },
+    "config": {"algorithm": {"name": "fedavg"}, "client": {"epochs": 2}},
+    "config_hash": "ab",
+    "versions": {"fedlearn": "0.1.0"},
+}
 _BEGAN_S, _DAY_S, _WAVE = 1_780_000_000.0, 86_400.0, 400.0
 _SPIKE_AT = 4321
 
@@ -76,6 +112,7 @@ def write_large_store(
             database, large, num_rounds=num_rounds, num_clients=num_clients, cohort_size=cohort_size
         )
         _deploy(database, num_clients=num_clients, num_rounds=num_rounds)
+        _serve(database.acting_as(_ANN), SigningKey(folder / "keys"))
 
 
 def _write_run(
@@ -182,6 +219,32 @@ def _deploy(database: Database, *, num_clients: int, num_rounds: int) -> None:
             session.execute(insert(table), rows)
         [row] = session.query(DeploymentRow)
         row.status, row.holder, row.epoch, row.beat = status, "coordinator-1", 1, 7
+
+
+def _serve(database: Database, key: SigningKey) -> None:
+    """Add what a service of many runs has: a queue, releases, privacy charges, an audit log."""
+    queue = RunQueue(database, SystemClock())
+    for name, after in _QUEUED.items():
+        config = {"num_rounds": 50}
+        queue.submit(Submission(name=name, config=config, after=after, start_from={}))
+    queue.start("lungs-1")
+    queue.finish("lungs-1", QueueState.FAILED, reason="round 7 failed: too few reports")
+    queue.start("liver-1")
+    queue.cancel("kidney-1")
+    study = NewStudy(name="lungs", epsilon=8.0, target_delta=1e-5)
+    StudyStore(database, SystemClock()).create(study)
+    event = Event(PoissonCohorts(1000, 100, 200), 1.1)
+    charge = Charge(event=event, clip_norm=1.0, round_num=0, attempt=0, count=20)
+    for population in ("lungs/scans", "patients"):
+        ledger = StoredLedger(database, population=population, run="digits-001")
+        assert ledger.charge(charge, known={})
+    releases = ReleaseStore(database)
+    for number in (1, 2):
+        facts = {**RELEASE_FACTS, "run": f"digits-{number:03}", "sha256": f"{number:064x}"}
+        found = releases.add(SignedRelease.sign(facts, key), {WEIGHTS_FILE: b"weights"})
+    releases.tag(found.signed.id, "champion")
+    with database.writing() as session:
+        sign_checkpoint(session, key)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fedlearn.cli.app import main
+from sqlalchemy.orm import configure_mappers
+
+from fedlearn.cli.app import _build_command, main
 from fedlearn.client import child
 from fedlearn.processes.descendants import MARK
 from fedlearn.processes.starting import start_module
@@ -37,7 +39,9 @@ from tests.processes import end_with_parent, name_of
 #: Modules that the commands import when they run, which takes seconds.
 _HEAVY = (
     "alembic.command",  # migrations import it: 0.2 s for each process that opens a new store
+    "alembic.config",
     "alembic.op",
+    "cryptography.hazmat.backends.openssl.backend",
     "fedlearn.cli.overview",
     "fedlearn.cli.environment",
     "fedlearn.cli.tables",
@@ -47,7 +51,10 @@ _HEAVY = (
     "fedlearn.deployment.join",
     "fedlearn.experiment.train",
     "fedlearn.parallel.checkpoints",
+    "fedlearn.store.client_files",
+    "grpc._utilities",
     "psycopg",
+    "torch.utils._device",
 )
 #: More than there are test processes, each with one connection at a time.
 _BACKLOG = 128
@@ -73,11 +80,15 @@ def serve(path: str, *, owner: int, ready: int) -> None:
         owner: Id of the owning process.
         ready: Descriptor of a pipe; written to and closed once clients may connect.
     """
-    owned_by = os.pidfd_open(owner)
+    owned_by, launcher = os.pidfd_open(owner), os.getpid()
     gc.disable()  # to scan what imports have created, again and again, takes a quarter longer
     prepare_for_grpc(os.environ, verbosity="ERROR")  # as the command does before it imports gRPC
     for name in _HEAVY:
         importlib.import_module(name)
+    # Here and not in each process, which would copy the pages of all objects that it looks at.
+    replace(name_of(start_module), forking)
+    configure_mappers()  # which is otherwise part of a process's first query
+    _build_command()  # which each command would do: it costs half as much as its process
     gc.collect()
     gc.freeze()  # a garbage collection in a child would copy shared pages
     gc.enable()
@@ -96,17 +107,17 @@ def serve(path: str, *, owner: int, ready: int) -> None:
             connection.close()
             listener.close()
             os.close(owned_by)
-            run(request)
+            run(request, launcher=launcher)
         descriptor = os.pidfd_open(child)
         socket.send_fds(connection, [str(child).encode()], [descriptor])
         os.close(descriptor)
         connection.close()
 
 
-def run(request: dict[str, Any]) -> None:
-    """Become the requested process; never returns."""
+def run(request: dict[str, Any], *, launcher: int) -> None:
+    """Become the requested process, which ends with this launcher; never returns."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    end_with_parent()
+    end_with_parent(launcher)
     streams = (("/dev/null", os.O_RDONLY), *((request[each], None) for each in ("out", "err")))
     for number, (path, flags) in enumerate(streams):
         append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -120,7 +131,6 @@ def run(request: dict[str, Any]) -> None:
     if "LD_PRELOAD" in os.environ:  # only a program start applies it
         again = [sys.executable, "-m", "fedlearn", *request["arguments"]]
         os.execv(sys.executable, again)  # noqa: S606 (ourselves)
-    replace(name_of(start_module), forking)
     for function, change in request["changes"]:
         replace(function, import_by_name(change))
     if request["crash"] is not None:

@@ -64,14 +64,32 @@ def children_of(pid: int) -> list[int]:
     return sorted(int(child) for each in tasks for child in each.read_text().split())
 
 
+def open_files_below(folder: Path) -> list[str]:
+    """Return the paths of the files below ``folder`` that this process has open.
+
+    To count all of its files would count those that other threads and garbage collection close.
+    """
+    names = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            names.append(str(descriptor.readlink()))
+    return [name for name in names if name.startswith(str(folder))]
+
+
 def _is_guard(pid: int) -> bool:
     """Return whether a process is the guard that ends an orphaned training process."""
     return b"-S" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
 
 
-def end_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it exits."""
+def end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it exits.
+
+    Args:
+        parent: Id of the process that started this one.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it exited before the kernel was told
+        os._exit(1)
 
 
 @dataclass(frozen=True)
@@ -190,7 +208,7 @@ class Process:
 
     def said(self, event: str) -> int:
         """Return how often it logged ``event``."""
-        return sum(line["event"] == event for line in self.log())
+        return sum(line["message"] == event for line in self.log())
 
     def wait_for_lines(self, num: int) -> None:
         """Wait until it has printed ``num`` lines on standard output."""
@@ -231,7 +249,6 @@ class Launcher:
                 subprocess.run(
                     [sys.executable, "-m", "tests.launcher", path, str(owner)],
                     cwd=_ROOT,
-                    env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                     stdin=subprocess.DEVNULL,
                     check=True,
                 )

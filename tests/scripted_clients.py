@@ -102,6 +102,8 @@ class Member:
         only_looks: bool = False,
         takes_ahead: bool = False,
         takes_many_runs: bool = True,
+        takes_bundles: bool = False,
+        max_concurrent_runs: int = 0,
     ) -> "Member":
         welcomed: Future[None] = Future()
         self.address, self.told = gateway.address, Queue()
@@ -110,10 +112,14 @@ class Member:
             software="fedlearn of the tests",
             held=held,
             eligibility=wire_pb2.Eligibility(
-                device=device, num_examples=num_examples, takes_ahead=takes_ahead
+                device=device,
+                num_examples=num_examples,
+                takes_ahead=takes_ahead,
+                max_concurrent_runs=max_concurrent_runs,
             ),
             only_looks=only_looks,
             takes_many_runs=takes_many_runs,
+            takes_bundles=takes_bundles,
         )
         self._running = self.loop.call(self._run(welcomed, hello))
         welcomed.result(WAIT_S)

@@ -1,7 +1,9 @@
-"""Runs for tests of experiment trackers."""
+"""Runs for tests of experiment trackers, and readers of the trackers' own files."""
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ _CLIENTS = [
     Participation(ClientId(7), Status.REPORTED, 1.5),
     Participation(ClientId(9), Status.LATE, 4.0),
 ]
+
+# Of the files of Weights & Biases.
+_BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
 
 
 class Time(VirtualClock):
@@ -97,5 +102,29 @@ def simulate(
         "engine": {"num_workers": 1, "executor": "sequential"},
         **settings,
     }
-    algorithm = fl.FedSGD(learning_rate=0.1)
+    algorithm = given.pop("algorithm", fl.FedSGD(learning_rate=0.1))
     return fl.simulate(lambda: nn.Linear(10, 2), data, algorithm, callbacks=callbacks, **given)
+
+
+def read_tensorboard(folder: Path) -> Any:  # Any: tensorboard has no types
+    """Read the files of a run with TensorBoard's own reader."""
+    reader = import_module("tensorboard.backend.event_processing.event_accumulator")
+    found = reader.EventAccumulator(str(folder))
+    found.Reload()
+    return found
+
+
+def read_wandb(file: Path) -> Iterator[Any]:  # Any: its generated messages
+    """Yield the messages of a file: a LevelDB log after seven bytes that name the format."""
+    internal = import_module("wandb.proto.wandb_internal_pb2")  # slow to import
+    data, place, parts = file.read_bytes(), _FILE_HEADER, b""
+    while place + _HEADER <= len(data):
+        if (left := _BLOCK - place % _BLOCK) < _HEADER:
+            place += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[place : place + _HEADER])
+        parts += data[place + _HEADER : place + _HEADER + size]
+        place += _HEADER + size
+        if kind in (1, 4):  # a whole message, or the last part of one
+            yield internal.Record.FromString(parts)
+            parts = b""

@@ -5,9 +5,11 @@ blocks, worker processes and secure aggregation can do its sums. A rule that nee
 once is a single function. Its memory grows with the cohort, and secure aggregation refuses it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from numpy.typing import ArrayLike
@@ -18,6 +20,9 @@ from fedlearn.core.cores import run_on_all_cores
 from fedlearn.core.features import Inputs
 from fedlearn.core.params import Layout
 from fedlearn.errors import ConfigError, RoundError
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 #: Clean examples of the coordinator as features and labels, or how many to draw from the run's
 #: training examples.
@@ -73,11 +78,16 @@ class FullAggregation(Protocol):
         """
 
 
-class RobustAggregation(FullAggregation):
+class RobustAggregation(ABC):
     """Base of the rules against clients that attack; a rule overrides what it needs.
 
-    By default all clients count the same, one update is enough, and rounds are independent.
+    It is a :class:`FullAggregation`. By default all clients count the same, one update is enough,
+    and rounds are independent.
     """
+
+    @abstractmethod
+    def combine(self, updates: Updates) -> Lanes | Aggregate:
+        """Aggregate every lane; see :meth:`FullAggregation.combine`."""
 
     @property
     def min_updates(self) -> int:
@@ -108,6 +118,17 @@ class RobustAggregation(FullAggregation):
 
 
 Aggregation: TypeAlias = SumAggregation[StateT] | FullAggregation
+
+
+def combines_all(aggregation: object) -> "TypeIs[FullAggregation]":
+    """Return whether a rule combines all updates of a round at once, instead of adding them up."""
+    kind: type = type(aggregation)
+    return _is_full(kind)
+
+
+@cache  # comparing a class with a protocol takes long, and each round asks
+def _is_full(kind: type) -> bool:
+    return issubclass(kind, FullAggregation)
 
 
 def min_updates(aggregation: object) -> int:
@@ -148,7 +169,8 @@ def weights(aggregation: Aggregation[StateT], num_examples_B: Tensor) -> Tensor:
     """Compute and check clients' aggregation weights; raises ValueError unless all are > 0."""
     weights_B = aggregation.weigh(num_examples_B).to(num_examples_B)
     # Written so that NaN fails, too.
-    if weights_B.shape != num_examples_B.shape or not bool((weights_B > 0.0).all()):
+    are_positive = weights_B.numel() == 0 or float(weights_B.min()) > 0.0
+    if weights_B.shape != num_examples_B.shape or not are_positive:
         raise ValueError(
             f"{type(aggregation).__name__}.weigh returned {weights_B.tolist()} for clients of "
             f"{num_examples_B.tolist()} examples; return one number above 0 per client"
@@ -207,7 +229,7 @@ class LaneSums:
         """Count the clients whose values were just added, in place."""
         # Scalars are float64: float32 stops counting at 2**24 examples.
         self.weight.add_(weights_B.sum())
-        self.num_clients.add_(len(weights_B))
+        self.num_clients.add_(weights_B.numel())
         return self
 
     def means(self) -> Aggregate:
@@ -287,7 +309,7 @@ def require_weighted_mean(aggregation: object) -> WeightedMean:
     # Not isinstance: methods of a subclass would not be called.
     if type(aggregation) is WeightedMean:
         return aggregation
-    if isinstance(aggregation, FullAggregation):
+    if combines_all(aggregation):
         problem = f"{name} must see each update, but the coordinator learns only their sum"
     else:
         problem = (

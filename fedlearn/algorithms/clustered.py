@@ -122,7 +122,7 @@ class ClusterMeans(FullAggregation):
 
     def combine(self, updates: Updates) -> Aggregate:
         """Assign the clients that missed a split, split clusters, and average."""
-        updates, parents = _sort_by_client(updates), self.state[_PARENTS].tolist()
+        updates, parents = updates.sort_by_client(), self.state[_PARENTS].tolist()
         known = _read_clients(self.state)
         before = [known.get(each, _NEW) for each in updates.client_ids]
         clusters = [self._follow_splits(updates, row, *each) for row, each in enumerate(before)]
@@ -310,19 +310,6 @@ def _name(cluster: int) -> str:
 def _read_clients(tensors: Mapping[str, Tensor]) -> dict[ClientId, tuple[int, int]]:
     """Return each client's cluster, and how many clusters there were when it was assigned."""
     return {ClientId(row[0]): (row[1], row[2]) for row in tensors[_CLIENTS].T.tolist()}
-
-
-def _sort_by_client(updates: Updates) -> Updates:
-    """Sort by id: the order of arrival depends on where the run takes place."""
-    order = np.argsort(np.asarray(updates.client_ids, np.int64)).tolist()
-    return replace(
-        updates,
-        client_ids=[updates.client_ids[row] for row in order],
-        weights_B=updates.weights_B[order],
-        lanes={name: [rows[row] for row in order] for name, rows in updates.lanes.items()},
-        based_on=[updates.based_on[row] for row in order],
-        metrics_B={},
-    )
 
 
 def _multiply(updates: Updates) -> NDArray[np.float64]:

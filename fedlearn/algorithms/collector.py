@@ -85,7 +85,7 @@ class RoundRequest:
         return CompressedModel(
             settings=compressor_settings(compressor),
             parts=self.parts,
-            shapes=[spec.shape for spec in trainable],
+            shapes=self.params.layout.trainable_shapes,
             dtypes=[spec.dtype for spec in trainable],
         )
 
@@ -119,7 +119,7 @@ class RoundRequest:
             aggregate.lanes[DELTA.name],
             self.strategy.transforms,
             round_num=self.round_num,
-            shapes=[spec.shape for spec in layout.trainable],
+            shapes=layout.trainable_shapes,
             num_statistics=layout.size - layout.num_trainable,
             seed=Seed(self.seed),
         )
@@ -145,7 +145,7 @@ class RoundRequest:
         layout = self.params.layout
         delta = count_delta_bytes(
             self.strategy.transforms,
-            [spec.shape for spec in layout.trainable],
+            layout.trainable_shapes,
             num_statistics=layout.size - layout.num_trainable,
             dtype=layout.dtype,
         )
@@ -198,6 +198,8 @@ class CollectedRound:
             out.
         counted: For each client in the aggregate, the round whose model its update is based on;
             ``None``: all clients that reported, each based on this round's model.
+        dropouts: Number of clients lost by stage of secure aggregation, including those that were
+            lost after their update had arrived; empty in other rounds.
     """
 
     aggregate: Aggregate | None
@@ -210,6 +212,7 @@ class CollectedRound:
     durations: Durations = ()
     culprits: frozenset[ClientId] = frozenset()
     counted: Mapping[ClientId, int] | None = None
+    dropouts: Mapping[str, int] = field(default_factory=dict)
 
     def train(self) -> TrainMetrics:
         """Return the mean loss and the number of examples of the reports."""

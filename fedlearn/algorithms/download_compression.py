@@ -99,7 +99,7 @@ def compress_model(
         round_num: Round index.
     """
     layout = params.layout
-    shapes = [spec.shape for spec in layout.trainable]
+    shapes = layout.trainable_shapes
     target = _build_target(shapes, dtype=layout.dtype, seed=seed, round_num=round_num)
     # On the CPU, as at the clients: a GPU may round a division differently.
     trained_Q = params.vector[: layout.num_trainable].cpu()

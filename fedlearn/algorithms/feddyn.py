@@ -14,7 +14,7 @@ Both vectors are stored divided by :math:`-\alpha`. They are then sums of update
 one needs no multiplication.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, TypeAlias
 
@@ -78,10 +78,15 @@ class DynamicRegularizer(Ranged, LocalUpdateWrapper):
         force = rule.scale * self.alpha
         return rule._replace(keep=rule.keep + force, shift=force)
 
-    def drift(self, memory: Memory, *, broadcast: Memory) -> Sequence[Tensor]:
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
+        """Begin the inner update, and subtract the global model from the sum of updates."""
+        # Until the report, so that a step adds one vector instead of two.
+        torch._foreach_sub_(list(memory[_DRIFT]), list(broadcast[MODEL]))
+        self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
+
+    def drift(self, memory: Memory, *, broadcast: Memory) -> Tensors:
         r"""Return :math:`-\nabla L_k / \alpha - \theta^{t-1}`."""
-        # With the global model in it, a step adds one vector instead of two.
-        return add_scaled(memory[_DRIFT], broadcast[MODEL], factor=-1.0)
+        return memory[_DRIFT]
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
         """Do nothing: the memory does not depend on the number of steps."""
@@ -90,8 +95,7 @@ class DynamicRegularizer(Ranged, LocalUpdateWrapper):
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> None:
         """Take the inner step by the gradients of the regularized loss."""
-        force = add_scaled(x, broadcast[MODEL], factor=-1.0)
-        torch._foreach_add_(force, list(memory[_DRIFT]))
+        force = add_scaled(x, memory[_DRIFT], factor=1.0)
         directions = add_scaled(grads, force, factor=self.alpha)
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
 
@@ -99,8 +103,7 @@ class DynamicRegularizer(Ranged, LocalUpdateWrapper):
         self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Add the update to the client's sum, and return the inner update's report."""
-        update = add_scaled(x, broadcast[MODEL], factor=-1.0)
-        torch._foreach_add_(list(memory[_DRIFT]), update)
+        torch._foreach_add_(list(memory[_DRIFT]), list(x))  # the global model is subtracted
         return self.inner.report(x, memory, broadcast=broadcast, moment=moment)
 
 

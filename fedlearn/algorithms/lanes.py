@@ -5,7 +5,7 @@ others, such as the control variates of SCAFFOLD.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
@@ -176,6 +176,21 @@ class Updates:
     num_trained: int | None = None
     shapes: Sequence[tuple[int, ...]] | None = None
     metrics_B: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def sort_by_client(self) -> "Updates":
+        """Return the updates in the order of ids: that of arrival depends on where a run is.
+
+        There are no :attr:`metrics_B`.
+        """
+        order = sorted(range(len(self.client_ids)), key=lambda row: self.client_ids[row])
+        return replace(
+            self,
+            client_ids=[self.client_ids[row] for row in order],
+            weights_B=self.weights_B[order],
+            lanes={name: [rows[row] for row in order] for name, rows in self.lanes.items()},
+            based_on=[self.based_on[row] for row in order],
+            metrics_B={},
+        )
 
     def delta_parts(self) -> tuple[Tensor, Tensor]:
         """Split the deltas into trainable parameters [B, Q] and running statistics [B, P - Q]."""

@@ -30,6 +30,8 @@ from fedlearn.errors import CallError
 
 #: Name of the global model in the broadcast.
 MODEL = "model"
+#: Name of the velocity in a client's memory.
+VELOCITY = "velocity"
 
 #: Tensors with a leading client dimension: along the trainable parameters, or a single one.
 Tensors: TypeAlias = Sequence[Tensor]
@@ -383,12 +385,22 @@ class Affine(NamedTuple):
 
     The model is the global one, :data:`MODEL` in the broadcast. The drift belongs to one client and
     is constant within a round; an update with a drift implements :class:`Drifting`.
+
+    With momentum, that step is ``x <- x + scale * d``, and the velocity accumulates ``d``:
+    ``v <- momentum * v + d``, then ``x <- x + scale * v``. The velocity is :data:`VELOCITY` in the
+    client's memory.
     """
 
     keep: float
     scale: float
     pull: float = 0.0
     shift: float = 0.0
+    momentum: float = 0.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the step only adds a multiple of the gradient."""
+        return self == Affine(1.0, self.scale)
 
 
 @runtime_checkable
@@ -687,13 +699,13 @@ class LocalSgd(LocalWork):
         """The velocity, if there is momentum."""
         if not self.momentum:
             return {}
-        return {"velocity": MemorySpec(over=Over.TRAINABLE, is_kept=self.keep_momentum)}
+        return {VELOCITY: MemorySpec(over=Over.TRAINABLE, is_kept=self.keep_momentum)}
 
     def affine(self, moment: Moment) -> Affine | None:
-        """Return the step in affine form; with momentum there is none."""
+        """Return the step in affine form."""
         # x - rate (g + lambda x) = (1 - rate lambda) x - rate g.
         rate = self.learning_rate * moment.rate
-        return None if self.momentum else Affine(1.0 - rate * self.weight_decay, -rate)
+        return Affine(1.0 - rate * self.weight_decay, -rate, momentum=self.momentum)
 
     def step(
         self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
@@ -703,7 +715,7 @@ class LocalSgd(LocalWork):
         if self.weight_decay:
             directions = add_scaled(directions, x, factor=self.weight_decay)
         if self.momentum:
-            velocity = list(memory["velocity"])
+            velocity = list(memory[VELOCITY])
             # One call for all tensors, as in torch.optim: faster for models of many small ones.
             torch._foreach_mul_(velocity, self.momentum)
             torch._foreach_add_(velocity, directions)

@@ -12,6 +12,9 @@ from fedlearn.algorithms.aggregations import RobustAggregation, iter_spans
 from fedlearn.algorithms.lanes import Lanes, Rows, Updates
 from fedlearn.core.ranges import Ranged
 
+#: Columns that are sorted at a time.
+_COLUMNS = 1024
+
 
 @dataclass(frozen=True)
 class CoordinateMedian(RobustAggregation):
@@ -80,10 +83,14 @@ class TrimmedMean(Ranged, RobustAggregation):
 
 def sort_columns(values: Tensor) -> Tensor:
     """Return the values, each column in ascending order."""
-    # On a CPU, NumPy sorts ten times as fast as torch.
-    if values.is_cpu and values.dtype in (torch.float32, torch.float64):
+    if _sorts_by_numpy(values):
         return torch.from_numpy(np.sort(values.numpy(), axis=0))
     return values.sort(dim=0).values
+
+
+def _sorts_by_numpy(values: Tensor) -> bool:
+    # On a CPU, NumPy sorts ten times as fast as torch.
+    return values.is_cpu and values.dtype in (torch.float32, torch.float64)
 
 
 def middle_of(ordered: Tensor) -> Tensor:
@@ -95,6 +102,14 @@ def middle_of(ordered: Tensor) -> Tensor:
 
 def _median(rows: Rows) -> Tensor:
     median = torch.empty_like(rows[0])
-    for part, values in iter_spans(rows):
-        median[part] = middle_of(sort_columns(values))
+    if not _sorts_by_numpy(median):
+        for part, values in iter_spans(rows):
+            median[part] = middle_of(sort_columns(values))
+        return median
+    # Transposed, each column's values lie next to each other, and few columns stay in the cache.
+    arrays = [row.numpy() for row in rows]
+    for begin in range(0, len(median), _COLUMNS):
+        columns_SB = np.stack([row[begin : begin + _COLUMNS] for row in arrays], axis=1)
+        columns_SB.sort(axis=1)
+        median[begin : begin + _COLUMNS] = middle_of(torch.from_numpy(columns_SB.T))
     return median

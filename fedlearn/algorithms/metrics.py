@@ -221,22 +221,26 @@ def _require_names(objective: Objective) -> tuple[str, ...]:
 class R2:
     """Share of the labels' variance that the outputs explain; NaN where the labels are constant.
 
+    Labels [N, ...] with several targets per example have the mean of the targets' R², as in
+    scikit-learn and torchmetrics.
+
     Example:
         >>> R2()(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([1.0, 2.0, 4.0])).item()
         0.7857142857142857
     """
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """Return R² over all outputs; raises ValueError unless each output has a label."""
-        if outputs.numel() != labels.numel():
+        """Return R² over all examples; raises ValueError unless each output has a label."""
+        if len(outputs) != len(labels) or outputs.numel() != labels.numel():
             raise ValueError(
                 f"R2 takes one label per output, not outputs of shape {tuple(outputs.shape)} and "
                 f"labels of shape {tuple(labels.shape)}"
             )
-        y = labels.flatten().double()
-        residuals = (outputs.flatten().double() - y).square().sum()
-        total = (y - y.mean()).square().sum()
-        return torch.where(total > 0.0, 1.0 - residuals / total, torch.nan)
+        # Each target has its own mean: a common one would credit a model with the targets' scales.
+        y_NT = labels.reshape(len(labels), -1).double()
+        residuals_T = (outputs.reshape(y_NT.shape).double() - y_NT).square().sum(0)
+        total_T = (y_NT - y_NT.mean(0)).square().sum(0)
+        return torch.where(total_T > 0.0, 1.0 - residuals_T / total_T, torch.nan).mean()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from annotated_types import Ge
 from torch import Tensor
 
 from fedlearn.algorithms.local import (
-    Affine,
     LocalUpdate,
     LocalUpdateWrapper,
     Memory,
@@ -238,9 +237,7 @@ class NoisedGradients(Ranged, LocalUpdateWrapper):
         is_one = len(set(sizes_K)) == 1 and all(
             a.dtype == b.dtype for a, b in zip(x, sums, strict=True)
         )
-        # Equal to Affine with a scale alone: keep is 1, pull and shift are 0.
-        is_scaled = affine is not None and affine == Affine(1.0, affine.scale)
-        if affine is None or not is_scaled or not is_one:
+        if affine is None or not affine.is_plain or not is_one:
             noised = self.add_noise(sums, sizes_K, like=x)
             self.inner.step(x, noised, memory, broadcast=broadcast, moment=moment)
             return

@@ -9,16 +9,19 @@ strategy whose model has no parameters and whose updates have no delta.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
+from annotated_types import doc
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
 from fedlearn.algorithms.bounds import UpdateBounds
+from fedlearn.algorithms.client_answers import ClientAnswers, answers_in
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec
 from fedlearn.algorithms.local import Broadcasts, LocalWork, Memory, MemorySpec, Moment, Tensors
 from fedlearn.algorithms.strategy import State, StepResult, Strategy
 from fedlearn.core.features import Features
+from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.errors import CallError
 
@@ -88,6 +91,15 @@ class Query:
         tensor([5., 5.], dtype=torch.float64)
     """
 
+    per_client: Annotated[
+        bool,
+        doc(
+            "Whether the result shows the answer of each client, next to the sums. Secure "
+            "aggregation and privacy refuse this, and so does a client whose policy does not allow "
+            "it."
+        ),
+    ] = False
+
     @property
     def sums(self) -> Mapping[str, SumSpec]:
         """The tensors that clients answer, by name."""
@@ -131,6 +143,15 @@ class Query:
         Returns:
             The state, which is saved in checkpoints and is the run's result after the last round,
             and the metrics.
+        """
+        raise NotImplementedError
+
+    def conclude_clients(self, answers: Mapping[ClientId, Lanes], state: State) -> State:
+        """Add to the state what the result shows of each client, if :attr:`per_client` is true.
+
+        Args:
+            answers: The answer of each client of the round, in the order of their ids, float64.
+            state: The state that :meth:`conclude` has just returned; do not write to it.
         """
         raise NotImplementedError
 
@@ -225,6 +246,11 @@ class QueryStrategy(Strategy):
                 raise CallError(
                     f"{who}.sums has {name!r} as {type(spec).__name__}; give fl.SumSpec(shape=...)"
                 )
+        if self.query.per_client and type(self.query).conclude_clients is Query.conclude_clients:
+            raise CallError(
+                f"{who}.per_client is true, but {who} has no conclude_clients; define it, or leave "
+                "per_client out"
+            )
         _ = self.lanes  # raises ValueError
 
     @property
@@ -233,10 +259,16 @@ class QueryStrategy(Strategy):
         return self.query
 
     @property
-    def aggregation(self) -> WeightedMean:
+    def aggregation(self) -> WeightedMean | ClientAnswers:
         """The mean of the answers, by examples if a sum asks for it."""
         specs = self.query.sums.values()
-        return WeightedMean(by_examples=any(spec.by_examples for spec in specs))
+        mean = WeightedMean(by_examples=any(spec.by_examples for spec in specs))
+        return ClientAnswers(mean, tuple(self.lanes)) if self.query.per_client else mean
+
+    @property
+    def has_own_aggregate(self) -> bool:
+        """Whether the aggregate has the answers of single clients, too."""
+        return self.query.per_client
 
     @property
     def lanes(self) -> Sequence[LaneSpec]:
@@ -261,4 +293,7 @@ class QueryStrategy(Strategy):
             mean = aggregate.lanes[name].view(spec.shape)
             sums[name] = mean if spec.by_examples else mean * aggregate.num_clients
         state, metrics = self.query.conclude(sums, state, num_clients=aggregate.num_clients)
+        if self.query.per_client:
+            shapes = {name: spec.shape for name, spec in self.query.sums.items()}
+            state = self.query.conclude_clients(answers_in(aggregate, shapes), state)
         return StepResult(params, state, metrics)

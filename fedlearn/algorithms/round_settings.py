@@ -59,7 +59,7 @@ class InRound(StrategyWrapper):
 
     def _with_settings(self, local: LocalUpdate) -> LocalUpdate:
         if self.learning_rate is not None:
-            local = _with_rate(local, self.learning_rate)
+            local = replace_learning_rate(local, self.learning_rate)
         return ExtraSettings(inner=local, extra=self.extra) if self.extra else local
 
 
@@ -103,9 +103,14 @@ def in_round(strategy: Strategy, settings_of: RoundSettings, round_num: int) -> 
     return made
 
 
-def _with_rate(local: LocalUpdate, rate: float) -> LocalUpdate:
+def replace_learning_rate(local: LocalUpdate, rate: float) -> LocalUpdate:
+    """Return a local update that trains with another learning rate.
+
+    Raises:
+        ValueError: The rate is out of range, or the update has no learning rate.
+    """
     if isinstance(local, LocalUpdateWrapper):
-        return replace(local, inner=_with_rate(local.inner, rate))
+        return replace(local, inner=replace_learning_rate(local.inner, rate))
     if not isinstance(local, LocalWork) or not hasattr(local, _RATE):
         raise ValueError(
             f"learning_rate is given, but {type(local).__name__} has none; pass settings of your "

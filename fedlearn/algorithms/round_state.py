@@ -324,14 +324,14 @@ class RoundState(ABC):
             counted: See :class:`CollectedRound`.
             participations: Participations to record; ``None``: :attr:`rows`.
         """
-        ages = Counter(self.age(each) for each in self.counted)
+        stale = [] if self._staleness is None else self.counted
         return CollectedRound(
             aggregate=aggregate,
             participations=participations or Participations.of(self.rows),
             duration_s=closed_s,
             train_metrics=self.metrics.close(),
             client_states=client_states or {},
-            staleness={} if self._staleness is None else dict(sorted(ages.items())),
+            staleness=dict(sorted(Counter(map(self.age, stale)).items())),
             pending=self.pending_after(closed_s),
             durations=self.durations(),
             counted=counted,

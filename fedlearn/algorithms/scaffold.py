@@ -89,11 +89,16 @@ class ControlVariates(LocalUpdateWrapper):
         require_constant_rate(moment, who=self.needs_constant_rate)
         assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         rate = self.inner.learning_rate
-        return Affine(keep=1.0, scale=-rate, shift=-rate)
+        return Affine(keep=1.0, scale=-rate, shift=rate)
 
-    def drift(self, memory: Memory, *, broadcast: Memory) -> list[Tensor]:
-        """Return :math:`c - c_i`."""
-        return add_scaled(broadcast[_CONTROL], memory[_CONTROL], factor=-1.0)
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
+        """Subtract :math:`c` from :math:`c_i`."""
+        # Until the report, so that a step adds one vector instead of two.
+        torch._foreach_sub_(list(memory[_CONTROL]), list(broadcast[_CONTROL]))
+
+    def drift(self, memory: Memory, *, broadcast: Memory) -> Tensors:
+        """Return :math:`c_i - c`."""
+        return memory[_CONTROL]
 
     def count_steps(self, memory: Memory, *, num_steps: Tensor) -> None:
         """Count a gradient of each tensor in each step."""
@@ -111,7 +116,7 @@ class ControlVariates(LocalUpdateWrapper):
         require_constant_rate(moment, who=self.needs_constant_rate)
         # Only tensors that have a gradient in this step are passed, so this counts their gradients.
         torch._foreach_add_(list(memory[_COUNTS]), 1.0)
-        directions = add_scaled(grads, self.drift(memory, broadcast=broadcast), factor=1.0)
+        directions = add_scaled(grads, memory[_CONTROL], factor=-1.0)
         self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
 
     def report(
@@ -121,7 +126,7 @@ class ControlVariates(LocalUpdateWrapper):
         assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         num_steps = moment.num_steps_K
         changes, broadcast_values = list[Tensor](), (broadcast["model"], broadcast[_CONTROL])
-        for y, x_0, c, c_i, count_K1 in zip(
+        for y, x_0, c, own, count_K1 in zip(
             x, *broadcast_values, memory[_CONTROL], memory[_COUNTS], strict=True
         ):
             shape = (-1, *[1] * (y.dim() - 1))
@@ -130,13 +135,13 @@ class ControlVariates(LocalUpdateWrapper):
             steps = (num_steps * self.inner.learning_rate).view(shape)
             change = torch.sub(x_0, y)
             torch.addcdiv(-c, change, steps, out=change)
-            # A step without a gradient did not move x by c - c_i either, so add that share back.
+            # A step without a gradient did not move x by c_i - c either, so add that share back.
             if missed.any():
-                change += missed.to(y).view(shape) * (c - c_i)
+                change -= missed.to(y).view(shape) * own
             changes.append(change)
         changes = self._scale_to_bound(changes)
-        for c_i, change in zip(memory[_CONTROL], changes, strict=True):
-            c_i.add_(change)
+        for own, c, change in zip(memory[_CONTROL], broadcast[_CONTROL], changes, strict=True):
+            own.add_(c).add_(change)
         return {_CONTROL: changes}
 
     def _scale_to_bound(self, changes: list[Tensor]) -> list[Tensor]:

@@ -57,6 +57,8 @@ class ServerOptimizer(Protocol):
 
 def _apply(params: Params, delta_P: Tensor, update: Tensor) -> Params:
     split = params.layout.num_trainable
+    if split == params.layout.size:
+        return params.with_vector(params.vector + update)
     # Statistics move by the mean delta; the trainable prefix is overwritten below.
     vector = params.vector + delta_P
     torch.add(params.vector[:split], update, out=vector[:split])

@@ -107,7 +107,7 @@ _TRAVELS_AS = {"gradient_clip_norm": "max_gradient_norm", "update_clip_norm": "m
 
 #: Fields of standard updates that are sent only if they are set, since clients of earlier versions
 #: refuse a setting that they do not know.
-_ADDED = frozenset({"max_steps"})
+_ADDED = frozenset({"max_steps", "per_client"})
 
 _INNER = "inner"
 #: Prefix of the name of a custom transform.
@@ -380,12 +380,18 @@ def require_honored(settings: Settings, honored: Collection[str], *, who: str) -
         who: Name of the trainer in error messages.
 
     Raises:
-        SettingsRefused: A setting would be ignored.
+        SettingsRefused: A setting would be ignored, or the names are a text or nothing.
 
     Example:
         >>> sgd = settings_of(LocalSgd(epochs=1, batch_size=8, learning_rate=0.1))
         >>> require_honored(sgd, {"epochs", "batch_size", "learning_rate"}, who="Mine")
     """
+    # ("epochs") is a text: a part of it, such as "extra" of "extra.width", would count as a name.
+    if isinstance(honored, str) or not isinstance(honored, Collection):
+        raise SettingsRefused(
+            f"{who} has honors = {honored!r}; give a tuple of names, such as "
+            'honors = ("epochs",), or honors = () if it acts on no setting'
+        )
     rest, extra = split_settings(settings)
     for name, value in extra.items():
         if EXTRA not in honored and f"{EXTRA}.{name}" not in honored:

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from fedlearn.algorithms.aggregations import FullAggregation
+from fedlearn.algorithms.aggregations import combines_all
 from fedlearn.algorithms.informed_sampling import as_informed
 from fedlearn.algorithms.local import LocalWork
 from fedlearn.algorithms.sampling import SeededSampler
@@ -24,7 +24,7 @@ from fedlearn.core.gpus import find_own_gpu
 from fedlearn.core.messages import ClientId
 from fedlearn.core.model_factory import ModelFactory
 from fedlearn.core.params import Params
-from fedlearn.errors import EngineError
+from fedlearn.errors import DataError, EngineError
 from fedlearn.simulation.choice import (
     Choice,
     ExecutorKind,
@@ -36,7 +36,7 @@ from fedlearn.simulation.cluster import can_fork, read_torchrun_size
 from fedlearn.simulation.constant_buffers import HoldingBuffers, constant_buffers
 from fedlearn.simulation.engine import by_client
 from fedlearn.simulation.partition import client_text
-from fedlearn.simulation.population import CheckedExamples, client_names
+from fedlearn.simulation.population import CheckedExamples, client_names, unread_rows
 from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.training.example_gradients import batch_statistics
 from fedlearn.training.keyed_dropout import preserve_generator
@@ -48,6 +48,9 @@ _LISTED = 20
 
 #: A job with fewer floating-point operations finishes before a second worker has started.
 _SMALL_JOB_FLOP = 2e12
+
+#: Memory for the examples that a dataset reads for a block; reading takes it twice for a moment.
+_READ_BYTES = 1 << 30
 
 
 def resolve(
@@ -106,7 +109,7 @@ def resolve(
     if has_model:
         block = _describe_block(choice)
         notes.append(f"{block} (engine.executor {choice.kind}): {choice.reason}")
-    if isinstance(simulation.algorithm.aggregation, FullAggregation):
+    if combines_all(simulation.algorithm.aggregation):
         wanted = simulation.policy.num_wanted
         kept_mib = wanted * params.vector.nbytes / (1 << 20)
         rule = type(simulation.algorithm.aggregation).__name__
@@ -332,11 +335,30 @@ def _choose_executor(
                 "trainers, which train one at a time; leave it out"
             )
         return replace(choice, block_size=engine.block_size)
-    # Split a worker's share into as few blocks of equal size as fit the cache.
+    # Split a worker's share into as few blocks of equal size as fit the cache, and memory.
     # -(-a // b) is a / b, rounded up.
     share = -(-simulation.policy.num_wanted // num_workers)
-    num_blocks = -(-share // choice.block_size)
+    num_blocks = -(-share // min(choice.block_size, _count_readable(simulation)))
     return replace(choice, block_size=-(-share // num_blocks))
+
+
+def _count_readable(simulation: Simulation) -> int:
+    """Return how many clients' examples may be in memory at once, at least 1.
+
+    It matters where a dataset reads them for each block; those that it augments at random are read
+    again for each epoch.
+    """
+    population, work = simulation.population, simulation.algorithm.local.work
+    unread = unread_rows(population, np.arange(1))
+    if unread is None:
+        return population.num_clients
+    largest = int(population.num_examples(np.arange(population.num_clients)).max())
+    num_epochs = max(1, -(-int(work.num_processed(np.array([largest]))[0]) // largest))
+    try:
+        num_bytes = largest * unread.bytes_per_example(num_epochs)
+    except DataError:  # its client fails when it trains, and only that
+        return 1
+    return max(1, _READ_BYTES // num_bytes)
 
 
 def build_job(simulation: Simulation, params: Params, num_workers: int) -> TrainingJob:

@@ -87,8 +87,13 @@ class Components:
     @property
     def fine_tuning(self) -> FineTuning | None:
         """How clients fine-tune before they are evaluated, if they do."""
-        num_epochs = self.config.evaluation.fine_tune_epochs
-        return build_fine_tuning(self.algorithm.local, num_epochs=num_epochs, seed=self.seed)
+        evaluation = self.config.evaluation
+        return build_fine_tuning(
+            self.algorithm.local,
+            num_epochs=evaluation.fine_tune_epochs,
+            learning_rate=evaluation.fine_tune_learning_rate,
+            seed=self.seed,
+        )
 
     @property
     def directions(self) -> dict[str, Direction]:

@@ -16,7 +16,7 @@ from fedlearn.assembly.components import Components
 from fedlearn.assembly.own_code import SharedNoise
 from fedlearn.assembly.server_jobs import TrainingHost, add_server_steps
 from fedlearn.core.clock import Clock
-from fedlearn.core.cluster import Cluster
+from fedlearn.core.cluster import Alone, Cluster
 from fedlearn.core.features import move_to_device
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import lock_global_generators
@@ -49,6 +49,18 @@ def build_initial_params(components: Components, device: torch.device) -> Params
     require_local_parts_allowed(algorithm, params)
     constants = {name: value.to(device) for name, value in params.constants.items()}
     return replace(params, vector=params.vector.to(device), constants=constants)
+
+
+def require_fitting_model(components: Components) -> None:
+    """Refuse a deployed run that does not fit its model, before it is recorded or queued.
+
+    A recorded run keeps its configuration, so a mistake that shows later could not be corrected.
+
+    Raises:
+        ConfigError: The model cannot be built, or the algorithm or the privacy does not fit it.
+    """
+    params = build_initial_params(components, torch.device("cpu"))
+    choose_release(components, params, Alone(), has_sessions=True)
 
 
 def build_run_plan(

@@ -34,7 +34,7 @@ def build_secure_plan(
     try:
         mean = require_summable(strategy)
     except ConfigError as error:
-        raise ConfigError(f'secure_aggregation.mode is "{section.mode}", but {error}') from error
+        raise ConfigError(f'secure_aggregation.mode is "{section.mode}": {error}') from error
     plan = section.plan(
         policy.cohort_size,
         min_reports=policy.min_reports,

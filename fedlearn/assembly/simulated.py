@@ -331,11 +331,16 @@ def _add_attack(components: Simulation) -> Simulation:
 def _require_accepted_clip(components: Simulation) -> Simulation:
     """Refuse secure sums that deployed clients would reject by default; return the components."""
     plan, limit = components.secure, SecureAggregationPolicy().max_clip
-    if plan is not None and (clip := max(plan.clip_norm, plan.statistics_norm)) > limit:
+    if plan is None:
+        return components
+    clips = {"clip_norm": plan.clip_norm, "statistics_norm": plan.statistics_norm}
+    if plan.has_model:  # the sums of a query are bounded by the range of what it asks
+        clips |= {f"the bound of {name!r}": each for name, each in plan.further_bounds.items()}
+    name, clip = max(clips.items(), key=lambda item: item[1])
+    if clip > limit:
         raise ConfigError(
-            f"secure_aggregation: the clip is {clip:g}, and deployed clients refuse one above "
-            f"{limit:g} unless their policy says otherwise (max_clip); lower clip_norm or "
-            "statistics_norm"
+            f"secure_aggregation: {name} is {clip:g}, and deployed clients refuse one above "
+            f"{limit:g} unless their policy says otherwise (max_clip); lower it"
         )
     return components
 

@@ -160,6 +160,7 @@ def _build_sessions(
         simulation.make_trainer or trainers_on(model, local_updates=own_classes(locals_)),
         work=strategy.local.work,
         further_bytes=further_bytes(strategy, model.layout),
+        masked_bytes=None if plan is None else plan.upload_bytes(model.layout),
         identities=simulated,
         transforms=own_transforms([*strategy.transforms, *own]),
         dtype=model.layout.dtype,

@@ -10,19 +10,32 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from click import Command
 
-from fedlearn.cli import dashboard, deployed, models, parallel, records, submissions
+from fedlearn.cli import (
+    bundles,
+    dashboard,
+    deployed,
+    models,
+    operators,
+    parallel,
+    records,
+    studies,
+    submissions,
+)
 from fedlearn.cli.failures import OUTPUT_CLOSED, RUN_FAILED, report_error
 from fedlearn.cli.options import (
-    COORDINATOR_TOML,
-    ConfigFile,
+    AsOperator,
+    CoordinatorAddress,
     DataDir,
+    DeploymentFile,
     ExperimentFile,
     Force,
     FromPrevious,
@@ -32,9 +45,15 @@ from fedlearn.cli.options import (
     RunArgument,
     RunsDir,
     examples,
+    find_deployment_file,
 )
-from fedlearn.core.logs import configure_logs
+from fedlearn.core.log_format import LOG_FORMAT_VARIABLE, LogFormat
+from fedlearn.core.logs import adopt_log_format, configure_logs
+from fedlearn.errors import ConfigError
 from fedlearn.transport.grpc_environment import prepare_for_grpc
+
+if TYPE_CHECKING:
+    from fedlearn.experiment.site import Site
 
 # If rich is installed, typer escapes "[required]" for rich's markup. The markup is off here, so the
 # help would show the backslash.
@@ -49,10 +68,13 @@ On built-in data, each in less than a minute:
 Exit codes: 0 done, 2 bad configuration or input, 3 a run failed,
 4 the privacy budget is spent, 130 interrupted, 141 standard output was closed.
 --debug, anywhere, or FEDLEARN_DEBUG=1 shows tracebacks.
+--log-format text or json, anywhere, or FEDLEARN_LOG_FORMAT chooses how the log is written.
 
 \b
-Environment: FEDLEARN_STORE_URL, FEDLEARN_RUNS_DIR, FEDLEARN_DATA_DIR.
+Environment: FEDLEARN_STORE_URL, FEDLEARN_RUNS_DIR, FEDLEARN_DATA_DIR, FEDLEARN_OPERATOR.
 """
+
+_LOG_FORMAT_OPTION = "--log-format"
 
 app = typer.Typer(
     name="fedlearn",
@@ -127,6 +149,7 @@ def simulate(
     }
     given = (f"{key}={value}" for key, value in settings.items() if value is not None)
     config = load(experiment, overrides=[*(overrides or ()), *given])
+    adopt_log_format(LogFormat(config.telemetry.log_format))
     with stop_on_sigterm(), track_progress(as_json=as_json) as progress:
         run_config(config, build_site(config, progress, runs_dir=runs_dir, data_dir=data_dir))
 
@@ -196,12 +219,16 @@ def check(
     data_dir: DataDir = None,
 ) -> None:
     """Print a configuration as it would run; run nothing."""
+    if experiment is not None and deployed.is_service(experiment):
+        deployed.check_service(experiment, overrides or ())
+        return
     from fedlearn.assembly import (
         build_algorithm,
         build_deployment,
         build_secure_plan,
         load_roster_draw,
     )
+    from fedlearn.assembly.plan import require_fitting_model
     from fedlearn.cli.environment import build_site
     from fedlearn.config import load, render
     from fedlearn.config.data import NoDataSection
@@ -232,7 +259,7 @@ def check(
         typer.echo(f"# {line}")
     here = build_site(config, data_dir=data_dir)
     if isinstance(config.data, NoDataSection):  # it cannot be simulated, only deployed
-        build_deployment(config, data_dir=here.addresses.data_dir).make_model()
+        require_fitting_model(build_deployment(config, data_dir=here.addresses.data_dir))
         notes: Sequence[str] = ("a deployment: the coordinator has no data, the clients evaluate",)
     else:
         notes = resolve_config(config, here).notes
@@ -377,7 +404,7 @@ def inspect(
         write_png(draw_inspection(found), picture)
 
 
-@app.command(epilog=examples("runs", "runs --adopt"))
+@app.command(epilog=examples("runs", "runs --adopt", "runs --as ann.toml"))
 def runs(
     *,
     as_json: Json = False,
@@ -389,37 +416,61 @@ def runs(
         ),
     ] = False,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """List all runs."""
-    from fedlearn.cli.environment import build_site, has_runs, require_runs, terminal_width
-    from fedlearn.cli.overview import run_lines, runs_table
+    from fedlearn.cli.desk import find_operator_file
+    from fedlearn.cli.environment import build_site, has_runs, terminal_width
+    from fedlearn.cli.overview import runs_table
+    from fedlearn.core.json_values import format_json
+
+    here = build_site(runs_dir=runs_dir)
+    path = find_operator_file(who, coordinator, here=runs_dir, is_here=has_runs(here))
+    if path is not None:
+        from fedlearn.deployment.remote import RemoteDesk
+        from fedlearn.deployment.run_orders import ListRuns
+
+        if adopt:
+            raise ConfigError("--adopt is for runs on this machine; leave it out")
+        found = list(RemoteDesk.open(path, address=coordinator).carry_out(ListRuns()))
+    else:
+        found = _list_runs(here, adopt=adopt)
+    if as_json:
+        for each in found:
+            typer.echo(format_json(each))
+    elif found:
+        typer.echo(runs_table(found, width=terminal_width()))
+    elif path is not None:
+        typer.echo("no runs at the coordinator that you may see; `fedlearn submit` queues one")
+    else:
+        typer.echo(f"no runs in {here.addresses.runs_dir} yet; `fedlearn simulate` makes one")
+
+
+def _list_runs(here: "Site", *, adopt: bool) -> list[dict[str, Any]]:  # Any: JSON
+    """Describe the runs of this machine, and say on standard error what was or may be recovered."""
+    from fedlearn.cli.environment import has_runs, require_runs
     from fedlearn.core.clock import SystemClock
+    from fedlearn.deployment.descriptions import describe_runs
     from fedlearn.store.queue import RunQueue
 
-    here, histories, queued = build_site(runs_dir=runs_dir), [], []
     if adopt:
         from fedlearn.experiment.adoption import adopt_all
 
         with require_runs(here).database() as database:
             for each in adopt_all(database):
                 typer.echo(each.text(), err=True)
-    if has_runs(here):
-        with here.database() as database:
-            if lost := [] if adopt else database.orphans():
-                notice = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
-                typer.echo(notice, err=True)
-            histories = [
-                (each, database.run(each.name).round_summaries(each.num_rounds))
-                for each in database.runs()
-            ]
-            queued = RunQueue(database, SystemClock()).list()
-    if as_json:
-        for line in run_lines(histories, queued):
-            typer.echo(line)
-    elif histories or queued:
-        typer.echo(runs_table(histories, queued, width=terminal_width()))
-    else:
-        typer.echo(f"no runs in {here.addresses.runs_dir} yet; `fedlearn simulate` makes one")
+    if not has_runs(here):
+        return []
+    with here.database() as database:
+        if lost := [] if adopt else database.orphans():
+            notice = f"{len(lost)} more have a folder but no record: `fedlearn runs --adopt`"
+            typer.echo(notice, err=True)
+        histories = [
+            (each, database.run(each.name).round_summaries(each.num_rounds))
+            for each in database.runs()
+        ]
+        return list(describe_runs(histories, RunQueue(database, SystemClock()).list()))
 
 
 @app.command(epilog=examples("show calm-otter-17", "show calm-otter-17 --clients"))
@@ -434,18 +485,36 @@ def show(
     ] = False,
     as_json: Json = False,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Print everything about a run."""
-    from fedlearn.cli.environment import open_runs, terminal_width
-    from fedlearn.cli.overview import clients_lines, clients_table, run_object, run_page
+    from fedlearn.cli.desk import find_operator_file
+    from fedlearn.cli.environment import build_site, has_runs, open_runs, terminal_width
+    from fedlearn.cli.overview import clients_lines, clients_table, format_facts, run_page
+    from fedlearn.core.json_values import format_json
+    from fedlearn.deployment.descriptions import describe_run
 
+    is_here = has_runs(build_site(runs_dir=runs_dir))
+    path = find_operator_file(who, coordinator, here=runs_dir, is_here=is_here)
+    if path is not None:
+        from fedlearn.deployment.remote import RemoteDesk
+        from fedlearn.deployment.run_orders import ShowRun
+
+        if clients:
+            raise ConfigError("--clients is for runs on this machine; leave it out")
+        (facts,) = RemoteDesk.open(path, address=coordinator).carry_out(ShowRun(run=run))
+        width = terminal_width()
+        typer.echo(format_json(facts) if as_json else format_facts(facts, width=width))
+        return
     with open_runs([run], runs_dir=runs_dir) as [found]:
         if clients:
             measured, width = found.clients, terminal_width()
             lines = clients_lines(measured) if as_json else clients_table(measured, width=width)
             typer.echo(lines)
             return
-        typer.echo(run_object(found) if as_json else run_page(found, width=terminal_width()))
+        page = run_page(found, width=terminal_width())
+        typer.echo(format_json(describe_run(found)) if as_json else page)
 
 
 @app.command(epilog="Example: fedlearn compare calm-otter-17 brisk-heron-42 --target 0.9")
@@ -538,19 +607,25 @@ def resume(
         ),
     ] = None,
     *,
-    config: ConfigFile = COORDINATOR_TOML,
+    config: DeploymentFile = None,
     from_previous: FromPrevious = False,
     as_json: Json = False,
     data_dir: DataDir = None,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Resume a run that was interrupted, or the deployed run that is paused.
 
     A simulated run that was killed, interrupted or failed continues from its last commit, and
     ends as if it had never stopped.
     """
-    if run is None or deployed.is_service(config):
-        deployed.control(config, "run", run=run)
+    from fedlearn.cli.desk import find_operator_file
+
+    path = find_operator_file(who, coordinator, here=config or runs_dir or data_dir, is_here=True)
+    is_elsewhere = path is not None
+    if run is None or is_elsewhere or deployed.is_service(config or find_deployment_file()):
+        deployed.control(config, "resume", run=run, who=who, coordinator=coordinator)
         return
     from fedlearn.cli.environment import build_site, require_runs, stop_on_sigterm, track_progress
     from fedlearn.experiment.simulate import resume
@@ -593,6 +668,8 @@ def extend(
     ],
     data_dir: DataDir = None,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Give a run more rounds than it started with.
 
@@ -600,6 +677,17 @@ def extend(
     continues when you start it again. The configuration does not change. A run that stopped early,
     or whose privacy budget does not cover the rounds, is refused.
     """
+    from fedlearn.cli.desk import find_operator_file
+
+    path = find_operator_file(who, coordinator, here=runs_dir or data_dir, is_here=True)
+    if path is not None:
+        from fedlearn.deployment.remote import RemoteDesk
+        from fedlearn.deployment.run_orders import ExtendRun
+
+        order = ExtendRun(run=run, rounds=rounds)
+        (changed,) = RemoteDesk.open(path, address=coordinator).carry_out(order)
+        typer.echo(f"{run} now has {changed['num_rounds']} rounds; the service continues it")
+        return
     from fedlearn.cli.environment import build_site, require_runs
     from fedlearn.core.clock import SystemClock
     from fedlearn.deployment.extension import extend, extend_queued
@@ -661,39 +749,49 @@ def export(
     ] = False,
     force: Force = False,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Write a run's weights, or the result of a query, as safetensors.
 
     Weights are also recorded in the registry of models, signed: see `fedlearn models`.
     """
-    from safetensors.torch import save
-
-    from fedlearn.cli.environment import open_runs
+    from fedlearn.cli.desk import find_operator_file
     from fedlearn.core.files import require_writable, write_durably
     from fedlearn.errors import ConfigError, StoreError
-    from fedlearn.experiment.releases import release_model
 
     path = output or Path(f"{run}.safetensors")
     if path.exists() and not force:
         raise ConfigError(f"{path} is there already; give --force to replace it")
-    with open_runs([run], runs_dir=runs_dir) as [found]:
-        if not found.record.has_model:
-            write_durably(path, save(found.state()), raises=StoreError)
-            found.stored.record_export()
-        else:
-            require_writable(path, raises=StoreError)
-            # Recorded first: no model leaves without a record.
-            release = release_model(found.stored, best=not last)
-            write_durably(path, release.content, raises=StoreError)
-            name = release.stored.short_id
-            typer.echo(f"recorded as release {name}: `fedlearn models show {name}`", err=True)
+    require_writable(path, raises=StoreError)
+    file = find_operator_file(who, coordinator, here=runs_dir, is_here=True)
+    if file is not None:
+        from fedlearn.deployment.record_orders import ExportRun
+        from fedlearn.deployment.remote import RemoteDesk
+
+        order = ExportRun(run=run, last=last)
+        (line,), content = RemoteDesk.open(file, address=coordinator).exchange(order)
+        name = line["release"]
+    else:
+        from fedlearn.cli.environment import open_runs
+        from fedlearn.experiment.releases import export_run
+
+        with open_runs([run], runs_dir=runs_dir) as [found]:
+            content, release = export_run(found, best=not last)
+        name = None if release is None else release.short_id
+    write_durably(path, content, raises=StoreError)
+    if name is not None:
+        typer.echo(f"recorded as release {name}: `fedlearn models show {name}`", err=True)
     typer.echo(str(path))
 
 
 app.add_typer(parallel.app)
 app.add_typer(deployed.app)
+app.add_typer(studies.app)
 app.add_typer(submissions.app)
+app.add_typer(bundles.app)
 app.add_typer(records.app)
+app.add_typer(operators.app, name="operator")
 app.add_typer(models.app)
 app.add_typer(dashboard.app)
 
@@ -703,15 +801,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     rank = int(os.environ.get("RANK", "0"))
     debug = "--debug" in given or os.environ.get("FEDLEARN_DEBUG", "0") not in ("", "0")
-    configure_logs(level=logging.DEBUG if debug else logging.INFO, quiet=rank > 0)
-    # At gRPC's default verbosity, every stray connection to a port would log a line.
-    prepare_for_grpc(os.environ, verbosity="ERROR")
-    command = typer.main.get_command(app)
+    level = logging.DEBUG if debug else logging.INFO
+    configure_logs(level=level, quiet=rank > 0)
+    command = _build_command()
     try:
+        # These options are removed here, so that they may stand before or after the command.
+        given = [each for each in given if each != "--debug"]
+        log_format, rest = _take_log_format(given, os.environ)
+        if log_format is not LogFormat.AUTO:
+            configure_logs(level=level, quiet=rank > 0, log_format=log_format)
+        # At gRPC's default verbosity, every stray connection to a port would log a line; its lines
+        # are no JSON.
+        is_json = log_format is LogFormat.JSON
+        prepare_for_grpc(os.environ, verbosity="NONE" if is_json else "ERROR")
         with _only_rank_0_speaks(rank):
             code = command.main(
-                # Removed here, so that it may stand before or after the command.
-                args=[each for each in given if each != "--debug"],
+                args=list(rest),
                 prog_name="fedlearn",
                 # Otherwise typer would print errors and exit by itself.
                 standalone_mode=False,
@@ -724,6 +829,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return OUTPUT_CLOSED  # typer turns a broken pipe into SystemExit; there is no reader left
     return code if isinstance(code, int) else 0
+
+
+@cache
+def _build_command() -> Command:
+    """Build the command line from the functions, once for a process that runs many commands."""
+    return typer.main.get_command(app)
+
+
+def _take_log_format(
+    given: Sequence[str], environ: Mapping[str, str]
+) -> tuple[LogFormat, Sequence[str]]:
+    """Return the format of the log that the arguments or the environment name, and the rest."""
+    place, name, rest = LOG_FORMAT_VARIABLE, environ.get(LOG_FORMAT_VARIABLE) or "auto", given
+    for index, each in enumerate(given):
+        option, has_value, value = each.partition("=")
+        if option == _LOG_FORMAT_OPTION:
+            end = index + (1 if has_value else 2)
+            place, name = option, value if has_value else "".join(given[index + 1 : end])
+            rest = [*given[:index], *given[end:]]
+            break
+    if name not in list(LogFormat):
+        raise ConfigError(f"{place}: is {name!r}; choose one of {', '.join(LogFormat)}")
+    return LogFormat(name), rest
 
 
 @contextlib.contextmanager

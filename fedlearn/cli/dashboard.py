@@ -82,9 +82,10 @@ def dashboard(
     url = url or sqlite_url(addresses.runs_dir / "fedlearn.db")
     with Database.open_to_read(url, runs_dir=addresses.runs_dir) as found:
         serve(
-            build_app(Dashboard.of(found, SystemClock(), place=place)),
+            build_app(Dashboard(found, SystemClock(), place=place)),
             host=host,
             port=port,
+            certificate=None,
             on_ready=lambda address: typer.echo(f"{address} shows {place}; Ctrl-C ends it"),
             opens_browser=opens_browser,
         )

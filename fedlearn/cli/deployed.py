@@ -8,8 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -19,20 +18,24 @@ from fedlearn.cli.failures import RUN_FAILED
 from fedlearn.cli.options import (
     CLIENT_TOML,
     COORDINATOR_TOML,
-    ConfigFile,
+    AsOperator,
+    CoordinatorAddress,
     DataDir,
+    DeploymentFile,
     FromPrevious,
     Insecure,
     Json,
     OfService,
     Output,
     Overrides,
+    Restored,
     examples,
+    find_deployment_file,
 )
 from fedlearn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedlearn.deployment.operator import Operator
+    pass
 
 app = typer.Typer()
 
@@ -90,14 +93,7 @@ def coordinator(
         ),
     ] = False,
     from_previous: FromPrevious = False,
-    restored: Annotated[
-        bool,
-        typer.Option(
-            "--restored",
-            help="The database was restored from a backup: drop the updates that clients have sent "
-            "since.",
-        ),
-    ] = False,
+    restored: Restored = False,
     as_json: Json = False,
 ) -> None:
     """Coordinate a deployed run: serve its clients until it is done or stopped.
@@ -107,15 +103,22 @@ def coordinator(
     """
     from fedlearn.cli.environment import track_progress
     from fedlearn.config import load
+    from fedlearn.core.log_format import LogFormat
+    from fedlearn.core.logs import adopt_log_format
+    from fedlearn.core.tracing import tracing
     from fedlearn.deployment.coordinator import coordinate
     from fedlearn.deployment.hosted_run import Start
     from fedlearn.deployment.places import Places
 
     start = Start.RESTORED if restored else Start.WHERE_IT_IS
     config = load(file, overrides=overrides or ())
+    adopt_log_format(LogFormat(config.telemetry.log_format))
     places = Places.of(config, environ=os.environ, data_dir=data_dir)
     again = shlex.join(["fedlearn", "coordinator", str(file)])
-    with track_progress(as_json=as_json, resume=again) as progress:
+    traces = tracing(
+        config.telemetry.build_trace_settings(), role="coordinator", environ=os.environ
+    )
+    with traces, track_progress(as_json=as_json, resume=again) as progress:
         coordinate(
             config,
             places,
@@ -137,6 +140,7 @@ def serve(
     *,
     data_dir: DataDir = None,
     insecure: Insecure = False,
+    restored: Restored = False,
     as_json: Json = False,
 ) -> None:
     """Serve clients, and have the runs that `fedlearn submit` queues at work.
@@ -145,11 +149,15 @@ def serve(
     rounds.
     """
     from fedlearn.config.serving import load_service
+    from fedlearn.core.log_format import LogFormat
+    from fedlearn.core.logs import adopt_log_format
+    from fedlearn.core.tracing import tracing
     from fedlearn.deployment.places import Places
     from fedlearn.deployment.service import serve as serve_runs
     from fedlearn.experiment.progress import JsonProgress, PlainProgress, RunProgress
 
     config = load_service(file)
+    adopt_log_format(LogFormat(config.telemetry.log_format))
     places = Places.of(config, environ=os.environ, data_dir=data_dir)
 
     def progress_of(name: str) -> RunProgress:
@@ -157,7 +165,9 @@ def serve(
             return JsonProgress(sys.stdout)
         return PlainProgress(sys.stdout, label=f"{name}: ")
 
-    serve_runs(places, config, insecure=insecure, progress_of=progress_of)
+    traces = config.telemetry.build_trace_settings()
+    with tracing(traces, role="service", environ=os.environ):
+        serve_runs(places, config, insecure=insecure, is_restored=restored, progress_of=progress_of)
 
 
 @app.command(epilog="Example: fedlearn demo --rounds 5")
@@ -189,42 +199,66 @@ def invite(
     ] = None,
     output: Output = None,
     insecure: Insecure = False,
-    config: ConfigFile = COORDINATOR_TOML,
+    config: DeploymentFile = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Write an invitation, with which one client can join, once."""
+    from fedlearn.cli.desk import find_operator_file, open_operator
+
     path = output or Path(f"{name}.invitation")
-    with _operator(config) as operator:
-        invitation = operator.invite(name, tags=tags or (), path=path, insecure=insecure)
+    here = find_deployment_file()
+    file = find_operator_file(who, coordinator, here=config, is_here=here.exists())
+    if file is None:
+        with open_operator(config or here, is_service=False, begins=True) as operator:
+            invited = operator.invite(name, tags=tags or (), path=path, insecure=insecure)
+        expires_utc = invited.expires_utc
+    else:
+        from fedlearn.cli.operators import write_invitation
+        from fedlearn.deployment.people_orders import InviteClient
+        from fedlearn.deployment.remote import RemoteDesk
+
+        if insecure:
+            raise ConfigError("--insecure is for a coordinator on this machine; leave it out")
+        order = InviteClient(name=name, tags=tuple(tags or ()))
+        desk = RemoteDesk.open(file, address=coordinator)
+        expires_utc = write_invitation(desk, order, path)
     typer.echo(f"{path}: hand it to {name} over a channel you trust; it works once")
-    typer.echo(f"it ends at {invitation.expires_utc}; `fedlearn join {path} --task …` uses it")
+    typer.echo(f"it ends at {expires_utc}; `fedlearn join {path}` uses it")
 
 
 @app.command()
 def revoke(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the client.")],
     *,
-    config: ConfigFile = COORDINATOR_TOML,
+    config: DeploymentFile = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Refuse a client from now on, and cancel its invitation if it is unused."""
-    with _operator(config) as operator:
-        client = operator.registry.revoke(name)
-    if client is None:
+    from fedlearn.cli.desk import open_desk
+    from fedlearn.deployment.people_orders import RevokeClient
+
+    with open_desk(config, default=None, who=who, coordinator=coordinator) as desk:
+        (found,) = desk.carry_out(RevokeClient(name=name))
+    if found["client_id"] is None:
         typer.echo(f"the invitation of {name} has ended; it never joined")
     else:
-        typer.echo(f"{name} (client {client.client_id}) is refused from now on")
+        typer.echo(f"{name} (client {found['client_id']}) is refused from now on")
 
 
 @app.command(epilog=examples("roster", "roster -o deployment.roster"))
-def roster(*, output: Output = None, config: ConfigFile = COORDINATOR_TOML) -> None:
+def roster(*, output: Output = None, config: DeploymentFile = None) -> None:
     """Write the identity keys of all clients, for their users to compare and to pin.
 
     Without it, clients trust the keys that the coordinator sends first.
     """
+    from fedlearn.cli.desk import open_operator
     from fedlearn.cli.tables import KEY_HEADER, key_row
     from fedlearn.experiment.layout import table_text
 
     path = output or Path("clients.roster")
-    with _operator(config) as operator:
+    with open_operator(config or find_deployment_file(), is_service=False) as operator:
         clients = operator.roster(path).clients
     typer.echo(table_text([KEY_HEADER, *(key_row(*each) for each in sorted(clients.items()))]))
     typer.echo(f"{path}: have each client's user compare its line with `fedlearn pins NAME` there,")
@@ -244,20 +278,18 @@ def clients(
     ] = None,
     *,
     as_json: Json = False,
-    config: ConfigFile = COORDINATOR_TOML,
+    config: DeploymentFile = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """List the enrolled clients with their rounds, and the open invitations."""
-    from fedlearn.cli.tables import describe_members, members_table
+    from fedlearn.cli.desk import open_desk
+    from fedlearn.cli.tables import members_table
     from fedlearn.core.clock import SystemClock
+    from fedlearn.deployment.people_orders import ListClients
 
-    with _operator(config) as operator:
-        counted = operator if run is None else operator.about(run)
-        found = describe_members(
-            operator.registry.clients(),
-            operator.registry.open_invitations(),
-            contacts=operator.load_contacts(),
-            counts=counted.counts_by_client(),
-        )
+    with open_desk(config, default=None, who=who, coordinator=coordinator) as desk:
+        found = list(desk.carry_out(ListClients(run=run)))
     if as_json:
         for each in found:
             typer.echo(json.dumps(each))
@@ -278,62 +310,82 @@ def rounds(
         bool,
         typer.Option("--clients", help="Also list the clients that did not report, and why."),
     ] = False,
+    trainers: Annotated[
+        bool,
+        typer.Option("--trainers", help="Also list the code that clients say they ran."),
+    ] = False,
     as_json: Json = False,
-    config: ConfigFile = COORDINATOR_TOML,
+    config: DeploymentFile = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """List the latest rounds of the deployed run."""
-    from fedlearn.cli.tables import describe_missed, format_missed, round_line, rounds_table
+    from fedlearn.cli.desk import open_desk
+    from fedlearn.cli.tables import format_missed, rounds_table, trainers_table
+    from fedlearn.deployment.run_orders import ListRounds
 
-    with _operator(config) as deployment:
-        operator = deployment.about(run)
-        found = operator.load_rounds(last)
-        missed = operator.load_missed(first=found[0].round_num) if clients and found else {}
-        enrolled = operator.registry.clients() if clients else []
-    names = {each.client_id: each.name for each in enrolled}
+    order = ListRounds(run=run, last=last, clients=clients, trainers=trainers)
+    with open_desk(config, default=None, who=who, coordinator=coordinator) as desk:
+        found = list(desk.carry_out(order))
     if as_json:
         for each in found:
-            ended = describe_missed(missed.get(each.round_num, ()), names)
-            typer.echo(round_line(each, **({"clients": ended} if clients else {})))
+            typer.echo(json.dumps(each))
     elif found:
         typer.echo(rounds_table(found))
-        if missed:
-            typer.echo(f"\n{format_missed(missed, names)}")
+        if clients and any(each["clients"] for each in found):
+            typer.echo(f"\n{format_missed(found)}")
         elif clients:
             typer.echo("\nevery client reported in them")
+        if trainers:
+            typer.echo(f"\n{trainers_table(found)}")
     else:
         typer.echo("no round is finished yet; `fedlearn why` shows what the run waits for")
 
 
 @app.command()
-def pause(run: OfService = None, *, config: ConfigFile = COORDINATOR_TOML) -> None:
+def pause(
+    run: OfService = None,
+    *,
+    config: DeploymentFile = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
+) -> None:
     """Let the deployed run finish its round, then wait for `fedlearn resume`."""
-    control(config, "pause", run=run)
+    control(config, "pause", run=run, who=who, coordinator=coordinator)
 
 
 @app.command()
-def abort(run: OfService = None, *, config: ConfigFile = COORDINATOR_TOML) -> None:
+def abort(
+    run: OfService = None,
+    *,
+    config: DeploymentFile = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
+) -> None:
     """End the deployed run as failed, and keep its committed rounds."""
-    control(config, "abort", run=run)
+    control(config, "abort", run=run, who=who, coordinator=coordinator)
 
 
 @app.command()
 def why(
-    run: OfService = None, *, as_json: Json = False, config: ConfigFile = COORDINATOR_TOML
+    run: OfService = None,
+    *,
+    as_json: Json = False,
+    config: DeploymentFile = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Show what the deployed run is waiting for, client by client."""
+    from fedlearn.cli.desk import open_desk
     from fedlearn.core.words import replace_unprintable
+    from fedlearn.deployment.run_orders import ExplainRun
 
-    with _operator(config) as deployment:
-        operator = deployment.about(run)
-        if queued := operator.explain_queue():
-            values = {"run": operator.run_name, "queued": queued}
-            typer.echo(json.dumps(values) if as_json else queued)
-            return
-        explanation = operator.explain()
+    with open_desk(config, default=None, who=who, coordinator=coordinator) as desk:
+        (found,) = desk.carry_out(ExplainRun(run=run))
     if as_json:
-        typer.echo(json.dumps(explanation.values()))
+        typer.echo(json.dumps(found["values"]))
     else:
-        for line in explanation.describe():
+        for line in found["lines"]:
             typer.echo(replace_unprintable(line))
 
 
@@ -343,6 +395,7 @@ def why(
         "join clinic-a.invitation --task my_package.training:Trainer --home /var/lib/fedlearn",
         "join clinic-a.invitation --task trainer.py:Trainer --config client.toml",
         "join clinic-a.invitation --task trainer.py:Trainer --workers 4",
+        "join clinic-a.invitation --config client.toml  # runs only approved bundles",
         "join clinic-a.invitation --check",
     )
 )
@@ -355,7 +408,8 @@ def join(
         str | None,
         typer.Option(
             metavar="MODULE:CLASS",
-            help="The trainer, or path/to/file.py:Class; it is called without arguments.",
+            help="The trainer, or path/to/file.py:Class; it is called without arguments. Without "
+            "it, the client takes part only in runs that ship a bundle.",
         ),
     ] = None,
     home: Annotated[
@@ -418,6 +472,8 @@ def join(
     Typing this command is the consent to train on this machine's data.
     """
     from fedlearn.config import load_client
+    from fedlearn.core.log_format import LogFormat
+    from fedlearn.core.logs import adopt_log_format
     from fedlearn.deployment.join import join
 
     if check:
@@ -425,17 +481,15 @@ def join(
 
         check_device(invitation, task=task, home=home, config=config, addresses=address or ())
         return
-    if task is None:
-        raise ConfigError(
-            "--task is missing: name the trainer, as module:Class or path/to/file.py:Class"
-        )
+    settings = load_client(config).override(
+        num_workers=workers, require_secure_aggregation=require_secure_aggregation
+    )
+    adopt_log_format(LogFormat(settings.telemetry.log_format))
     ended_in_order = join(
         invitation,
         task=task,
         home=home,
-        config=load_client(config).override(
-            num_workers=workers, require_secure_aggregation=require_secure_aggregation
-        ),
+        config=settings,
         roster=roster,
         addresses=address or (),
     )
@@ -505,31 +559,43 @@ def pins(
 
 
 def control(
-    config: Path, wanted: Literal["run", "pause", "abort"], *, run: str | None = None
+    config: Path | None,
+    wanted: Literal["resume", "pause", "abort"],
+    *,
+    run: str | None,
+    who: Path | None,
+    coordinator: str | None,
 ) -> None:
-    """Ask the coordinator of ``config`` to run, pause or abort, unless the run is done.
+    """Ask a coordinator to resume, pause or abort a run, unless it is done.
 
     ``run`` is one of a service, by default the only one at work.
     """
-    from fedlearn.rounds.records import RunStatus
-    from fedlearn.store.lease import find_deployment
+    from fedlearn.cli.desk import open_desk
+    from fedlearn.deployment.run_orders import AbortRun, PauseRun, ResumeRun
 
-    with _operator(config) as deployment:
-        operator = deployment.about(run)
-        operator.require_at_work()
-        name = find_deployment(operator.database, operator.run_name).name
-        if operator.database.run(name).record.status is RunStatus.DONE:
-            verb = "resume" if wanted == "run" else wanted
-            typer.echo(f"{name} is done; nothing to {verb}")
-            return
-        is_heard = operator.send_command(wanted)
+    kinds = {"resume": ResumeRun, "pause": PauseRun, "abort": AbortRun}
+    with open_desk(config, default=None, who=who, coordinator=coordinator) as desk:
+        (found,) = desk.carry_out(kinds[wanted](run=run))
+    name = found["run"]
+    if found["is_done"]:
+        typer.echo(f"{name} is done; nothing to {wanted}")
+        return
     said = {
-        "run": f"{name} continues",
+        "resume": f"{name} continues",
         "pause": f"{name} pauses when its round is finished",
         "abort": f"{name} is being ended",
     }
     late = "no coordinator is alive: the next one will know"
-    typer.echo(said[wanted] if is_heard else late)
+    typer.echo(said[wanted] if found["is_heard"] else late)
+
+
+def check_service(config: Path, overrides: Sequence[str]) -> None:
+    """Print the configuration of a service of many runs, for ``fedlearn check``."""
+    from fedlearn.config import load_service, render
+
+    if overrides:
+        raise ConfigError(f"--set: {config} is the file of a service, which is changed in the file")
+    typer.echo(render(load_service(config)).removesuffix("\n"))
 
 
 def is_service(config: Path) -> bool:
@@ -537,21 +603,3 @@ def is_service(config: Path) -> bool:
     from fedlearn.config.reading import read
 
     return config.exists() and "service" in read(config)[0]
-
-
-@contextmanager
-def _operator(config: Path) -> Iterator["Operator"]:
-    """Open the deployment that a configuration file describes."""
-    from fedlearn.config import load_serving
-    from fedlearn.core.clock import SystemClock
-    from fedlearn.deployment.operator import Operator
-    from fedlearn.deployment.places import Places
-
-    if not config.exists():
-        raise ConfigError(
-            f"{config}: there is no such file; name the coordinator's configuration with "
-            "--config, or write one: `fedlearn init`"
-        )
-    places = Places.of(load_serving(config), environ=os.environ)
-    with places.open_database() as database:
-        yield Operator(places, database, SystemClock())

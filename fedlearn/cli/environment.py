@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TextIO
 
 from fedlearn.cli.failures import RunEnded
-from fedlearn.cli.options import COORDINATOR_TOML
+from fedlearn.cli.options import find_deployment_file
 from fedlearn.config import ServingConfig, load_serving, resolve_addresses
 from fedlearn.config.serving import HasStore
 from fedlearn.core.clock import SystemClock
@@ -118,8 +118,8 @@ def open_records(config: Path | None, *, runs_dir: Path | None) -> Iterator[tupl
     from fedlearn.deployment.places import Places  # noqa: PLC0415 (it takes cryptography)
 
     path = config
-    if path is None and runs_dir is None and COORDINATOR_TOML.exists():
-        path = COORDINATOR_TOML
+    if path is None and runs_dir is None and (here := find_deployment_file()).exists():
+        path = here
     if path is not None and not path.exists():
         raise ConfigError(f"{path}: there is no such file; name the coordinator's configuration")
     serving = ServingConfig() if path is None else load_serving(path)

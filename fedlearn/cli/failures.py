@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import sys
 import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+import structlog
 import typer
 
+from fedlearn.core.log_format import LogFormat
+from fedlearn.core.logs import find_log_format
 from fedlearn.errors import (
     BudgetExhausted,
     ConfigError,
@@ -18,6 +22,7 @@ from fedlearn.errors import (
     DeploymentError,
     EnrolmentRefused,
     FedlearnError,
+    Fenced,
     NoUpdates,
     OutputClosed,
     StoreError,
@@ -25,6 +30,7 @@ from fedlearn.errors import (
 
 BAD_INPUT, RUN_FAILED, BUDGET_SPENT, INTERRUPTED = 2, 3, 4, 130
 OUTPUT_CLOSED = 141  # 128 + SIGPIPE, the exit code a shell reports for a process it killed
+_SUGGESTED_TWICE = re.compile(r"( Did you mean [^?]+\?)\1")
 
 
 @runtime_checkable
@@ -40,6 +46,7 @@ _CODES: tuple[tuple[tuple[type, ...], int], ...] = (
     ((KeyboardInterrupt, typer.Abort), INTERRUPTED),
     ((OutputClosed,), OUTPUT_CLOSED),
     ((BudgetExhausted,), BUDGET_SPENT),
+    ((Fenced,), RUN_FAILED),  # what was at work is so elsewhere now: start it again as a standby
     ((ConfigError, DataError, StoreError, DeploymentError), BAD_INPUT),
     ((EnrolmentRefused, ConnectionRefused, UsageError), BAD_INPUT),
 )
@@ -80,7 +87,9 @@ def format_message(error: BaseException) -> str:
         case RunEnded():
             return f"{format_message(error.cause)}\nresume from the last commit: {error.resume}"
         case UsageError():
-            return f"{error.format_message()} See `{_command_path(error)} --help`."
+            # Typer and Click suggest the same command, one after the other.
+            said = _SUGGESTED_TWICE.sub(r"\1", error.format_message())
+            return f"{said} See `{_command_path(error)} --help`."
         case FedlearnError():
             return str(error)
         case _ if find_exit_code(error) == INTERRUPTED:
@@ -100,7 +109,10 @@ def report_error(error: BaseException, *, as_json: bool, debug: bool, rank: int)
 
     Under torchrun only rank 0 prints, except for the traceback with ``debug``.
     """
-    if debug:
+    if rank == 0 and find_log_format() is LogFormat.JSON:
+        log, shown = structlog.get_logger("fedlearn"), error if debug else None
+        log.error("command_failed", error=format_message(error), exc_info=shown)
+    elif debug:
         traceback.print_exception(error)
     elif rank == 0:
         print(f"fedlearn: {format_message(error)}", file=sys.stderr)  # noqa: T201 (the terminal)

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from fedlearn.cli.failures import RUN_FAILED
-from fedlearn.cli.options import Json, MaybeConfig, Output, RunArgument, RunsDir, examples
+from fedlearn.cli.options import (
+    AsOperator,
+    CoordinatorAddress,
+    Json,
+    MaybeConfig,
+    Output,
+    RunArgument,
+    RunsDir,
+    examples,
+)
 from fedlearn.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
-    from fedlearn.deployment.deletion import DeletionPlan
-    from fedlearn.store.releases import StoredRelease
+    from fedlearn.deployment.orders import Line
 
 app = typer.Typer()
 models_app = typer.Typer(help="List, check and tag the released models of runs.")
@@ -35,34 +43,47 @@ def models(
     as_json: Json = False,
     config: MaybeConfig = None,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """List the released models of runs; `fedlearn export` adds one."""
     if context.invoked_subcommand is not None:
-        if as_json or config is not None or runs_dir is not None:
+        if as_json or any(each is not None for each in (config, runs_dir, who, coordinator)):
             raise ConfigError(f"put the options after `models {context.invoked_subcommand}`")
         return
+    from fedlearn.cli.desk import find_operator_file
     from fedlearn.cli.environment import open_records, terminal_width
     from fedlearn.core.json_values import format_json
     from fedlearn.core.quantities import format_number
+    from fedlearn.core.words import replace_unprintable
+    from fedlearn.deployment.descriptions import describe_release
     from fedlearn.experiment.layout import table_text
+    from fedlearn.identity.releases import SHORT
     from fedlearn.store.releases import ReleaseStore
 
-    with open_records(config, runs_dir=runs_dir) as (database, _):
-        found = ReleaseStore(database).list_all()
+    path = find_operator_file(who, coordinator, here=config or runs_dir, is_here=True)
+    if path is not None:
+        from fedlearn.deployment.remote import RemoteDesk
+        from fedlearn.deployment.run_orders import ListModels
+
+        found = list(RemoteDesk.open(path, address=coordinator).carry_out(ListModels()))
+    else:
+        with open_records(config, runs_dir=runs_dir) as (database, _):
+            found = [describe_release(each) for each in ReleaseStore(database).list_all()]
     if as_json:
         for each in found:
-            typer.echo(format_json(_describe(each)))
+            typer.echo(format_json(each))
     elif found:
         header = ("release", "tags", "run", "rounds", "accuracy", "epsilon", "released")
         rows = [
             (
-                each.short_id,
-                ", ".join(each.tags),
-                each.run,
-                str(each.num_rounds),
-                format_number(each.signed.facts["metrics"].get("accuracy")),
-                format_number((each.signed.facts["privacy"] or {}).get("epsilon")),
-                each.created_utc,
+                each["release"][:SHORT],
+                ", ".join(each["tags"]),
+                replace_unprintable(each["statement"]["run"]),
+                str(each["statement"]["num_rounds"]),
+                format_number(each["statement"]["metrics"].get("accuracy")),
+                format_number((each["statement"]["privacy"] or {}).get("epsilon")),
+                each["created_utc"],
             )
             for each in found
         ]
@@ -84,12 +105,13 @@ def show(
     from fedlearn.cli.environment import open_records
     from fedlearn.core.files import write_durably
     from fedlearn.core.json_values import format_json
+    from fedlearn.deployment.descriptions import describe_release
     from fedlearn.experiment.model_card import render_card
     from fedlearn.store.releases import ReleaseStore
 
     with open_records(config, runs_dir=runs_dir) as (database, _):
         found = ReleaseStore(database).find(release)
-    text = format_json(_describe(found)) + "\n" if as_json else render_card(found.signed)
+    text = format_json(describe_release(found)) + "\n" if as_json else render_card(found.signed)
     if output is None:
         typer.echo(text.removesuffix("\n"))
     else:
@@ -130,7 +152,7 @@ def verify(
         key = public_key or (find_public_key(keys_folder) if found else "")
         for each in found:
             try:
-                verify_release(each, public_key=key)
+                verify_release(each, database, public_key=key)
             except StoreError as error:
                 num_wrong += 1
                 typer.echo(str(error))
@@ -146,24 +168,53 @@ def tag(
     *,
     config: MaybeConfig = None,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Let a tag name this release; it leaves the one that it named before."""
+    from fedlearn.cli.desk import find_operator_file
     from fedlearn.cli.environment import open_records
+    from fedlearn.deployment.descriptions import describe_release
+    from fedlearn.identity.releases import SHORT
     from fedlearn.store.releases import ReleaseStore
 
-    with open_records(config, runs_dir=runs_dir) as (database, _):
-        found = ReleaseStore(database).tag(release, tag)
-    typer.echo(f"{tag} is now {found.short_id}, {found.run} after {found.num_rounds} rounds")
+    path = find_operator_file(who, coordinator, here=config or runs_dir, is_here=True)
+    if path is not None:
+        from fedlearn.deployment.remote import RemoteDesk
+        from fedlearn.deployment.run_orders import TagModel
+
+        order = TagModel(release=release, tag=tag)
+        (found,) = RemoteDesk.open(path, address=coordinator).carry_out(order)
+    else:
+        with open_records(config, runs_dir=runs_dir) as (database, _):
+            found = describe_release(ReleaseStore(database).tag(release, tag))
+    run, num_rounds = found["statement"]["run"], found["statement"]["num_rounds"]
+    typer.echo(f"{tag} is now {found['release'][:SHORT]}, {run} after {num_rounds} rounds")
 
 
 @models_app.command(epilog=examples("models untag champion"))
-def untag(tag: TagArgument, *, config: MaybeConfig = None, runs_dir: RunsDir = None) -> None:
+def untag(
+    tag: TagArgument,
+    *,
+    config: MaybeConfig = None,
+    runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
+) -> None:
     """Remove a tag; its release stays."""
+    from fedlearn.cli.desk import find_operator_file
     from fedlearn.cli.environment import open_records
     from fedlearn.store.releases import ReleaseStore
 
-    with open_records(config, runs_dir=runs_dir) as (database, _):
-        ReleaseStore(database).untag(tag)
+    path = find_operator_file(who, coordinator, here=config or runs_dir, is_here=True)
+    if path is not None:
+        from fedlearn.deployment.remote import RemoteDesk
+        from fedlearn.deployment.run_orders import UntagModel
+
+        list(RemoteDesk.open(path, address=coordinator).carry_out(UntagModel(tag=tag)))
+    else:
+        with open_records(config, runs_dir=runs_dir) as (database, _):
+            ReleaseStore(database).untag(tag)
     typer.echo(f"{tag} names no release any more")
 
 
@@ -218,50 +269,53 @@ def delete(
     output: Output = None,
     config: MaybeConfig = None,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """Delete a run: its checkpoints, the updates of its clients, and its records.
 
     Writes a certificate with the digest of each file, signed, which is also in the audit log.
     Privacy that was charged stays charged. Backups are not touched.
     """
-    from fedlearn.cli.environment import open_records
+    from fedlearn.cli.desk import find_operator_file
     from fedlearn.core.clock import SystemClock
     from fedlearn.core.files import require_writable, write_durably
-    from fedlearn.deployment.deletion import delete_run, plan_deletion
+    from fedlearn.deployment.deletion import delete_run, format_certificate, plan_deletion
 
     path = output or Path(f"{run}.deletion.json")
-    with open_records(config, runs_dir=runs_dir) as (database, _):
-        if not yes:
-            typer.echo(
-                _describe_plan(run, plan_deletion(database, run), with_releases=with_releases)
-            )
-            return
+    if yes:
         require_writable(path, raises=StoreError)
-        certificate = delete_run(database, run, with_releases=with_releases, clock=SystemClock())
-    write_durably(path, certificate.to_json().encode(), raises=StoreError)
+    file = find_operator_file(who, coordinator, here=config or runs_dir, is_here=True)
+    if file is not None:
+        from fedlearn.deployment.record_orders import DeleteRun
+        from fedlearn.deployment.remote import RemoteDesk
+
+        order = DeleteRun(run=run, with_releases=with_releases, is_certain=yes)
+        (found,) = RemoteDesk.open(file, address=coordinator).carry_out(order)
+    else:
+        from fedlearn.cli.environment import open_records
+
+        with open_records(config, runs_dir=runs_dir) as (database, _):
+            if yes:
+                found = delete_run(
+                    database, run, with_releases=with_releases, clock=SystemClock()
+                ).values()
+            else:
+                found = plan_deletion(database, run).values()
+    if not yes:
+        typer.echo(_describe_plan(run, found, with_releases=with_releases))
+        return
+    write_durably(path, format_certificate(found).encode(), raises=StoreError)
     typer.echo(f"{run} is deleted; the certificate is {path}")
 
 
-def _describe_plan(run: str, plan: "DeletionPlan", *, with_releases: bool) -> str:
-    num_bytes = sum(path.lstat().st_size for path in plan.files)
+def _describe_plan(run: str, plan: "Line", *, with_releases: bool) -> str:
     fate = "will be removed, too" if with_releases else "stay; --with-releases removes them"
-    size = f"{len(plan.files)} files, {num_bytes / 1e6:.1f} MB"
+    size = f"{len(plan['files'])} files, {plan['num_bytes'] / 1e6:.1f} MB"
     lines = [
         f"{run}: {size}, and all records would be deleted for good",
-        *(f"  {path}" for path in plan.files),
+        *(f"  {path}" for path in plan["files"]),
     ]
-    if plan.releases:
-        lines.append(f"{len(plan.releases)} releases in the registry {fate}")
+    if plan["num_releases"]:
+        lines.append(f"{plan['num_releases']} releases in the registry {fate}")
     return "\n".join([*lines, f"`fedlearn delete {run} --yes` does it"])
-
-
-def _describe(release: "StoredRelease") -> dict[str, object]:
-    return {
-        "release": release.signed.id,
-        "tags": list(release.tags),
-        "created_utc": release.created_utc,
-        "path": str(release.path),
-        "public_key": release.signed.public_key,
-        "signature": release.signed.signature,
-        "statement": release.signed.facts,
-    }

@@ -45,20 +45,57 @@ Output: TypeAlias = Annotated[
     Path | None, typer.Option("--output", "-o", metavar="FILE", help="The file to write.")
 ]
 Force: TypeAlias = Annotated[bool, typer.Option("--force", help="Replace an existing file.")]
-ConfigFile: TypeAlias = Annotated[
-    Path, typer.Option("--config", metavar="FILE", help="The coordinator's configuration.")
+DeploymentFile: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        metavar="FILE",
+        help="The coordinator's configuration; without it, coordinator.toml or service.toml.",
+    ),
+]
+AsOperator: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--as",
+        metavar="FILE",
+        help="Give the command to a coordinator elsewhere, as the operator of this file; without "
+        "it, FEDLEARN_OPERATOR, or the one in the home if there is no deployment here.",
+    ),
+]
+CoordinatorAddress: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Address of that coordinator; without it, those in the operator's file.",
+    ),
+]
+MaybeService: TypeAlias = Annotated[
+    Path | None,
+    typer.Option(
+        "--config", metavar="FILE", help="The service's configuration; without it, service.toml."
+    ),
 ]
 MaybeConfig: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         "--config",
         metavar="FILE",
-        help="The coordinator's configuration; without it, coordinator.toml if there is one.",
+        help="The coordinator's configuration; without it, coordinator.toml or service.toml, "
+        "if there is one.",
     ),
 ]
 Insecure: TypeAlias = Annotated[
     bool,
     typer.Option("--insecure", help="Use no encryption, for tests on the loopback address only."),
+]
+Restored: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--restored",
+        help="The database was restored from a backup: drop the updates that clients have sent "
+        "since.",
+    ),
 ]
 FromPrevious: TypeAlias = Annotated[
     bool,
@@ -73,7 +110,16 @@ def examples(*commands: str) -> str:
 
 #: Where the commands about a deployment look for its configuration.
 COORDINATOR_TOML = Path("coordinator.toml")
-#: Where a client's own configuration is written, unless told otherwise.
-CLIENT_TOML = Path("client.toml")
 #: Where the commands about a service of many runs look for its configuration.
 SERVICE_TOML = Path("service.toml")
+#: Where a client's own configuration is written, unless told otherwise.
+CLIENT_TOML = Path("client.toml")
+
+
+def find_deployment_file() -> Path:
+    """Return where commands about any deployment look for its configuration.
+
+    It is that of a service only if there is no other.
+    """
+    is_service = SERVICE_TOML.exists() and not COORDINATOR_TOML.exists()
+    return SERVICE_TOML if is_service else COORDINATOR_TOML

@@ -7,16 +7,24 @@ As in :mod:`fedlearn.cli.app`, each command imports slow modules itself.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from fedlearn.cli.failures import RUN_FAILED
-from fedlearn.cli.options import Json, MaybeConfig, Output, RunsDir, examples
+from fedlearn.cli.options import (
+    AsOperator,
+    CoordinatorAddress,
+    Json,
+    MaybeConfig,
+    Output,
+    RunsDir,
+    examples,
+)
 from fedlearn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedlearn.identity.audit import AuditEntry
+    from fedlearn.deployment.audit_log import AuditFilter
     from fedlearn.identity.audit_checks import ChainReport
 
 app = typer.Typer()
@@ -74,11 +82,14 @@ def audit_log(
     as_json: Json = False,
     config: MaybeConfig = None,
     runs_dir: RunsDir = None,
+    who: AsOperator = None,
+    coordinator: CoordinatorAddress = None,
 ) -> None:
     """List who did what and when, sign it, or verify that the record is whole.
 
     Exit code 3: the log was changed.
     """
+    from fedlearn.cli.desk import find_operator_file
     from fedlearn.cli.environment import open_records
     from fedlearn.deployment import audit_log as logs
 
@@ -91,6 +102,12 @@ def audit_log(
     )
     if log is not None:
         _report(logs.verify_export(log, kept or ()), num_kept=len(kept or ()), as_json=as_json)
+        return
+    path = find_operator_file(who, coordinator, here=config or runs_dir, is_here=True)
+    if path is not None:
+        _list_elsewhere(
+            path, coordinator, wanted, is_listing=not (verify or checkpoint), as_json=as_json
+        )
         return
     with open_records(config, runs_dir=runs_dir) as (database, folder):
         if verify:
@@ -106,7 +123,24 @@ def audit_log(
                     f"{output}: give it to the sites; it vouches for entry 0 to {signed.position}"
                 )
         else:
-            _list(logs.list_entries(database, wanted), as_json=as_json)
+            entries = (each.values() for each in logs.list_entries(database, wanted))
+            _list(entries, as_json=as_json)
+
+
+@app.command("rotate-signing-key", epilog=examples("rotate-signing-key"))
+def rotate_signing_key(*, config: MaybeConfig = None, runs_dir: RunsDir = None) -> None:
+    """Replace the key that signs checkpoints of the audit log and releases of models.
+
+    The old key signs the new one, so what either has signed can still be checked. A running
+    coordinator takes the new key by itself. If the old key may have been stolen, tell the sites.
+    """
+    from fedlearn.cli.environment import open_records
+    from fedlearn.deployment import audit_log as logs
+
+    with open_records(config, runs_dir=runs_dir) as (database, folder):
+        new = logs.rotate_signing_key(database, folder)
+    typer.echo(f"the signing key is now {new}")
+    typer.echo("give the sites a checkpoint of it: `fedlearn audit-log --checkpoint`")
 
 
 def _require_consistent(
@@ -123,27 +157,40 @@ def _require_consistent(
             raise ConfigError(f"{option} has no effect without {purpose}; add it")
 
 
-def _list(entries: "Iterator[AuditEntry]", *, as_json: bool) -> None:
+def _list_elsewhere(
+    path: Path, coordinator: str | None, wanted: "AuditFilter", *, is_listing: bool, as_json: bool
+) -> None:
+    """List the entries of a coordinator elsewhere."""
+    from fedlearn.deployment.people_orders import ReadAuditLog
+    from fedlearn.deployment.remote import RemoteDesk
+
+    if not is_listing:
+        raise ConfigError(
+            "--verify and --checkpoint need the database and the key; export the log with --json, "
+            "and verify the file: --verify --log FILE --kept FILE"
+        )
+    order = ReadAuditLog(since=wanted.since_utc, action=wanted.action, actor=wanted.actor)
+    _list(RemoteDesk.open(path, address=coordinator).carry_out(order), as_json=as_json)
+
+
+def _list(entries: "Iterator[dict[str, Any]]", *, as_json: bool) -> None:  # Any: JSON
     from fedlearn.cli.environment import terminal_width
+    from fedlearn.core.canonical_json import encode_canonical
     from fedlearn.core.words import replace_unprintable
     from fedlearn.experiment.layout import table_text
 
     if as_json:
         for entry in entries:
-            typer.echo(json.dumps(entry.values()))
+            typer.echo(json.dumps(entry))
         return
     rows = [
         tuple(
             map(
                 replace_unprintable,
                 (
-                    str(entry.position),
-                    entry.at_utc,
-                    entry.actor,
-                    entry.origin,
-                    entry.action,
-                    entry.subject,
-                    entry.details,
+                    str(entry["position"]),
+                    *(entry[name] for name in ("at_utc", "actor", "origin", "action", "subject")),
+                    encode_canonical(entry["details"]).decode(),
                 ),
             )
         )

@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from fedlearn.core.clock import utc
-from fedlearn.core.json_values import format_json
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participation, Status
 from fedlearn.core.quantities import format_duration, format_number
@@ -14,58 +12,13 @@ from fedlearn.core.words import replace_unprintable
 from fedlearn.experiment.history import headline
 from fedlearn.experiment.layout import table_text
 from fedlearn.identity.lineage import fingerprint
-from fedlearn.identity.registry import Contact, EnrolledClient, InvitationRecord
 from fedlearn.identity.rosters import KnownKey
-from fedlearn.rounds.scheduling import QueuedRun
-from fedlearn.store.rounds import RoundSummary
 
 KEY_HEADER = ("id", "name", "identity key", "rotations")
 
-_OF_CLIENT = (
-    *("client_id", "name", "status", "tags"),
-    *("enrolled_utc", "certificate_expires_utc", "fingerprint"),
-)
-_OF_CONTACT = ("connected", "seen_utc", "software", "num_examples")
 _OF_ROUNDS = tuple(status.value for status in Status)
 _DAY_S = 86400.0
 _SOON_DAYS = 30
-
-
-def describe_members(
-    clients: Iterable[EnrolledClient],
-    invited: Iterable[InvitationRecord],
-    *,
-    contacts: Mapping[ClientId, Contact],
-    counts: Mapping[ClientId, Mapping[Status, int]],
-) -> list[dict[str, Any]]:  # Any: JSON values
-    """Describe enrolled clients, then open invitations, as JSON values with the same keys."""
-    nothing = dict.fromkeys((*_OF_CLIENT, *_OF_CONTACT, *_OF_ROUNDS, "invitation_expires_utc"))
-    never = dict.fromkeys(Status, 0)
-    enrolled = [
-        nothing
-        | {key: getattr(each, key) for key in _OF_CLIENT}
-        | _contact_values(contacts.get(each.client_id))
-        | {status.value: n for status, n in counts.get(each.client_id, never).items()}
-        for each in clients
-    ]
-    waiting = [
-        nothing
-        | {"name": each.name, "status": "invited", "tags": each.tags}
-        | {"invitation_expires_utc": utc(each.expires_unix_s)}
-        for each in invited
-    ]
-    return enrolled + waiting
-
-
-def _contact_values(contact: Contact | None) -> dict[str, object]:
-    if contact is None:
-        return {"connected": False}
-    return {
-        "connected": contact.is_connected,
-        "seen_utc": contact.seen_utc,
-        "software": contact.software,
-        "num_examples": contact.num_examples or None,
-    }
 
 
 def members_table(members: Iterable[Mapping[str, Any]], *, now_unix_s: float) -> str:  # Any: JSON
@@ -110,35 +63,22 @@ def key_row(client_id: ClientId, known: KnownKey) -> tuple[str, ...]:
     return str(client_id), name, fingerprint(known.key), str(known.num_rotations)
 
 
-def rounds_table(rounds: Iterable[RoundSummary]) -> str:
-    """Format rounds as a table."""
+def rounds_table(rounds: Iterable[Mapping[str, Any]]) -> str:  # Any: JSON
+    """Format rounds that :func:`~fedlearn.deployment.descriptions.describe_round` describes."""
     header = ("round", "accuracy", "loss", *_OF_ROUNDS, "took", "outcome")
     return table_text([header, *map(_round_row, rounds)])
 
 
-def describe_missed(
-    missed: Iterable[Participation], names: Mapping[ClientId, str]
-) -> list[dict[str, object]]:
-    """Describe the clients of a round that did not report, with the reasons, as JSON values."""
-    return [
-        {
-            "client_id": each.client_id,
-            "name": names.get(each.client_id),
-            "status": each.status.value,
-            "reason": each.reason,
-        }
-        for each in missed
-    ]
-
-
-def format_missed(
-    missed: Mapping[int, Iterable[Participation]], names: Mapping[ClientId, str]
-) -> str:
+def format_missed(rounds: Iterable[Mapping[str, Any]]) -> str:  # Any: JSON
     """Format the clients that did not report, by round and with the reasons, as a table."""
     rows = [
-        (str(round_num + 1), client_text(each.client_id, names), format_status(each))
-        for round_num, ended in missed.items()
-        for each in ended
+        (
+            str(each["round"]),
+            replace_unprintable(client["name"] or "") or f"client {client['client_id']}",
+            _format_ending(client["status"], client["reason"]),
+        )
+        for each in rounds
+        for client in each["clients"]
     ]
     return table_text([("round", "client", "was"), *rows])
 
@@ -150,74 +90,61 @@ def client_text(client_id: ClientId, names: Mapping[ClientId, str]) -> str:
 
 def format_status(ended: Participation) -> str:
     """Describe the status of a client that did not report, with the reason of a failure."""
-    if ended.status is Status.FAILED:
-        return f"failed: {replace_unprintable(ended.reason) or 'no reason given'}"
-    return ended.status.value
+    return _format_ending(ended.status.value, ended.reason)
 
 
-def round_line(each: RoundSummary, **more: object) -> str:
-    """Format a round, and ``more``, as a JSON object; values that are not finite are null."""
-    values: dict[str, object] = {
-        "round": each.round_num + 1,
-        "outcome": each.outcome.value,
-        "retries": each.attempt,
-        "reported": each.counts[Status.REPORTED],
-        "late": each.counts[Status.LATE],
-        "failed": each.counts[Status.FAILED],
-        "stale": each.counts[Status.STALE],
-        "staleness": each.staleness,
-        "train_loss": each.train_loss,
-        "duration_s": each.duration_s,
-        "seconds": each.seconds,
-        "metrics": each.metrics,
-        "train_metrics": each.train_metrics,
-    }
-    return format_json(values | more)
+def _format_ending(status: str, reason: str) -> str:
+    if status == Status.FAILED:
+        return f"failed: {replace_unprintable(reason) or 'no reason given'}"
+    return status
 
 
-def _round_row(each: RoundSummary) -> tuple[str, ...]:
-    retried = f", {each.attempt} retries" if each.attempt else ""
+def _round_row(each: Mapping[str, Any]) -> tuple[str, ...]:  # Any: JSON
+    retried = f", {each['retries']} retries" if each["retries"] else ""
     return (
-        str(each.round_num + 1),
-        format_number(headline(each.metrics, "accuracy")),
-        format_number(headline(each.metrics, "loss")),
-        *(str(each.counts[status]) for status in Status),
-        format_duration(each.seconds),
-        f"{each.outcome.value}{retried}",
+        str(each["round"]),
+        format_number(headline(each["metrics"], "accuracy")),
+        format_number(headline(each["metrics"], "loss")),
+        *(str(each[status]) for status in _OF_ROUNDS),
+        format_duration(math.nan if each["seconds"] is None else each["seconds"]),
+        f"{each['outcome']}{retried}",
     )
 
 
 # ---- The queue ----------------------------------------------------------------------------
 
 
-def describe_queued(run: QueuedRun, waits: Mapping[str, str]) -> dict[str, object]:
-    """Describe a run of the queue as JSON values, with what it waits for."""
-    return {
-        "run": run.name,
-        "state": run.state.value,
-        "priority": run.priority,
-        "after": run.after or None,
-        "waits_for": waits.get(run.name),
-        "reason": run.reason,
-        "submitted_by": run.submitted_by,
-        "submitted_utc": run.submitted_utc,
-        "started_utc": run.started_utc or None,
-        "ended_utc": run.ended_utc or None,
-    }
-
-
-def queue_table(runs: Sequence[QueuedRun], waits: Mapping[str, str]) -> str:
+def queue_table(runs: Sequence[Mapping[str, Any]]) -> str:  # Any: JSON
     """Format the queue in the order of submission, with what each run waits for or ended of."""
-    header = ("run", "state", "priority", "submitted", "by", "waits for, or why it ended")
+    header = ("run", "state", "study", "priority", "submitted", "by", "waits for, or why it ended")
     rows = [
         (
-            run.name,
-            run.state.value,
-            str(run.priority),
-            run.submitted_utc,
-            replace_unprintable(run.submitted_by),
-            replace_unprintable(waits.get(run.name) or run.reason) or "-",
+            replace_unprintable(run["run"]),
+            run["state"],
+            run["study"] or "-",
+            str(run["priority"]),
+            run["submitted_utc"],
+            replace_unprintable(run["submitted_by"]),
+            replace_unprintable(run["waits_for"] or run["reason"]) or "-",
         )
         for run in runs
     ]
     return table_text([header, *rows])
+
+
+def trainers_table(rounds: Iterable[Mapping[str, Any]]) -> str:
+    """Lay out what each client ran, one line for each of its trainers, the earliest first."""
+    found = dict[tuple[str, str], list[int]]()
+    for each in rounds:
+        for name, trainer in each["trainers"].items():
+            found.setdefault((name, trainer), []).append(each["round"])
+    rows = [
+        (
+            replace_unprintable(name),
+            f"{min(numbers)} to {max(numbers)}" if len(numbers) > 1 else str(numbers[0]),
+            str(len(numbers)),
+            replace_unprintable(trainer),
+        )
+        for (name, trainer), numbers in sorted(found.items(), key=lambda each: each[1][0])
+    ]
+    return table_text([("client", "rounds", "replies", "trainer"), *rows])

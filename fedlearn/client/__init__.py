@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedlearn.client.agent import Agent as Agent
     from fedlearn.client.backoff import Reconnection as Reconnection
+    from fedlearn.client.bundle_policy import BundlePolicy as BundlePolicy
     from fedlearn.client.conditions import Conditions as Conditions
     from fedlearn.client.options import Connection as Connection
     from fedlearn.client.options import Resources as Resources
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 _HOME = {
     "client.agent": "Agent",
     "client.backoff": "Reconnection",
+    "client.bundle_policy": "BundlePolicy",
     "client.conditions": "Conditions",
     "client.options": "Connection Resources",
     "client.policy": "ExtraPolicy Policy PrivacyPolicy SecureAggregationPolicy",

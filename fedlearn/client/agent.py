@@ -140,7 +140,7 @@ class Agent:
         self._python = find_interpreter()
         # Another interpreter may have other packages.
         if isinstance(trainer, str) and self._python == sys.executable:
-            require_trainer(self._options.trainer)
+            require_trainer(trainer)
         self._require_invitation()
         self._probes, self._on_progress = probes, on_progress
         self._status = AgentStatus()

@@ -31,7 +31,8 @@ from fedlearn.client.signals import call_on_signals
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.logs import configure_logs
 from fedlearn.core.own_lines import find_own_line
-from fedlearn.errors import DeploymentError, EnrolmentRefused, FedlearnError
+from fedlearn.core.tracing import tracing
+from fedlearn.errors import ConfigError, DeploymentError, EnrolmentRefused, FedlearnError
 from fedlearn.processes.family import END_S, end_family
 from fedlearn.processes.forks import keep_from_forks
 from fedlearn.processes.links import take_link
@@ -196,7 +197,7 @@ def _serve(application: _Application) -> int:
     if sys.platform != "win32":
         os.register_at_fork(after_in_child=_restore_sigterm)
     options = OPTIONS.validate_json(sys.stdin.buffer.read())
-    _configure_logs(options)
+    configure_client_logs(options)
     # Imports create a million objects that stay; to scan them again and again takes a sixth longer.
     gc.disable()
     from fedlearn.client.runtime import make_runtime  # noqa: PLC0415 (torch takes seconds)
@@ -210,8 +211,9 @@ def _serve(application: _Application) -> int:
     try:
         with ClientFolder(options.home).lock(timeout_s=_PREDECESSOR_S):
             pass  # wait for the process of an application that has just died: it ends in a batch
+        made = options.trainer or "the client"
         with (
-            report_while_running(f"{options.trainer} is still being created", application.send),
+            report_while_running(f"{made} is still being created", application.send),
             # In an application's log, leave out the error's message, which may quote the data.
             convert_trainer_errors() if options.is_command else nullcontext(),
         ):
@@ -220,16 +222,18 @@ def _serve(application: _Application) -> int:
         application.report_end(error)
         return 0
     try:
-        has_ended = asyncio.run(_run(runtime, application))
-    except (DeploymentError, EnrolmentRefused) as error:
+        with tracing(options.traces, role="client", environ=os.environ):
+            has_ended = asyncio.run(_run(runtime, application))
+    except (ConfigError, DeploymentError, EnrolmentRefused) as error:
         application.report_end(error)
         return 0
     return 0 if has_ended else STUCK
 
 
-def _configure_logs(options: RuntimeOptions) -> None:
+def configure_client_logs(options: RuntimeOptions) -> None:
+    """Log as the options say."""
     if options.is_command:
-        configure_logs(level=options.log_level, quiet=False)
+        configure_logs(level=options.log_level, quiet=False, log_format=options.log_format)
     else:  # these lines appear among those of the application
         structlog.configure(
             wrapper_class=structlog.make_filtering_bound_logger(options.log_level),

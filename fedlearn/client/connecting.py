@@ -58,6 +58,7 @@ class Connector:
         post: Receives events for the conversation's state machine.
         on_event: Receives events for the user.
         on_receipt: Receives the coordinator's receipts for replies.
+        on_bundle: Receives notices of bundles.
 
     Attributes:
         allowed: Set while this client may connect.
@@ -76,10 +77,12 @@ class Connector:
         post: Callable[[Event], None],
         on_event: Callable[[AgentEvent], None],
         on_receipt: Callable[[wire_pb2.Receipt], None],
+        on_bundle: Callable[[wire_pb2.BundleNotice], None],
     ) -> None:
         self._home, self._invitation, self._connection = home, invitation, connection
         self._hello, self._post = hello, post
         self._on_event, self._on_receipt = on_event, on_receipt
+        self._on_bundle = on_bundle
         self._clock = SystemClock()
         self._rotation = KeyRotation(home, clock=self._clock, on_event=on_event)
         self._absence_s: float | None = None  # absence that the coordinator has asked for
@@ -262,7 +265,7 @@ class Connector:
         _log.info("connected", address=address, run_ids=run_ids)
         self._on_event(AgentEvent.of(EventKind.CONNECTED, message=address))
         self.live = live
-        self._post(SessionStarted(run_ids))
+        self._post(SessionStarted(run_ids, live.max_concurrent_runs))
         ends: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._receive(live.session)),
             asyncio.create_task(live.session.watch()),
@@ -313,6 +316,8 @@ class Connector:
                     return
                 case "receipt":
                     self._on_receipt(message.receipt)
+                case "bundle":
+                    self._on_bundle(message.bundle)
                 case other:
                     raise ProtocolError(
                         f"the coordinator sent an unexpected {other} within a session"

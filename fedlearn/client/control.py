@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedlearn.client.home import Home
+from fedlearn.client.task_folder import TaskFolder
 from fedlearn.core.clock import Clock
 from fedlearn.errors import Cancelled
 
@@ -31,9 +31,9 @@ class WorkControl:
     """
 
     def __init__(
-        self, home: Home, clock: Clock, *, on_report: Callable[[float, float], None]
+        self, folder: TaskFolder, clock: Clock, *, on_report: Callable[[float, float], None]
     ) -> None:
-        self._home, self._clock, self._on_report = home, clock, on_report
+        self._folder, self._clock, self._on_report = folder, clock, on_report
         self._cancelled = threading.Event()
         self.download: asyncio.Task[None] | None = None
         self._next_checkpoint_s = self._next_report_s = float("-inf")
@@ -64,7 +64,7 @@ class WorkControl:
     def load(self) -> Mapping[str, Tensor]:
         """Load the task's checkpoint; empty if there is none, or it is damaged."""
         try:
-            content = self._home.load_checkpoint()
+            content = self._folder.load_checkpoint()
             return safetensors.torch.load(content) if content else {}
         except SafetensorError as error:
             log = structlog.get_logger(__name__)
@@ -81,6 +81,6 @@ class WorkControl:
             name: each.detach().cpu().clone(memory_format=torch.contiguous_format)
             for name, each in tensors.items()
         }
-        self._home.save_checkpoint(safetensors.torch.save(own))
+        self._folder.save_checkpoint(safetensors.torch.save(own))
         end_s = self._clock.now_s()
         self._next_checkpoint_s = end_s + _CHECKPOINT_SPACING * (end_s - begin_s)

@@ -10,6 +10,10 @@ The work on a task (download and training) is one action. It ends with exactly o
 :class:`WorkFinished` and :class:`WorkAbandoned`, even after a cancellation, because training stops
 only at the end of a batch. A task that arrives in between waits for that.
 
+A client works for as many runs at a time as its policy says, usually for one, with one task of
+each. The coordinator has no more tasks open than that: of more, it has closed those that it offered
+longest ago.
+
 The coordinator may announce a model before it sends a task for it, so that the client can prefetch
 it. Once the model is here and the client is idle, it starts to train. The next task for which this
 model is recent enough then adopts that work::
@@ -27,14 +31,23 @@ from fedlearn.client.tasks import HeldReply, OpenTask
 from fedlearn.core.kinds import TRAIN_KIND
 from fedlearn.transport.content import NO_QUESTION, TaskKey
 
+#: Most replies that are kept, one for each run: as many as a service has at work at most.
+MOST_HELD = 16
+
 # Events: what happened.
 
 
 @dataclass(frozen=True)
 class SessionStarted:
-    """The coordinator has welcomed this client; ``run_ids`` are its runs that are not over."""
+    """The coordinator has welcomed this client.
+
+    Attributes:
+        run_ids: Its runs that are not over.
+        max_concurrent_runs: Runs for which this client works at a time, as it has told.
+    """
 
     run_ids: tuple[str, ...]
+    max_concurrent_runs: int = 1
 
 
 @dataclass(frozen=True)
@@ -86,11 +99,14 @@ class WorkFinished:
     reply: bytes = field(repr=False)
     state: bytes | None = field(repr=False)
     is_failure: bool = False
+    trainer: str = ""  # what was run
 
 
 @dataclass(frozen=True)
 class WorkAbandoned:
-    """Work on the task has ended without a reply: cancelled, or the download failed."""
+    """Work on a run's task has ended without a reply: cancelled, or the download failed."""
+
+    run_id: str
 
 
 @dataclass(frozen=True)
@@ -148,7 +164,9 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Erase:
-    """Remove the request and the checkpoint of the task."""
+    """Remove the request and the checkpoint of a run's task."""
+
+    run_id: str
 
 
 @dataclass(frozen=True)
@@ -194,6 +212,21 @@ Action: TypeAlias = Begin | Adopt | Cancel | Erase | Hold | Deliver | Drop | Dis
 
 
 @dataclass(frozen=True, kw_only=True)
+class WorkState:
+    """Work on a task.
+
+    Attributes:
+        task: The task.
+        is_cancelled: Whether it was cancelled; it ends at the next batch.
+        is_withdrawn: Whether the coordinator no longer wants the reply.
+    """
+
+    task: OpenTask
+    is_cancelled: bool = False
+    is_withdrawn: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Conversation:
     """The state of a client.
 
@@ -201,11 +234,11 @@ class Conversation:
         is_connected: Whether there is a session with the coordinator.
         is_stopping: Whether this process is to end.
         unmet: Conditions that do not hold.
-        task: The task in work; a cancelled one stays here until its work has ended.
-        is_cancelled: Whether the task in work was cancelled.
-        is_withdrawn: Whether the coordinator no longer wants the reply to the task in work.
-        waiting: A task that arrived while a cancelled one is still ending.
-        held: The finished reply that is not settled yet.
+        max_concurrent_runs: Runs for which this client works at a time.
+        work: By run, the work on its task until it has ended, in the order in which the tasks were
+            offered last.
+        waiting: By run, the task that waits for the end of other work, the oldest first.
+        held: By run, the finished reply that is not settled yet, the oldest first.
         run_ids: The coordinator's runs that are not over, as far as this client knows.
         begun_rounds: By run, the round of the newest model on which training has started.
         announced: The newest announced model that is not fetched yet.
@@ -216,11 +249,10 @@ class Conversation:
     is_connected: bool = False
     is_stopping: bool = False
     unmet: tuple[str, ...] = ("not checked yet",)
-    task: OpenTask | None = None
-    is_cancelled: bool = False
-    is_withdrawn: bool = False
-    waiting: OpenTask | None = None
-    held: HeldReply | None = None
+    max_concurrent_runs: int = 1
+    work: Mapping[str, WorkState] = field(default_factory=dict)
+    waiting: Mapping[str, OpenTask] = field(default_factory=dict)
+    held: Mapping[str, HeldReply] = field(default_factory=dict)
     run_ids: tuple[str, ...] = ()
     begun_rounds: Mapping[str, int] = field(default_factory=dict)
     announced: OpenTask | None = None
@@ -235,7 +267,7 @@ class Conversation:
     @property
     def is_done(self) -> bool:
         """Whether this process may end."""
-        return self.is_stopping and self.task is None
+        return self.is_stopping and not self.work
 
     @property
     def to_fetch(self) -> OpenTask | None:
@@ -249,8 +281,8 @@ Transition: TypeAlias = tuple[Conversation, tuple[Action, ...]]
 def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911 - one line per event
     """Return the client's state after ``event``, and the actions to perform."""
     match event:
-        case SessionStarted(run_ids):
-            return _start_session(here, run_ids)
+        case SessionStarted():
+            return _start_session(here, event)
         case SessionEnded():
             return replace(here, is_connected=False, announced=None), ()
         case TaskOffered(task):
@@ -265,20 +297,20 @@ def step(here: Conversation, event: Event) -> Transition:  # noqa: C901, PLR0911
             return _forget_reply(here, key, "settled")
         case WorkFinished():
             return _finish_work(here, event)
-        case WorkAbandoned():
-            return _end_work(here)
+        case WorkAbandoned(run_id):
+            return _end_work(here, run_id)
         case ReplyStored(held):
-            return replace(here, held=held), ((Deliver(held),) if here.is_connected else ())
+            return _keep_reply(here, held)
         case ConditionsChecked():
             return _apply_conditions(here, event)
         case StopRequested():
-            stopping = replace(
-                here, is_stopping=True, waiting=None, announced=None, prefetched=None
-            )
-            return _cancel(stopping, "stopped")
+            stopping = replace(here, is_stopping=True, waiting={}, announced=None, prefetched=None)
+            return _cancel_all(stopping, "stopped")
 
 
-def _start_session(here: Conversation, run_ids: tuple[str, ...]) -> Transition:
+def _start_session(here: Conversation, event: SessionStarted) -> Transition:
+    run_ids = event.run_ids
+
     def goes_on(task: OpenTask | None) -> bool:
         return task is not None and task.key.run_id in run_ids
 
@@ -287,13 +319,17 @@ def _start_session(here: Conversation, run_ids: tuple[str, ...]) -> Transition:
         here,
         is_connected=True,
         run_ids=run_ids,
+        max_concurrent_runs=event.max_concurrent_runs,
+        waiting={each: task for each, task in here.waiting.items() if each in run_ids},
         begun_rounds={each: last for each, last in here.begun_rounds.items() if each in run_ids},
         announced=here.announced if goes_on(here.announced) else None,
         prefetched=here.prefetched if goes_on(here.prefetched) else None,
         ready=ready if ready is not None and goes_on(ready.task) else None,
     )
     here, actions = _give_up(here, lambda each: each.key.run_id not in run_ids, "its run is over")
-    return here, (*actions, *(() if here.held is None else (Deliver(here.held),)))
+    # A large reply waits until its task is offered again: while no exchange is open for it, as
+    # before its run has started again, the coordinator would only refuse the upload.
+    return here, (*actions, *(Deliver(each) for each in here.held.values() if each.is_inline))
 
 
 def _note_run(here: Conversation, run_id: str) -> Conversation:
@@ -306,36 +342,65 @@ def _consider_task(here: Conversation, task: OpenTask) -> Transition:
         return here, ()  # the session is about to end; the task is offered again in the next one
     here = _note_run(here, task.key.run_id)
     # Answered already: the coordinator has lost the reply, or not got it yet.
-    if here.held is not None and here.held.key == task.key:
-        return here, (Deliver(here.held, is_requested_again=True),)
-    if here.task is None:
-        return _begin(here, task)
-    if here.task.key == task.key and not here.is_cancelled:
-        return here, ()  # offered again in a new session: the work continues
-    if here.task.is_announced and here.task.may_answer(task) and not here.is_cancelled:
-        return replace(here, task=task), (Adopt(task),)
-    # The coordinator has one open task per client, over all runs, so a different task means that
-    # the one in work has been closed.
-    here = replace(here, waiting=task, is_withdrawn=here.is_withdrawn or here.task.key != task.key)
-    return _cancel(here, "the coordinator has moved on")
+    held = here.held.get(task.key.run_id)
+    if held is not None and held.key == task.key:
+        return here, (Deliver(held, is_requested_again=True),)
+    work = here.work.get(task.key.run_id)
+    if work is not None and not work.is_cancelled:
+        if work.task.key == task.key:  # offered again in a new session: the work continues
+            return _put_last(here, work), ()
+        if work.task.is_announced and work.task.may_answer(task):
+            return _put_last(here, replace(work, task=task)), (Adopt(task),)
+    others = {each: it for each, it in here.waiting.items() if each != task.key.run_id}
+    here, cancelled = _make_room(replace(here, waiting={**others, task.key.run_id: task}), task)
+    here, actions = _start_next(here)
+    return here, (*cancelled, *actions)
+
+
+def _put_last(here: Conversation, work: WorkState) -> Conversation:
+    """Put work in place of earlier work for its run, as that whose task was offered last."""
+    run_id = work.task.key.run_id
+    others = {each: it for each, it in here.work.items() if each != run_id}
+    return replace(here, work={**others, run_id: work})
+
+
+def _make_room(here: Conversation, task: OpenTask) -> Transition:
+    """Call off what the coordinator has closed, now that ``task`` has been offered."""
+    reason = "the coordinator has moved on"
+    work = here.work.get(task.key.run_id)
+    here, actions = _cancel(
+        here, task.key.run_id, reason, is_withdrawn=work is not None and work.task.key != task.key
+    )
+    going_on = [each.task for each in here.work.values() if not each.is_cancelled]
+    # Nobody has asked yet for what was begun in advance, so it goes first.
+    oldest = [*sorted(going_on, key=lambda each: not each.is_announced), *here.waiting.values()]
+    for each in oldest[: max(0, len(oldest) - here.max_concurrent_runs)]:
+        run_id = each.key.run_id
+        if here.waiting.get(run_id) is each:
+            left = {other: it for other, it in here.waiting.items() if other != run_id}
+            here = replace(here, waiting=left)
+        else:
+            here, more = _cancel(here, run_id, reason, is_withdrawn=True)
+            actions += more
+    return here, actions
 
 
 def _begin(here: Conversation, task: OpenTask) -> Transition:
-    here = replace(here, task=None, waiting=None, is_cancelled=False, is_withdrawn=False)
+    waiting = {each: it for each, it in here.waiting.items() if it is not task}
+    here = replace(here, waiting=waiting)
     # Only plain training is done in advance; other kinds leave `ready` for a later task.
     if task.key.kind != TRAIN_KIND:
-        return replace(here, task=task), (Begin(task),)
+        return _put_last(here, WorkState(task=task)), (Begin(task),)
     ready, here = here.ready, replace(here, ready=None)
     if ready is not None and ready.task.may_answer(task):
-        here, actions = _start_next(here)
-        return here, (Hold(replace(ready, task=task)), *actions)
+        return here, (Hold(replace(ready, task=task)),)
     return _drop_old_models(_start(here, task)), (Begin(task),)
 
 
 def _start(here: Conversation, task: OpenTask) -> Conversation:
     """Put a training task to work."""
     begun = {**here.begun_rounds, task.key.run_id: task.key.round_num}
-    return replace(here, task=task, begun_rounds=begun)
+    return _put_last(replace(here, begun_rounds=begun), WorkState(task=task))
 
 
 def _note_announcement(here: Conversation, task: OpenTask) -> Transition:
@@ -370,10 +435,10 @@ def _withdraw(here: Conversation, key: TaskKey, reason: str) -> Transition:
         here = replace(here, prefetched=None)
     if here.ready is not None and _is_withdrawn_by(here.ready.task, key):
         here = replace(here, ready=None)
-    if here.waiting is not None and here.waiting.key == key:
-        here = replace(here, waiting=None)
-    if here.task is not None and _is_withdrawn_by(here.task, key):
-        return _cancel(replace(here, is_withdrawn=True), reason)
+    here = _forget_waiting(here, key)
+    work = here.work.get(key.run_id)
+    if work is not None and _is_withdrawn_by(work.task, key):
+        return _cancel(here, key.run_id, reason, is_withdrawn=True)
     return _forget_reply(here, key, reason)
 
 
@@ -387,52 +452,93 @@ def _is_withdrawn_by(task: OpenTask, withdrawn: TaskKey) -> bool:
     return task.key.run_id == withdrawn.run_id and task.key.round_num <= withdrawn.round_num
 
 
-def _cancel(here: Conversation, reason: str) -> Transition:
-    if here.task is None or here.is_cancelled:
+def _forget_waiting(here: Conversation, key: TaskKey) -> Conversation:
+    return replace(here, waiting={each: it for each, it in here.waiting.items() if it.key != key})
+
+
+def _cancel(
+    here: Conversation, run_id: str, reason: str, *, is_withdrawn: bool = False
+) -> Transition:
+    """Cancel the work for a run, if there is any and it was not cancelled before."""
+    before = here.work.get(run_id)
+    if before is None:
         return here, ()
-    return replace(here, is_cancelled=True), (Cancel(here.task.key, reason),)
+    after = replace(before, is_cancelled=True, is_withdrawn=before.is_withdrawn or is_withdrawn)
+    here = replace(here, work={**here.work, run_id: after})
+    return here, () if before.is_cancelled else (Cancel(before.task.key, reason),)
+
+
+def _cancel_all(here: Conversation, reason: str) -> Transition:
+    actions: tuple[Action, ...] = ()
+    for run_id in here.work:
+        here, more = _cancel(here, run_id, reason)
+        actions += more
+    return here, actions
 
 
 def _forget_reply(here: Conversation, key: TaskKey, reason: str) -> Transition:
-    if here.held is None or here.held.key != key:
+    held = here.held.get(key.run_id)
+    if held is None or held.key != key:
         return here, ()
-    return replace(here, held=None), (Drop(here.held, reason),)
+    others = {run_id: each for run_id, each in here.held.items() if each is not held}
+    return replace(here, held=others), (Drop(held, reason),)
+
+
+def _keep_reply(here: Conversation, held: HeldReply) -> Transition:
+    """Keep a new reply in place of an earlier one to its run, and drop the oldest of too many."""
+    others = [each for each in here.held.values() if each.key.run_id != held.key.run_id]
+    surplus = others[: max(0, len(others) + 1 - MOST_HELD)]
+    kept = {each.key.run_id: each for each in (*others[len(surplus) :], held)}
+    dropped = tuple(Drop(each, "there are too many newer replies") for each in surplus)
+    delivered = (Deliver(held),) if here.is_connected else ()
+    return replace(here, held=kept), (*dropped, *delivered)
 
 
 def _finish_work(here: Conversation, event: WorkFinished) -> Transition:
+    run_id = event.task.key.run_id
+    work = here.work[run_id]
     # Finished before the cancellation took effect, but the coordinator does not want it.
-    if here.is_withdrawn:
-        return _end_work(here)
-    task = here.task or event.task  # `here.task` is the adopting task, if work started in advance
-    here = replace(here, task=None, is_cancelled=False)
+    if work.is_withdrawn:
+        return _end_work(here, run_id)
+    task = work.task  # the adopting task, if work started in advance
+    here = _take_out(here, run_id)
     if task.is_announced:
         return _start_next(replace(here, ready=None if event.is_failure else event))
-    if here.waiting is not None and here.waiting.key == task.key:
-        here = replace(here, waiting=None)  # finished before the cancellation took effect
-    if event.state is not None and task.key.kind != TRAIN_KIND:
+    here = _forget_waiting(here, task.key)  # finished before the cancellation took effect
+    is_stale = here.ready is not None and here.ready.task.key.run_id == run_id
+    if event.state is not None and task.key.kind != TRAIN_KIND and is_stale:
         here = replace(here, ready=None)  # it was computed from the state before this task
     here, actions = _start_next(here)
     return here, (Hold(replace(event, task=task)), *actions)
 
 
-def _end_work(here: Conversation) -> Transition:
-    erase = (Erase(),) if here.is_withdrawn else ()
+def _take_out(here: Conversation, run_id: str) -> Conversation:
+    return replace(here, work={each: it for each, it in here.work.items() if each != run_id})
+
+
+def _end_work(here: Conversation, run_id: str) -> Transition:
+    work = here.work[run_id]
+    erase = (Erase(run_id),) if work.is_withdrawn else ()
     # Work that ended without being cancelled has lost its connection. Reconnecting makes the
     # coordinator offer the task again.
-    is_missed = not here.is_cancelled and here.task is not None and not here.task.is_announced
+    is_missed = not work.is_cancelled and not work.task.is_announced
     leave = (Disconnect(),) if is_missed and here.is_connected else ()
-    here = replace(here, task=None, is_cancelled=False, is_withdrawn=False)
-    here, actions = _start_next(here)
+    here, actions = _start_next(_take_out(here, run_id))
     return here, (*erase, *actions, *leave)
 
 
 def _start_next(here: Conversation) -> Transition:
-    """If the client is idle, begin the waiting task, or else work on a prefetched model."""
-    if here.task is not None or here.unmet or here.is_stopping:
+    """If there is room, begin the tasks that wait, or else work on a prefetched model."""
+    if len(here.work) >= here.max_concurrent_runs or here.unmet or here.is_stopping:
         return here, ()
-    if here.waiting is not None:
-        return _begin(here, here.waiting)
+    waiting = next((it for run_id, it in here.waiting.items() if run_id not in here.work), None)
+    if waiting is not None:
+        here, actions = _begin(here, waiting)
+        here, more = _start_next(here)
+        return here, (*actions, *more)
     task = here.prefetched
+    if task is not None and task.key.run_id in here.work:
+        return here, ()
     # One result in advance at a time: the next task uses it, and only then is more work useful.
     if task is None or here.ready is not None or not here.is_connected:
         return here, ()
@@ -446,11 +552,11 @@ def _apply_conditions(here: Conversation, event: ConditionsChecked) -> Transitio
     here = replace(here, unmet=event.unmet)
     if not event.unmet:
         return here, actions
-    here, cancelled = _cancel(
-        replace(here, waiting=None, announced=None, prefetched=None), "conditions"
+    here, cancelled = _cancel_all(
+        replace(here, waiting={}, announced=None, prefetched=None), "conditions"
     )
     # Stay connected while a reply is being delivered, unless the network must not be used.
-    may_stay = here.held is not None and not any("unmetered" in each for each in event.unmet)
+    may_stay = bool(here.held) and not any("unmetered" in each for each in event.unmet)
     leave = (Disconnect(),) if here.is_connected and not may_stay else ()
     return here, (*actions, *cancelled, *leave)
 
@@ -458,10 +564,12 @@ def _apply_conditions(here: Conversation, event: ConditionsChecked) -> Transitio
 def _give_up(
     here: Conversation, is_over: Callable[[OpenTask | HeldReply], bool], reason: str
 ) -> Transition:
-    """Withdraw the task in work and drop the stored reply, each if ``is_over`` holds for it."""
+    """Withdraw tasks in work and drop stored replies, each if ``is_over`` holds for it."""
     actions: tuple[Action, ...] = ()
-    for each in (here.task, here.held):
-        if each is not None and is_over(each):
+    tasks = [each.task for each in here.work.values()]
+    found: list[OpenTask | HeldReply] = [*tasks, *here.held.values()]
+    for each in found:
+        if is_over(each):
             here, more = _withdraw(here, each.key, reason)
             actions += more
     return here, actions

@@ -25,6 +25,7 @@ class EventKind(StrEnum):
     ACCEPTED = "accepted"  # the reply counts, and is not a failure
     LATE = "late"  # the round had closed before the reply arrived
     REFUSED = "refused"  # the coordinator rejected the client or its reply
+    BUNDLE = "bundle"  # a run's bundle does not run here, or has come; the message says why
     POLICY = "policy"  # the client's policy forbids the task
     FAILED = "failed"  # an error on this device
     CRASHED = "crashed"  # the training process died; it is restarted

@@ -74,7 +74,7 @@ def client_app(
 
     def answer(node: Node, keys: Keys) -> flower.Answer:
         policy, history_file = policy_of(node), _history_file(keys)
-        require_no_daily_limit(policy, source="the policy of this node")
+        require_possible_policy(policy, source="the policy of this node")
         judge = Judge(policy)
         trainer = _LazyTrainer(node, make_trainer)
         secure = judge.build_secure_client(
@@ -105,15 +105,17 @@ def client_app(
     return flower.client_app(answer, settings_of=partial(settings_for, local), mods=mods)
 
 
-def require_no_daily_limit(policy: Policy, *, source: str) -> None:
-    """Reject daily limits, which a client on Flower cannot keep because it does not count per day.
+def require_possible_policy(policy: Policy, *, source: str) -> None:
+    """Reject what a client on Flower cannot keep: daily limits, and a number of runs.
+
+    Flower starts a process for each message, and decides how many run at the same time.
 
     Args:
         policy: The client's policy.
         source: Where the policy comes from, for the error message.
 
     Raises:
-        ConfigError: The policy has a daily limit.
+        ConfigError: The policy has a daily limit, or allows several runs at the same time.
     """
     limits = {
         "max_tasks_per_day": policy.max_tasks_per_day,
@@ -126,6 +128,11 @@ def require_no_daily_limit(policy: Policy, *, source: str) -> None:
                 f"{source}: policy.{name} is {limit}, but a client on Flower does not count per "
                 "day; leave it out"
             )
+    if policy.max_concurrent_runs > 1:
+        raise ConfigError(
+            f"{source}: policy.max_concurrent_runs is {policy.max_concurrent_runs}, but on Flower "
+            "the SuperNode decides how many runs it works for; leave it out"
+        )
 
 
 def settings_for(local: LocalUpdate | None, config: Settings) -> Settings:

@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -41,14 +42,20 @@ _OWN = (
     "history.json",
     "rotate",
     "state",
-    "task",
+    "tasks",
+    "task",  # of an earlier version
     "ahead",
     "constants",
     "spool",
     "tasks.json",
     "evaluations.json",
     "privacy.json",
+    "studies",
+    "bundles",
 )
+_STUDY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+#: What a study can be called.
+STUDY_NAMES = "use up to 64 letters, digits, '-', '_' and '.', beginning with a letter or a digit"
 #: Glob pattern of the random part in the names of files that are being written.
 _SUFFIX = "[0-9a-f]" * 16
 
@@ -153,8 +160,32 @@ class ClientFolder:
                     file.unlink(missing_ok=True)
                     sync_folder(self.folder)
 
+    def list_studies(self, allowed: Iterable[str]) -> frozenset[str]:
+        """Return the studies that the owner consents to.
+
+        Args:
+            allowed: Those of the policy; the owner may have withdrawn from one since.
+        """
+        folder = self.folder / "studies"
+        said = {each.name: each.read_bytes() for each in folder.glob("[!.]*")}
+        given = {name for name, what in said.items() if what == _GRANTED}
+        return frozenset({*allowed, *given} - {name for name in said if name not in given})
+
+    def set_study_consent(self, study: str, *, granted: bool) -> None:
+        """Save the owner's decision about a study durably.
+
+        Raises:
+            DeploymentError: No study can have that name, or the file cannot be written.
+        """
+        if not is_study_name(study):
+            raise DeploymentError(f"{study!r} is no study; {STUDY_NAMES}")
+        make_private_folder(self.folder / "studies")
+        write_private(self.folder / "studies" / study, _GRANTED if granted else _REVOKED)
+
     def erase(self) -> None:
-        """Remove state, task and reply; consent, keys, certificate, pins, history and ε stay.
+        """Remove state, task and reply.
+
+        Consent, also to studies, keys, certificate, pins, history and ε stay.
 
         These protect a user who gives consent again. Without the pins, a coordinator could
         substitute other clients' keys; without the history, it could have a second sum of the same
@@ -163,7 +194,7 @@ class ClientFolder:
         counts = ("tasks.json", "evaluations.json")
         files = [self.folder / name for name in counts]
         places = [
-            self._task,
+            self._tasks,
             self._prefetched,
             self._constants,
             self._replies,
@@ -189,8 +220,8 @@ class ClientFolder:
             self.folder.rmdir()  # fails if the folder is not empty
 
     @property
-    def _task(self) -> Path:
-        return self.folder / "task"
+    def _tasks(self) -> Path:
+        return self.folder / "tasks"
 
     @property
     def _prefetched(self) -> Path:
@@ -203,6 +234,11 @@ class ClientFolder:
     @property
     def _replies(self) -> Path:
         return self.folder / "spool"
+
+
+def is_study_name(name: str) -> bool:
+    """Whether a study can have this name."""
+    return _STUDY.fullmatch(name) is not None
 
 
 def default_home(name: str, *, environ: Mapping[str, str]) -> Path:

@@ -3,17 +3,19 @@
 ::
 
     consent         "granted" or "revoked"; the client does not connect without "granted"
+    studies/<name>  "granted" or "revoked": the user's decision about one study
     lock            held by the one process that works here
     identity/       keys, certificate, the invitation without its token
     pins.json       identity keys of other clients; a key changes only with its owner's signature
     history.json    for each coordinator, the sums this client has helped to open, over all runs
     rotate          present if the user has asked for new keys
     state/<run_id>  the client's state in a run, kept from one task to the next
-    task/           the request being worked on, and its checkpoint
+    tasks/<run_id>/  the request being worked on for a run, and its checkpoint: see task_folder.py
     ahead/<digest>  a prefetched request, perhaps incomplete
-    constants/<digest>  the tensors of the model that stay constant in a run, perhaps incomplete
-    spool/<number>/ the finished reply until its receipt or deadline
+    constants/<run_id>/<digest>  the tensors of its model that stay constant, perhaps incomplete
+    spool/<number>/ the finished reply to a run until its receipt or deadline
     tasks.json      when the last day's trainings began, for the policy; evaluations.json likewise
+    bundles/        the bundles of runs, and the owner's decisions: see bundle_store.py
     privacy.json    the time and the privacy cost of each session or training of the last day
 """
 
@@ -31,11 +33,13 @@ from pydantic import TypeAdapter
 
 from fedlearn.client.folder import ClientFolder, find_half_written, read_or_empty, remove_all
 from fedlearn.client.keyring import Keyring
-from fedlearn.client.tasks import HeldReply, OpenTask
+from fedlearn.client.task_folder import TaskFolder, read_values
+from fedlearn.client.tasks import HeldReply, OpenTask, is_run_id
 from fedlearn.core.files import explain_disk_errors, make_private_folder, sync_folder, write_private
-from fedlearn.core.json_files import parse_json
+from fedlearn.core.tracing import check_traceparent
 from fedlearn.errors import DeploymentError
 from fedlearn.transport.content import compute_digest
+from fedlearn.transport.wire import MAX_CONCURRENT_RUNS
 
 _DAY_S = 86_400.0
 #: Files directly in the client's folder whose interrupted writes are cleaned up.
@@ -44,8 +48,7 @@ _FILES = ("pins.json", "history.json", "tasks.json", "evaluations.json", "privac
 _RESERVE_BYTES = 256 << 20
 
 #: Types of the files' contents.
-_TASK = TypeAdapter(dict[str, object])
-_CRASHES, _BEGIN, _TIMES = TypeAdapter(int), TypeAdapter(float), TypeAdapter(list[float])
+_TIMES = TypeAdapter(list[float])
 _SPENT = TypeAdapter(dict[str, tuple[float, float]])
 
 ValuesT = TypeVar("ValuesT")
@@ -73,12 +76,11 @@ class Home(ClientFolder):
         """The client's own keys, and the pinned keys of other clients."""
         return Keyring(self.folder)
 
-    # The task
+    # Tasks
 
-    @property
-    def request(self) -> Path:
-        """Path of the current task's request, which may be incomplete."""
-        return self._task / "request"
+    def task(self, run_id: str) -> TaskFolder:
+        """The folder of the task on which the client works for a run."""
+        return TaskFolder(self._tasks / run_id)
 
     def open_task(self, task: OpenTask) -> int:
         """Prepare the folder for ``task``, keeping the files of an interrupted attempt at it.
@@ -86,23 +88,13 @@ class Home(ClientFolder):
         Returns:
             How often the process was killed or crashed during work on this task.
         """
-        values = {
-            "key": task.key._asdict(),
-            "digest": task.message.digest.hex(),
-            "personal_digest": compute_digest(task.message.personal).hex(),
-            "is_ahead": task.is_announced,
-        }
-        # The digests count, too: a task of the same key with another request must not resume this
-        # one's checkpoint.
-        if self._task_values != values:
-            self.close_task()
-            make_private_folder(self._task)
-            write_private(self._task / "task.json", json.dumps(values).encode())
+        folder = self.task(task.key.run_id)
+        folder.open(task)
         fetched = self._prefetched / task.message.digest.hex()
         with explain_disk_errors(fetched, raises=DeploymentError, doing="move"):
             if fetched.is_file():
-                fetched.replace(self.request)
-        return self._crashes
+                fetched.replace(folder.request)
+        return folder.num_crashes
 
     def prepare_prefetch(self, digest: bytes) -> Path:
         """Return the path for a prefetched request, and remove any other prefetched request."""
@@ -111,11 +103,22 @@ class Home(ClientFolder):
         remove_all([each for each in self._prefetched.iterdir() if each != path])
         return path
 
-    def prepare_constants(self, digest: bytes) -> Path:
-        """Return the path for a model's constants, and remove those of any other model."""
-        path = self._constants / digest.hex()
-        make_private_folder(self._constants)
-        remove_all([each for each in self._constants.iterdir() if each != path])
+    def prepare_bundle(self, digest: bytes) -> Path:
+        """Return the path for a bundle in download, and remove any other incomplete one."""
+        folder = self.folder / "bundles" / "partial"
+        make_private_folder(folder)
+        path = folder / digest.hex()
+        remove_all([each for each in folder.iterdir() if each != path])
+        return path
+
+    def prepare_constants(self, digest: bytes, *, run_id: str) -> Path:
+        """Return the path for the constants of a run's model, and remove its other ones.
+
+        Those of other runs stay, since the client may work for several in turn.
+        """
+        path = self._constants / run_id / digest.hex()
+        make_private_folder(path.parent)
+        remove_all([each for each in path.parent.iterdir() if each != path])
         return path
 
     def require_space(self, num_bytes: int) -> None:
@@ -127,32 +130,20 @@ class Home(ClientFolder):
                 f"{_RESERVE_BYTES} must stay free; free some space"
             )
 
-    def begin_work(self) -> None:
-        """Record that work starts, so that a crash during it is detected afterwards."""
-        write_private(self._task / "crashes", str(self._crashes + 1).encode())
-
-    def end_work(self) -> None:
-        """Record that work ended without a crash."""
-        if self._task.exists():
-            write_private(self._task / "crashes", str(max(0, self._crashes - 1)).encode())
-
-    def close_task(self) -> None:
-        """Remove the task, its request and its checkpoint."""
-        shutil.rmtree(self._task, ignore_errors=True)
-
-    def load_checkpoint(self) -> bytes:
-        """Load the current task's checkpoint; empty if there is none."""
-        return read_or_empty(self._task / "checkpoint")
-
-    def save_checkpoint(self, content: bytes) -> None:
-        """Save the current task's checkpoint durably."""
-        write_private(self._task / "checkpoint", content)
+    def forget_tasks(self, *, at_work: Collection[str], run_ids: Collection[str]) -> None:
+        """Remove tasks of runs that are over, and the oldest of too many, but none at work."""
+        idle = [each for each in self._list_tasks() if each.name not in at_work]
+        going_on = sorted(
+            (each for each in idle if each.name in run_ids), key=lambda each: each.stat().st_mtime
+        )
+        over = [each for each in idle if each not in going_on]
+        remove_all([*over, *going_on[: max(0, len(going_on) - MAX_CONCURRENT_RUNS)]])
 
     def forget_other_runs(self, run_ids: Collection[str]) -> None:
-        """Remove the client's state in all runs but ``run_ids``, since those are over."""
-        folder = self.folder / "state"
-        if folder.is_dir():
-            remove_all([path for path in folder.iterdir() if path.name not in run_ids])
+        """Remove state and constants of all runs but ``run_ids``, since those are over."""
+        for folder in (self.folder / "state", self._constants):
+            if folder.is_dir():
+                remove_all([path for path in folder.iterdir() if path.name not in run_ids])
 
     def load_state(self, run_id: str) -> bytes:
         """Load the client's state in a run; empty at first."""
@@ -171,7 +162,9 @@ class Home(ClientFolder):
 
     # The reply
 
-    def hold(self, task: OpenTask, *, reply: bytes, state: bytes | None) -> HeldReply:
+    def hold(
+        self, task: OpenTask, *, reply: bytes, state: bytes | None, trainer: str = ""
+    ) -> HeldReply:
         """Store a finished reply and the client's state after it, until the reply is settled.
 
         The order of the steps makes both appear atomically:
@@ -179,7 +172,7 @@ class Home(ClientFolder):
         1. Write reply, state and description under ``spool/new``, and sync them to disk.
         2. Rename ``spool/new`` to its number. From this moment, both exist.
         3. Move the state to ``state/<run_id>``; :meth:`recover` repeats this after a crash.
-        4. Remove the task and earlier replies; :meth:`recover` repeats this as well.
+        4. Remove the task and earlier replies to this run; :meth:`recover` repeats this as well.
 
         A crash before step 2 leaves the old state and the task, and the client works on the task
         again. A crash after step 2 leaves the reply, and the task is done.
@@ -194,7 +187,10 @@ class Home(ClientFolder):
             num_bytes=len(reply),
             expires_unix_s=task.expires_unix_s,
             max_inline_bytes=task.message.max_inline_bytes,
+            study=task.message.study,
             path=path,
+            traceparent=check_traceparent(task.message.traceparent),
+            trainer=trainer,
         )
         shutil.rmtree(new, ignore_errors=True)
         make_private_folder(new)
@@ -206,36 +202,47 @@ class Home(ClientFolder):
             new.rename(path.parent)
             sync_folder(self._replies)
         self._promote_state(path.parent, run_id=task.key.run_id)
-        self.close_task()
-        self._keep_only(number)
+        self.task(task.key.run_id).close()
+        self._list_replies()
         return held
 
-    def recover(self) -> HeldReply | None:
-        """Clean up after a crash, and return the reply that is not settled yet, if any."""
+    def recover(self) -> list[HeldReply]:
+        """Clean up after a crash, and return the replies that are not settled yet, oldest first."""
         self.keys.finish_take_over()
         # Remove interrupted writes, which may contain keys. Leave out `consent` and `rotate`, which
         # another process may be writing now.
         for name in ("new", "old"):
             shutil.rmtree(self._replies / name, ignore_errors=True)
         written = find_half_written(self.folder, of=_FILES)
-        for name in ("identity", "identity.new", "task"):
-            written += find_half_written(self.folder / name)
+        self._move_earlier_task()
+        tasks = self._list_tasks()
+        for folder in (self.folder / "identity", self.folder / "identity.new", *tasks):
+            written += find_half_written(folder)
         remove_all([*written, self._prefetched])
-        # A task that was started in advance is lost at no cost: the coordinator offers it again.
-        if self._task_values.get("is_ahead"):
-            self.close_task()
-        held = None
-        # In ascending order, so that the newest reply's state is promoted last.
-        for number in sorted(self._list_numbers()):
-            folder = self._replies / f"{number:08d}"
-            found = _read_reply(folder)
-            if found is not None:
-                held = found
-                self._promote_state(folder, run_id=found.key.run_id)
-                if self._task_values.get("key") == found.key._asdict():
-                    self.close_task()
-        self._keep_only(None if held is None else int(held.path.parent.name))
+        for task in map(TaskFolder, tasks):
+            # Work in advance is lost at no cost: the coordinator offers its task again.
+            if task.values.get("is_ahead"):
+                task.close()
+        held = self._list_replies()
+        for each in held:
+            self._promote_state(each.path.parent, run_id=each.key.run_id)
+            if (answered := self.task(each.key.run_id)).is_of(each.key):
+                answered.close()
         return held
+
+    def _list_tasks(self) -> list[Path]:
+        return list(self._tasks.iterdir()) if self._tasks.is_dir() else []
+
+    def _move_earlier_task(self) -> None:
+        """Move the only task of an earlier version to where this one looks for it."""
+        earlier = TaskFolder(self.folder / "task")
+        with explain_disk_errors(earlier.folder, raises=DeploymentError, doing="move"):
+            match earlier.values.get("key"):
+                case {"run_id": str(run_id)} if is_run_id(run_id):
+                    make_private_folder(self._tasks)
+                    remove_all([self._tasks / run_id])
+                    earlier.folder.rename(self._tasks / run_id)
+        earlier.close()
 
     def drop(self, held: HeldReply) -> None:
         """Remove a reply that is settled, withdrawn or expired."""
@@ -243,35 +250,32 @@ class Home(ClientFolder):
 
     # Counters for the policy's daily limits
 
-    def num_tasks_today(self, now_unix_s: float) -> int:
-        """Count the trainings of the last 24 hours, without the current task's."""
-        times = self._load_recent(self._trainings, now_unix_s)
-        return len(times) - (self._begin_unix_s in times)
+    def num_tasks_today(self, now_unix_s: float, *, without: str) -> int:
+        """Count the trainings of the last 24 hours, but not that of the run ``without`` now."""
+        return self._num_today(self._trainings, now_unix_s, without)
 
-    def num_evaluations_today(self, now_unix_s: float) -> int:
-        """Count the evaluations of the last 24 hours, without the current task's."""
-        times = self._load_recent(self._evaluations, now_unix_s)
-        return len(times) - (self._begin_unix_s in times)
+    def num_evaluations_today(self, now_unix_s: float, *, without: str) -> int:
+        """Count the evaluations of the last 24 hours, but not that of the run ``without`` now."""
+        return self._num_today(self._evaluations, now_unix_s, without)
 
-    @property
-    def training_id(self) -> bytes:
-        """Id of the current training once it has begun; it stays the same when work resumes."""
-        return compute_digest(json.dumps([self._task_values, self._begin_unix_s]).encode())
+    def count_task(self, run_id: str, now_unix_s: float) -> None:
+        """Count the training of a run's task, only once even if it is interrupted."""
+        self._count(self._trainings, self.task(run_id), now_unix_s)
 
-    def count_task(self, now_unix_s: float) -> None:
-        """Count the current task's training, only once even if it is interrupted."""
-        self._count(self._trainings, now_unix_s)
+    def count_evaluation(self, run_id: str, now_unix_s: float) -> None:
+        """Count the evaluation of a run's task, only once even if it is interrupted."""
+        self._count(self._evaluations, self.task(run_id), now_unix_s)
 
-    def count_evaluation(self, now_unix_s: float) -> None:
-        """Count the current task's evaluation, only once even if it is interrupted."""
-        self._count(self._evaluations, now_unix_s)
+    def _num_today(self, path: Path, now_unix_s: float, without: str) -> int:
+        times = self._load_recent(path, now_unix_s)
+        return len(times) - (self.task(without).begin_unix_s in times)
 
-    def _count(self, path: Path, now_unix_s: float) -> None:
-        begin_unix_s = self._begin_unix_s
+    def _count(self, path: Path, task: TaskFolder, now_unix_s: float) -> None:
+        begin_unix_s = task.begin_unix_s
         # A task resumed more than a day later counts again, for the day on which it resumes.
         if begin_unix_s is None or not _is_recent(begin_unix_s, now_unix_s):
             begin_unix_s = now_unix_s
-            write_private(self._task / "begin", repr(begin_unix_s).encode())
+            task.set_begin(begin_unix_s)
         times = self._load_recent(path, now_unix_s)
         if begin_unix_s not in times:  # may hold on resuming, too: a crash between the two writes
             times.append(begin_unix_s)
@@ -302,17 +306,12 @@ class Home(ClientFolder):
 
     def _load_spent(self, now_unix_s: float) -> dict[str, tuple[float, float]]:
         path = self.folder / "privacy.json"
-        found = _read_values(path, _SPENT, holds="the ε spent in the last day")
+        found = read_values(path, _SPENT, holds="the ε spent in the last day")
         return {
             session: (unix_s, squared)
             for session, (unix_s, squared) in (found or {}).items()
             if _is_recent(unix_s, now_unix_s)
         }
-
-    @property
-    def _begin_unix_s(self) -> float | None:
-        """When the current task's training began; ``None`` if it has not begun."""
-        return _read_values(self._task / "begin", _BEGIN, holds="the time when training began")
 
     @property
     def _trainings(self) -> Path:
@@ -323,29 +322,31 @@ class Home(ClientFolder):
         return self.folder / "evaluations.json"
 
     def _load_recent(self, path: Path, now_unix_s: float) -> list[float]:
-        times = _read_values(path, _TIMES, holds="times of the last day")
+        times = read_values(path, _TIMES, holds="times of the last day")
         return [each for each in times or [] if _is_recent(each, now_unix_s)]
 
     def _state_path(self, run_id: str) -> Path:
         return self.folder / "state" / run_id
-
-    @property
-    def _task_values(self) -> dict[str, object]:
-        return _read_values(self._task / "task.json", _TASK, holds="a task's description") or {}
-
-    @property
-    def _crashes(self) -> int:
-        return _read_values(self._task / "crashes", _CRASHES, holds="a number of crashes") or 0
 
     def _list_numbers(self) -> list[int]:
         if not self._replies.is_dir():
             return []
         return [int(path.name) for path in self._replies.iterdir() if path.name.isdecimal()]
 
-    def _keep_only(self, number: int | None) -> None:
-        for other in self._list_numbers():
-            if other != number:
-                self._discard(self._replies / f"{other:08d}")
+    def _list_replies(self) -> list[HeldReply]:
+        """List the newest reply to each run, oldest first, and remove all others."""
+        newest = dict[str, HeldReply]()
+        for number in sorted(self._list_numbers()):
+            folder = self._replies / f"{number:08d}"
+            found = _read_reply(folder)
+            if found is None:
+                self._discard(folder)
+                continue
+            # Taken out first, so that the order is that of the numbers.
+            if (earlier := newest.pop(found.key.run_id, None)) is not None:
+                self._discard(earlier.path.parent)
+            newest[found.key.run_id] = found
+        return list(newest.values())
 
     def _discard(self, folder: Path) -> None:
         # Renamed first: a crash while it is removed leaves no half of a reply under its number.
@@ -377,23 +378,3 @@ def _is_recent(unix_s: float, now_unix_s: float) -> bool:
     # The absolute value handles clock changes. A time from a clock that was once far ahead must not
     # block the client until that date, and setting the clock back a little must not reset counters.
     return abs(now_unix_s - unix_s) < _DAY_S
-
-
-def _read_values(path: Path, kind: TypeAdapter[ValuesT], *, holds: str) -> ValuesT | None:
-    with explain_disk_errors(path, raises=DeploymentError, doing="read"):
-        try:
-            content = path.read_bytes()
-        except FileNotFoundError:
-            return None
-    try:
-        return parse_json(
-            content,
-            kind,
-            source=path,
-            raises=DeploymentError,
-            holds=holds,
-            remedy="the client continues without it; restore a copy, and check the disk",
-        )
-    except DeploymentError as error:
-        _log.warning("damaged_file", reason=str(error))
-        return None

@@ -282,6 +282,10 @@ class Judge:
         )
         if asks_query and not self.policy.answer_queries:
             raise PolicyViolation(rule="answer_queries", asked="a query", limit="none")
+        shows_own = asks_query and settings is not None and bool(settings.get("per_client"))
+        if shows_own and not self.policy.answer_per_client:
+            asked = "a query whose result shows this client's own answer"
+            raise PolicyViolation(rule="answer_per_client", asked=asked, limit="sums over clients")
         most = self.policy.max_tasks_per_day
         if most is not None and num_tasks_today >= most:
             raise PolicyViolation(

@@ -18,6 +18,7 @@ class LiveSession:
     """An open session, and the jobs that are cancelled when it ends.
 
     Attributes:
+        max_concurrent_runs: Runs for which the client works at a time, as it has told.
         leave: Set this to end the session.
         jobs: The jobs that run.
         sent_replies: Keys of the replies that were sent in this session.
@@ -26,6 +27,7 @@ class LiveSession:
     connection: GatewayConnection
     session: GatewaySession
     enrolment: Enrolment
+    max_concurrent_runs: int
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     jobs: set["asyncio.Task[None]"] = field(default_factory=set)
     sent_replies: set[TaskKey] = field(default_factory=set)
@@ -46,20 +48,26 @@ class LiveSession:
         progress = wire_pb2.Progress(key=key.message(), phase=phase)
         self.send(wire_pb2.FromClient(progress=progress))
 
-    def build_result(self, key: TaskKey, reply: bytes) -> wire_pb2.FromClient:
+    def build_result(self, key: TaskKey, reply: bytes, *, trainer: str = "") -> wire_pb2.FromClient:
         """Build the signed message that carries a reply inline."""
-        envelope = self.build_envelope(key, digest=compute_digest(reply), num_bytes=len(reply))
+        digest = compute_digest(reply)
+        envelope = self.build_envelope(key, digest=digest, num_bytes=len(reply), trainer=trainer)
         return wire_pb2.FromClient(result=wire_pb2.Result(envelope=envelope, data=reply))
 
-    def build_envelope(self, key: TaskKey, *, digest: bytes, num_bytes: int) -> wire_pb2.Envelope:
-        """Build the signed envelope that announces a reply."""
+    def build_envelope(
+        self, key: TaskKey, *, digest: bytes, num_bytes: int, trainer: str
+    ) -> wire_pb2.Envelope:
+        """Build the signed envelope that announces a reply of ``trainer``."""
         client_id, message = self.enrolment.client_id, key.message()
-        signed = encode_signed_reply(message, client_id=client_id, digest=digest)
+        if not self.session.welcome.records_trainers:  # an earlier version would not verify it
+            trainer = ""
+        signed = encode_signed_reply(message, client_id=client_id, digest=digest, trainer=trainer)
         return wire_pb2.Envelope(
             key=message,
             digest=digest,
             num_bytes=num_bytes,
             signature=self.enrolment.identity.sign(signed),
+            trainer=trainer,
         )
 
     async def _send(self, message: wire_pb2.FromClient) -> None:
@@ -102,4 +110,5 @@ async def session_at(
         GatewayConnection(address, credentials, name=name) as connection,
         connection.session(hello) as session,
     ):
-        yield LiveSession(connection, session, enrolment)
+        told = max(1, hello.eligibility.max_concurrent_runs)
+        yield LiveSession(connection, session, enrolment, told)

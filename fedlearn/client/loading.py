@@ -137,10 +137,11 @@ def make_trainer(name: str) -> "LocalTrainer":
     for method in ("train", "evaluate"):
         if not callable(getattr(trainer, method, None)):
             raise DeploymentError(f"{made} without a method {method}; it must be a LocalTrainer")
-    if not isinstance(getattr(trainer, "honors", None), Collection):
+    honors = getattr(trainer, "honors", None)
+    if isinstance(honors, str) or not isinstance(honors, Collection):
         raise DeploymentError(
-            f"{made} without `honors`, the settings that its train uses; add them, such as "
-            '`honors = ("epochs", "batch_size", "learning_rate")`'
+            f"{made} without `honors`, a tuple of the settings that its train uses; add them, such "
+            'as `honors = ("epochs", "batch_size", "learning_rate")`'
         )
     return trainer
 
@@ -161,7 +162,9 @@ def _parts(name: str) -> tuple[str, str]:
 
 def _file(place: str) -> Path:
     if not Path(place).is_file():
-        raise DeploymentError(f"there is no file {place}; check the trainer's path")
+        raise DeploymentError(
+            f"there is no file {Path(place).absolute()}; check the trainer's path"
+        )
     return Path(place)
 
 

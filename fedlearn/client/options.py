@@ -12,7 +12,9 @@ from pydantic import TypeAdapter
 from fedlearn.client.backoff import Reconnection
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import Policy
+from fedlearn.core.log_format import LogFormat
 from fedlearn.core.ranges import Count, describe_out_of_range
+from fedlearn.core.trace_settings import TraceSettings
 from fedlearn.errors import ConfigError
 from fedlearn.transport.addresses import require_addresses
 
@@ -81,7 +83,8 @@ class RuntimeOptions:
 
     Attributes:
         home: The client's folder.
-        trainer: Name of the trainer, ``"module:Class"`` or ``"path/file.py:Class"``.
+        trainer: Name of the trainer, ``"module:Class"`` or ``"path/file.py:Class"``; ``None``: the
+            client takes part only in runs that ship a bundle.
         invitation: The invitation file, if one was given.
         conditions: What must hold before and during training.
         policy: What the client refuses.
@@ -94,10 +97,15 @@ class RuntimeOptions:
             standard error, so it logs like all commands, and an error while creating the trainer is
             reported with its message. The trainer may be in the working directory.
         log_level: Log events below this level are dropped; a constant of :mod:`logging`.
+        log_format: How lines of the log are written, if this is a command's process.
+        traces: Whether and where traces are sent.
+
+    Raises:
+        ConfigError: Several workers share a training, and several trainings run at a time.
     """
 
     home: Path
-    trainer: str
+    trainer: str | None
     invitation: Path | None = None
     conditions: Conditions = field(default_factory=Conditions)
     policy: Policy = field(default_factory=Policy)
@@ -106,6 +114,16 @@ class RuntimeOptions:
     exit_code: int | None = None
     is_command: bool = False
     log_level: int = logging.WARNING
+    log_format: LogFormat = LogFormat.AUTO
+    traces: TraceSettings = field(default_factory=TraceSettings)
+
+    def __post_init__(self) -> None:
+        num_runs, num_workers = self.policy.max_concurrent_runs, self.resources.num_workers
+        if num_runs > 1 and num_workers > 1:
+            raise ConfigError(
+                f"policy.max_concurrent_runs is {num_runs}, and {num_workers} workers share each "
+                "training; set one of the two to 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal, TypeAlias, get_args
 
-from annotated_types import Ge, Gt, Lt, doc
+from annotated_types import Ge, Gt, Le, Lt, doc
 
+from fedlearn.client.bundle_policy import BundlePolicy
+from fedlearn.client.folder import STUDY_NAMES, is_study_name
 from fedlearn.core.ranges import (
     BelowOne,
     Count,
@@ -20,6 +22,7 @@ from fedlearn.core.ranges import (
 )
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.min_cohort import USUAL_MIN_COHORT
+from fedlearn.transport.wire import MAX_CONCURRENT_RUNS
 
 PrivacyMode: TypeAlias = Literal["any", "distributed", "local"]
 AdversaryName: TypeAlias = Literal["active", "honest-but-curious"]
@@ -255,6 +258,15 @@ class Policy:
         True
     """
 
+    max_concurrent_runs: Annotated[
+        int,
+        Ge(1),
+        Le(MAX_CONCURRENT_RUNS),
+        doc(
+            "Runs to work for at the same time, one task each, 1 to 8. With more than one, each "
+            "run trains in its own process, with its own trainer and its own copy of the data."
+        ),
+    ] = 1
     max_epochs: Annotated[
         Whole | None, doc("Most passes over the data in one training, >= 0; not set: any number.")
     ] = None
@@ -273,6 +285,13 @@ class Policy:
             "epoch."
         ),
     ] = True
+    answer_per_client: Annotated[
+        bool,
+        doc(
+            "Whether to answer queries whose result shows this client's own answer, under its "
+            "name, next to the sums over clients."
+        ),
+    ] = False
     train_ahead: Annotated[
         bool,
         doc(
@@ -287,6 +306,13 @@ class Policy:
             "aggregation is required, and never if mode demands noise."
         ),
     ] = True
+    studies: Annotated[
+        tuple[str, ...],
+        doc(
+            "Names of studies that this client consents to. `fedlearn consent` adds others, and "
+            "withdraws also from these."
+        ),
+    ] = ()
     secure_aggregation: Annotated[
         SecureAggregationPolicy, doc("What the client demands of secure aggregation.")
     ] = SecureAggregationPolicy()
@@ -297,9 +323,16 @@ class Policy:
         ExtraPolicy()
     )
 
+    bundles: Annotated[
+        BundlePolicy, doc("Which bundles run without asking, and what bundles may use.")
+    ] = BundlePolicy()  # noqa: RUF009 - frozen
+
     def __post_init__(self) -> None:
         if wrong := describe_out_of_range(self):
             raise ConfigError(f"policy.{wrong}")
+        for each in self.studies:
+            if not is_study_name(each):
+                raise ConfigError(f"policy.studies has {each!r}; {STUDY_NAMES}")
 
     @property
     def may_be_read(self) -> bool:

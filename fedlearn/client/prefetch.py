@@ -19,47 +19,58 @@ _MARGIN = 2.0
 _log = structlog.get_logger(__name__)
 
 
+@dataclass
+class _TimedTraining:
+    begun_s: float
+    fraction: float = 0.0
+
+
 @dataclass(kw_only=True)
 class TrainingTimes:
-    """Estimates when the current training will end.
+    """Estimates when the first of the current trainings will end.
 
     The estimate uses the trainer's reported progress, or else the duration of the last training.
 
     Attributes:
-        begun_s: When the current training began, in seconds; ``None`` if there is none.
-        fraction: The share of it that is done, [0, 1], as the trainer reports.
         last_s: Duration of the last complete training, in seconds; ``None`` before the first.
     """
 
-    begun_s: float | None = None
-    fraction: float = 0.0
     last_s: float | None = None
+    _current: dict[str, _TimedTraining] = field(default_factory=dict)  # by run
 
-    def begin(self, now_s: float) -> None:
+    def begin(self, run_id: str, now_s: float) -> None:
         """Record the start of a training."""
-        self.begun_s, self.fraction = now_s, 0.0
+        self._current[run_id] = _TimedTraining(now_s)
 
-    def end(self, now_s: float, *, is_whole: bool) -> None:
+    def update(self, run_id: str, fraction: float) -> None:
+        """Record the share of a training that is done, [0, 1], as the trainer reports."""
+        if run_id in self._current:
+            self._current[run_id].fraction = fraction
+
+    def end(self, run_id: str, now_s: float, *, is_whole: bool) -> None:
         """Record the end of a training; ``is_whole`` is false if it was cancelled."""
-        if self.begun_s is not None and is_whole:
-            self.last_s = now_s - self.begun_s
-        self.begun_s = None
+        training = self._current.pop(run_id, None)
+        if training is not None and is_whole:
+            self.last_s = now_s - training.begun_s
 
     def left_s(self, now_s: float) -> float:
-        """Estimate the seconds left in the current training; 0 if there is none, or if unknown.
+        """Estimate the seconds until a training ends; 0 if there is none, or if unknown.
 
         Example:
             >>> times = TrainingTimes()
-            >>> times.begin(10.0)
-            >>> times.fraction = 0.25
+            >>> times.begin("run", 10.0)
+            >>> times.update("run", 0.25)
             >>> times.left_s(12.0)
             6.0
         """
-        if self.begun_s is None:
-            return 0.0
-        elapsed_s = now_s - self.begun_s
-        if self.fraction > 0.0:
-            return elapsed_s * (1.0 - self.fraction) / self.fraction
+        return min(
+            (self._estimate_left_s(each, now_s) for each in self._current.values()), default=0.0
+        )
+
+    def _estimate_left_s(self, training: _TimedTraining, now_s: float) -> float:
+        elapsed_s = now_s - training.begun_s
+        if training.fraction > 0.0:
+            return elapsed_s * (1.0 - training.fraction) / training.fraction
         return 0.0 if self.last_s is None else max(0.0, self.last_s - elapsed_s)
 
 
@@ -74,7 +85,7 @@ class ModelPrefetcher:
         post: Called with :class:`ModelFetched` when a model has arrived.
         require_allowed: Raises :class:`~fedlearn.errors.PolicyViolation` for a model that this
             client would refuse to train on.
-        times: Timing of the current training.
+        times: Timing of the current trainings.
     """
 
     home: Home
@@ -95,9 +106,9 @@ class ModelPrefetcher:
             self._job.cancel()
         self._start_if_due()
 
-    def update_progress(self, fraction: float) -> None:
-        """Update the progress of the current training, and start the fetch if it is due."""
-        self.times.fraction = fraction
+    def update_progress(self, run_id: str, fraction: float) -> None:
+        """Update the progress of a run's training, and start the fetch if it is due."""
+        self.times.update(run_id, fraction)
         self._start_if_due()
 
     async def stop(self) -> None:

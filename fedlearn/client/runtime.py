@@ -13,6 +13,8 @@ import structlog
 import torch
 
 from fedlearn.client import conversation
+from fedlearn.client.bundle_downloads import BundleDownloads
+from fedlearn.client.bundle_runner import BundleRunner
 from fedlearn.client.conditions import Device, Facts, local_time
 from fedlearn.client.connecting import Connector
 from fedlearn.client.control import WorkControl
@@ -24,13 +26,15 @@ from fedlearn.client.options import Changes, RuntimeOptions
 from fedlearn.client.prefetch import ModelPrefetcher
 from fedlearn.client.sharing import make_client_trainer
 from fedlearn.client.tasks import HeldReply, OpenTask
-from fedlearn.client.work import Worker
+from fedlearn.client.trainers import SpareTrainers
+from fedlearn.client.work import Worker, name_task
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.codec import encode, peek
 from fedlearn.core.cores import lower_priority
 from fedlearn.core.kinds import SECURE_KIND
 from fedlearn.core.messages import Failure, TrainReply
 from fedlearn.core.software import SOFTWARE
+from fedlearn.core.tracing import span_within
 from fedlearn.errors import ConnectionRefused, DeploymentError, ProtocolError
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.training.trainer import LocalTrainer
@@ -55,14 +59,14 @@ class Runtime:
 
     Args:
         options: Options of the client.
-        trainer: The trainer that they name.
+        trainer: The trainer that they name; ``None`` if they name none.
         on_event: Called with each event, in the event loop; must return at once.
     """
 
     def __init__(
         self,
         options: RuntimeOptions,
-        trainer: LocalTrainer,
+        trainer: LocalTrainer | None,
         *,
         on_event: Callable[[AgentEvent], None],
     ) -> None:
@@ -72,10 +76,20 @@ class Runtime:
         self._device, self._facts = Device(self._clock), Facts()
         self._here = conversation.Conversation()
         self._events: asyncio.Queue[conversation.Event] = asyncio.Queue()
-        self._control: WorkControl | None = None
-        self._work: asyncio.Task[None] | None = None
+        self._controls = dict[str, WorkControl]()  # by run
+        self._work = dict[str, asyncio.Task[None]]()  # by run
         self._masks = MaskExpander()
-        self._last_receipt: TaskKey | None = None  # key of the last reply that has a receipt
+        self._receipts = dict[str, TaskKey]()  # by run, of the last reply that has a receipt
+        runner = BundleRunner(
+            options.home, options.policy.bundles, num_threads=options.resources.num_threads
+        )
+        self._bundles = BundleDownloads(
+            home=self._home,
+            runner=runner,
+            find_live=lambda: self._connector.live,
+            on_event=on_event,
+            on_change=self._report_eligibility,
+        )
         self._connector = Connector(
             self._home,
             invitation=options.invitation,
@@ -84,14 +98,17 @@ class Runtime:
             post=self._events.put_nowait,
             on_event=on_event,
             on_receipt=self._take_receipt,
+            on_bundle=self._bundles.take_notice,
         )
         self._worker = Worker(
             home=self._home,
             trainer=trainer,
+            spares=SpareTrainers(options, most=self._count_spares()),
             policy=options.policy,
             clock=self._clock,
             connector=self._connector,
             masks=self._masks,
+            bundles=runner,
             on_event=on_event,
             exit_code=options.exit_code,
         )
@@ -102,6 +119,7 @@ class Runtime:
             require_allowed=self._require_allowed,
         )
         self._next_look_unix_s = -math.inf
+        self._studies = frozenset[str]()
         self._broken = asyncio.Event()
 
     def stop(self) -> None:
@@ -119,10 +137,15 @@ class Runtime:
 
         The conditions take effect within a second, the policy with the next message.
         """
+        before, most = self._policy.max_concurrent_runs, changes.policy.max_concurrent_runs
         self._conditions, self._policy = changes.conditions, changes.policy
+        self._worker.spares.most = self._count_spares()
+        self._worker.spares.prepare()
         self._worker = replace(self._worker, policy=changes.policy)
-        if (live := self._connector.live) is not None:
-            live.send(wire_pb2.FromClient(eligibility=self._eligibility()))
+        self._bundles.change(changes.policy.bundles)
+        self._report_eligibility()
+        if most != before:
+            self._connector.leave()  # the number holds for a session
 
     def wake(self) -> None:
         """Try to connect now instead of waiting; call this from the event loop's thread."""
@@ -149,13 +172,20 @@ class Runtime:
             _log.info("policy_in_force", policy=policy, conditions=conditions)
             if warning := self._policy.secure_aggregation.warning:
                 _log.warning("policy_is_weak", warning=warning)
-            self._here = conversation.Conversation(held=self._home.recover())
+            held = {each.key.run_id: each for each in self._home.recover()}
+            self._here = conversation.Conversation(held=held)
             is_done = await self._run_jobs()
             if not self._home.has_consent():
                 self._home.erase()
         return is_done
 
+    def _count_spares(self) -> int:
+        """Return how many other processes with trainers are kept."""
+        num_runs = self._policy.max_concurrent_runs
+        return num_runs if num_runs > 1 and self._trainer is not None else 0
+
     async def _run_jobs(self) -> bool:
+        self._worker.spares.prepare()
         jobs = [
             asyncio.create_task(job)
             for job in (self._pump(), self._survey(), self._connector.run(), self._break())
@@ -170,15 +200,18 @@ class Runtime:
         for job in done:
             job.result()  # raises the error that ended it
         self._worker.close()
-        return self._work is None or self._work.done()
+        self._bundles.runner.close()
+        return all(each.done() for each in self._work.values())
 
     async def _break(self) -> None:
         """Give up on work that does not stop, or raise the unexpected error that ended it."""
         await self._broken.wait()
-        if self._work is not None and self._work.done():
-            self._work.result()
+        for work in self._work.values():
+            if work.done():
+                work.result()
         _log.error("task_does_not_stop", waited_s=_STOP_S)
-        self._home.end_work()  # this process exits on purpose, so it is not a crash
+        for run_id in self._work:
+            self._home.task(run_id).end_work()  # this process exits on purpose: not a crash
 
     # Events and actions
 
@@ -189,8 +222,7 @@ class Runtime:
             # which the work just started may still need.
             to_fetch = self._here.to_fetch if self._policy.train_ahead else None
             self._prefetcher.follow(to_fetch, self._connector.live)
-        if self._work is not None:
-            await self._work
+        await asyncio.gather(*self._work.values())
 
     async def _handle(self, event: conversation.Event) -> None:
         self._here, actions = conversation.step(self._here, event)
@@ -212,8 +244,8 @@ class Runtime:
                     live.report_phase(task.key, wire_pb2.Progress.TRAINING)
             case conversation.Cancel(key, reason):
                 self._cancel(key, reason)
-            case conversation.Erase():
-                self._home.close_task()
+            case conversation.Erase(run_id):
+                self._home.task(run_id).close()
             case conversation.Hold(answered):
                 await self._hold(answered)
             case conversation.Deliver(held, is_requested_again):
@@ -227,20 +259,23 @@ class Runtime:
     # Work
 
     async def _begin(self, task: OpenTask) -> None:
-        if self._work is not None:
-            await self._work  # returns at once, since it has posted its last event
+        run_id = task.key.run_id
+        if (before := self._work.pop(run_id, None)) is not None:
+            await before  # returns at once, since it has posted its last event
+        self._home.forget_tasks(at_work=self._here.work, run_ids=self._here.run_ids)
         await self._prefetcher.stop()  # it may be fetching the very model that this task needs
-        self._prefetcher.times.begin(self._clock.now_s())
+        self._prefetcher.times.begin(run_id, self._clock.now_s())
         loop, about = asyncio.get_running_loop(), AgentEvent.of(EventKind.PROGRESS, key=task.key)
 
         def on_report(fraction: float, loss: float) -> None:
             event = replace(about, fraction=fraction, loss=loss)
             loop.call_soon_threadsafe(self._on_event, event)
-            loop.call_soon_threadsafe(self._prefetcher.update_progress, fraction)
+            loop.call_soon_threadsafe(self._prefetcher.update_progress, run_id, fraction)
 
-        self._control = WorkControl(self._home, self._clock, on_report=on_report)
-        self._work = asyncio.create_task(self._work_on(task, self._control))
-        self._work.add_done_callback(self._check_work)
+        control = WorkControl(self._home.task(run_id), self._clock, on_report=on_report)
+        self._controls[run_id] = control
+        self._work[run_id] = asyncio.create_task(self._work_on(task, control))
+        self._work[run_id].add_done_callback(self._check_work)
 
     def _check_work(self, work: "asyncio.Task[None]") -> None:
         # `answer` turns every expected error into an event, so this one is a bug: `_break` raises
@@ -249,8 +284,7 @@ class Runtime:
             self._broken.set()
 
     def _cancel(self, key: TaskKey, reason: str) -> None:
-        assert self._control is not None  # there is work
-        self._control.cancel()
+        self._controls[key.run_id].cancel()
         _log.info("task_called_off", round_num=key.round_num, reason=reason)
         self._on_event(AgentEvent.of(EventKind.CANCELLED, key=key, message=reason))
 
@@ -259,12 +293,13 @@ class Runtime:
         self._worker.require_allowed(task)
 
     async def _work_on(self, task: OpenTask, control: WorkControl) -> None:
-        event: conversation.Event = conversation.WorkAbandoned()
+        run_id = task.key.run_id
+        event: conversation.Event = conversation.WorkAbandoned(run_id)
         try:
             event = await self._worker.answer(task, control)
         finally:
             is_whole = isinstance(event, conversation.WorkFinished)
-            self._prefetcher.times.end(self._clock.now_s(), is_whole=is_whole)
+            self._prefetcher.times.end(run_id, self._clock.now_s(), is_whole=is_whole)
             # In any case: the state machine waits for exactly one event from each task.
             self._events.put_nowait(event)
 
@@ -275,19 +310,23 @@ class Runtime:
             _log.info("answered_with_work_ahead", **numbers)
         try:
             held = await asyncio.to_thread(
-                self._home.hold, task, reply=answered.reply, state=answered.state
+                self._home.hold,
+                task,
+                reply=answered.reply,
+                state=answered.state,
+                trainer=answered.trainer,
             )
         except DeploymentError as error:
             _log.error("reply_not_kept", round_num=task.key.round_num, error=str(error))
             self._on_event(AgentEvent.of(EventKind.FAILED, key=task.key, message=str(error)))
-            self._home.close_task()
+            self._home.task(task.key.run_id).close()
             # Send the failure once, without storing it: the disk cannot be written.
             reply = encode(Failure(type(error).__name__))
             if (live := self._connector.live) is not None:
                 live.send(live.build_result(task.key, reply))
             return
-        if held.key == self._last_receipt:  # the same task was offered and answered again
-            self._last_receipt = None
+        if held.key == self._receipts.get(held.key.run_id):
+            del self._receipts[held.key.run_id]  # the same task was offered and answered again
         await self._handle(conversation.ReplyStored(held))
         self._expand_masks(task, answered.state)
 
@@ -309,18 +348,28 @@ class Runtime:
 
     async def _send(self, live: LiveSession, held: HeldReply) -> None:
         try:
-            if held.is_inline:
-                await live.session.send(live.build_result(held.key, held.path.read_bytes()))
-            else:
-                envelope = live.build_envelope(
-                    held.key, digest=held.digest, num_bytes=held.num_bytes
-                )
-                self._take_receipt(await live.connection.upload(envelope, held.path))
+            with (
+                name_task(held.key, live.enrolment.client_id),
+                span_within(held.traceparent, "client.upload", num_bytes=held.num_bytes),
+            ):
+                if held.is_inline:
+                    reply = held.path.read_bytes()
+                    result = live.build_result(held.key, reply, trainer=held.trainer)
+                    await live.session.send(result)
+                else:
+                    envelope = live.build_envelope(
+                        held.key,
+                        digest=held.digest,
+                        num_bytes=held.num_bytes,
+                        trainer=held.trainer,
+                    )
+                    self._take_receipt(await live.connection.upload(envelope, held.path))
         except (ConnectionError, ConnectionRefused, ProtocolError) as error:
             _log.debug("delivery_broken", error=str(error))
             live.leave.set()  # the next session delivers it
         except (DeploymentError, OSError) as error:
-            if self._here.held != held:  # it was withdrawn and removed before it was sent
+            # It was withdrawn and removed before it was sent.
+            if self._here.held.get(held.key.run_id) != held:
                 return
             _log.error("reply_unreadable", round_num=held.key.round_num, error=str(error))
             live.sent_replies.discard(held.key)  # its task is offered and answered again
@@ -338,16 +387,18 @@ class Runtime:
 
     def _take_receipt(self, receipt: wire_pb2.Receipt) -> None:
         key = TaskKey.of(receipt.key)
-        if key == self._last_receipt:  # a duplicate, as after a reply was sent again
+        if key == self._receipts.get(key.run_id):  # a duplicate, as after it was sent again
             return
-        self._last_receipt = key
+        going_on = self._here.run_ids
+        self._receipts = {each: it for each, it in self._receipts.items() if each in going_on}
+        self._receipts[key.run_id] = key
         kind = _VERDICTS.get(receipt.verdict, EventKind.REFUSED)
         about = {"kind": key.kind, "round_num": key.round_num, "verdict": kind.value}
         if kind is EventKind.REFUSED:
             _log.warning("reply_settled", **about, reason=receipt.reason)
         else:
             _log.info("reply_settled", **about)
-        held = self._here.held
+        held = self._here.held.get(key.run_id)
         is_update = held is not None and held.key == key and not held.is_failure()
         if kind is not EventKind.ACCEPTED or is_update:  # do not count an accepted failure
             self._on_event(AgentEvent.of(kind, key=key, message=receipt.reason))
@@ -361,23 +412,32 @@ class Runtime:
     # The device
 
     def _hello(self) -> wire_pb2.Hello:
-        held = self._here.held
         return wire_pb2.Hello(
             software=SOFTWARE,
-            eligibility=self._eligibility(),
-            held=[] if held is None else [held.key.message()],
+            eligibility=self._eligibility(self._policy.max_concurrent_runs),
+            held=[each.key.message() for each in self._here.held.values()],
             takes_many_runs=True,
+            takes_bundles=True,
         )
 
-    def _eligibility(self) -> wire_pb2.Eligibility:
+    def _eligibility(self, max_concurrent_runs: int) -> wire_pb2.Eligibility:
         may_tell_size = self._policy.may_be_read  # otherwise the size may only enter a secure sum
         return wire_pb2.Eligibility(
             num_examples=getattr(self._trainer, "num_examples", 0) if may_tell_size else 0,
             # "cuda" rather than "cuda:1": the index means nothing to the coordinator
             device=str(getattr(self._trainer, "device", "cpu")).partition(":")[0],
             takes_ahead=self._policy.train_ahead,
+            studies=sorted(self._home.list_studies(self._policy.studies)),
+            bundles=self._bundles.reports(),
+            runs_only_bundles=self._trainer is None,
+            max_concurrent_runs=max_concurrent_runs,
             **self._facts.select_known(),
         )
+
+    def _report_eligibility(self) -> None:
+        if (live := self._connector.live) is not None:
+            eligibility = self._eligibility(live.max_concurrent_runs)
+            live.send(wire_pb2.FromClient(eligibility=eligibility))
 
     async def _survey(self) -> None:
         """Check every second for reasons to stop: consent, conditions, deadlines."""
@@ -392,15 +452,38 @@ class Runtime:
                 self._report_unmet(unmet)
             if facts != self._facts:
                 self._facts = facts
-                if (live := self._connector.live) is not None:
-                    live.send(wire_pb2.FromClient(eligibility=self._eligibility()))
+                self._report_eligibility()
+            await self._bundles.look()
             self._events.put_nowait(conversation.ConditionsChecked(unmet, now_unix_s))
             self._look_at_certificate(now_unix_s)
+            self._look_at_studies()
             self._connector.leave_for_rotation()
             if not self._home.has_consent() and not self._here.is_stopping:
                 _log.info("consent_revoked")
                 self.stop()
             await asyncio.sleep(_SURVEY_S)
+
+    def _look_at_studies(self) -> None:
+        """Tell the coordinator when the owner consents to a study, or withdraws from one.
+
+        Work for a study that the owner has left ends, and its reply is not sent any more.
+        """
+        before, self._studies = self._studies, self._home.list_studies(self._policy.studies)
+        if before == self._studies:
+            return
+        _log.info("studies", consents=sorted(self._studies))
+        self._report_eligibility()
+        here = self._here
+        tasks = [*(each.task for each in here.work.values()), *here.waiting.values()]
+        tasks += [each for each in (here.announced, here.prefetched) if each is not None]
+        tasks += [] if here.ready is None else [here.ready.task]
+        open_work = [(each.key, each.message.study) for each in tasks]
+        open_work += [(each.key, each.study) for each in here.held.values()]
+        for key, study in open_work:
+            if study in before - self._studies:
+                reason = f"the owner has left the study {study}"
+                self._events.put_nowait(conversation.TaskWithdrawn(key, reason))
+                self._connector.leave()  # the coordinator offers it again, and hears the refusal
 
     def _look_at_certificate(self, now_unix_s: float) -> None:
         """Warn once a day while the certificate needs to be renewed by hand."""

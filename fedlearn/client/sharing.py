@@ -9,6 +9,7 @@ from functools import partial
 from fedlearn.client.loading import make_trainer
 from fedlearn.client.options import RuntimeOptions
 from fedlearn.client.process import WORKER, make_client_environment
+from fedlearn.errors import DeploymentError
 from fedlearn.parallel.shared_trainer import SharedTrainer
 from fedlearn.parallel.workers import WorkerProcess, take_gpu
 from fedlearn.training.trainer import LocalTrainer
@@ -22,7 +23,7 @@ class WorkerOptions:
     """The first message to a worker.
 
     Attributes:
-        trainer: As in :class:`~fedlearn.client.options.RuntimeOptions`.
+        trainer: Name of the trainer, as in :class:`~fedlearn.client.options.RuntimeOptions`.
         rank: Rank of the worker, from 1; the client's main process has rank 0.
         num_threads: Threads that torch may use.
     """
@@ -32,8 +33,8 @@ class WorkerOptions:
     num_threads: int
 
 
-def make_client_trainer(options: RuntimeOptions) -> LocalTrainer:
-    """Create the trainer that the options name, and its workers if there are several.
+def make_client_trainer(options: RuntimeOptions) -> LocalTrainer | None:
+    """Create the trainer that the options name, if they do, and its workers if there are several.
 
     Exceptions of the trainer propagate.
 
@@ -41,14 +42,22 @@ def make_client_trainer(options: RuntimeOptions) -> LocalTrainer:
         DeploymentError: There is no such trainer, workers cannot share its training, or a worker
             did not start.
     """
+    num_workers = options.resources.num_workers
+    if options.trainer is None:
+        if num_workers > 1:
+            raise DeploymentError(
+                f"{num_workers} workers need a trainer, and this client has none: name one with "
+                "--task; a bundle runs in one process"
+            )
+        return None
     make = partial(make_trainer, options.trainer)
-    if options.resources.num_workers == 1:
+    if num_workers == 1:
         return make()
     take_gpu(0)
-    return SharedTrainer(make, start=partial(_start_workers, options))
+    return SharedTrainer(make, start=partial(_start_workers, options, options.trainer))
 
 
-def _start_workers(options: RuntimeOptions) -> Sequence[WorkerProcess]:
+def _start_workers(options: RuntimeOptions, trainer: str) -> Sequence[WorkerProcess]:
     """Start all workers.
 
     Raises:
@@ -58,7 +67,7 @@ def _start_workers(options: RuntimeOptions) -> Sequence[WorkerProcess]:
         workers = list[WorkerProcess]()
         for rank in range(1, options.resources.num_workers):
             worker_options = WorkerOptions(
-                trainer=options.trainer, rank=rank, num_threads=options.resources.num_threads
+                trainer=trainer, rank=rank, num_threads=options.resources.num_threads
             )
             worker = WorkerProcess.start(WORKER, environ=make_client_environment(), stdout=_STDERR)
             if_failed.callback(worker.end)

@@ -25,13 +25,18 @@ GRACE_S = 900.0
 _MAX_FAILURE_BYTES = 1 << 16
 
 
+def is_run_id(run_id: str) -> bool:
+    """Whether a run id can be a file's name."""
+    return _RUN_ID.fullmatch(run_id) is not None
+
+
 def require_run_id(run_id: str) -> None:
     """Check that a run id can be a file's name.
 
     Raises:
         ProtocolError: It cannot.
     """
-    if not _RUN_ID.fullmatch(run_id):
+    if not is_run_id(run_id):
         raise ProtocolError(
             f"the run id {run_id[:80]!r} is not 1 to 64 letters, digits, - and _; is this a "
             "fedlearn coordinator?"
@@ -84,6 +89,9 @@ class HeldReply:
         key, expires_unix_s, max_inline_bytes: Copied from its task.
         digest, num_bytes: Digest and size of the reply.
         path: File with the reply's bytes.
+        study: Name of the study of its run; empty: none.
+        traceparent: The coordinator's span that asked for it; empty if there is none.
+        trainer: What was run; empty: unknown.
     """
 
     key: TaskKey
@@ -92,6 +100,9 @@ class HeldReply:
     expires_unix_s: float
     max_inline_bytes: int
     path: Path
+    study: str = ""
+    traceparent: str = ""
+    trainer: str = ""
 
     @property
     def is_inline(self) -> bool:
@@ -118,6 +129,9 @@ class HeldReply:
             "num_bytes": self.num_bytes,
             "expires_unix_s": expires,
             "max_inline_bytes": self.max_inline_bytes,
+            "study": self.study,
+            "traceparent": self.traceparent,
+            "trainer": self.trainer,
         }
 
     @classmethod
@@ -141,7 +155,10 @@ class HeldReply:
             num_bytes=found.num_bytes,
             expires_unix_s=math.inf if expires is None else expires,
             max_inline_bytes=found.max_inline_bytes,
+            study=found.study,
             path=path,
+            traceparent=found.traceparent,
+            trainer=found.trainer,
         )
 
 
@@ -156,6 +173,9 @@ class _ReplyDescription:
     num_bytes: int
     expires_unix_s: float | None
     max_inline_bytes: int
+    study: str = ""  # earlier versions wrote none
+    traceparent: str = ""  # an earlier version has stored none
+    trainer: str = ""
 
 
 _REPLY_DESCRIPTION = TypeAdapter(_ReplyDescription)

@@ -6,18 +6,22 @@ It is a separate tree from the coordinator's, and belongs to the owner of the da
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Self, TypeAlias
+from typing import Annotated, Any, Self, TypeAlias
 
 from pydantic import Field, StringConstraints
 
 from fedlearn.client.backoff import Reconnection
+from fedlearn.client.bundle_policy import BundlePolicy
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import ExtraPolicy, Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config.components import build_component, find_problem, with_keys_of
+from fedlearn.config.keys import get_value
 from fedlearn.config.problems import Sources, validate
-from fedlearn.config.reading import read
+from fedlearn.config.reading import read, with_value
 from fedlearn.config.section import Problem, Section, describe_as
+from fedlearn.config.telemetry import TelemetrySection
 from fedlearn.core.ranges import Count
+from fedlearn.errors import ConfigError
 
 TimeOfDay: TypeAlias = Annotated[str, StringConstraints(pattern=r"^([01]\d|2[0-3]):[0-5]\d$")]
 Between: TypeAlias = Annotated[
@@ -50,6 +54,15 @@ class ExtraPolicySection(Section):
     """Which of the coordinator's free-form settings (client.extra) reach this client's trainer."""
 
 
+@with_keys_of(BundlePolicy)
+class BundlePolicySection(Section):
+    """Which bundles run on this client's data without asking, and what bundles may use."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Refuse values that the policy refuses."""
+        return find_problem(partial(build_component, BundlePolicy, self))
+
+
 @with_keys_of(Policy)
 class PolicySection(Section):
     """What this client refuses, whatever the coordinator asks for."""
@@ -65,6 +78,11 @@ class PolicySection(Section):
         ExtraPolicySection(),
         description="Which of the coordinator's free-form settings (client.extra) reach this "
         "client's trainer.",
+    )
+    bundles: BundlePolicySection = Field(
+        BundlePolicySection(),
+        description="Which bundles run on this client's data without asking, and what bundles may "
+        "use.",
     )
 
 
@@ -116,6 +134,9 @@ class ClientConfig(Section):
         ReconnectionSection(),
         description="How soon this client tries to reconnect to its coordinator.",
     )
+    telemetry: TelemetrySection = Field(
+        TelemetrySection(), description="How the process reports what it does: its log."
+    )
 
     def override(
         self, *, num_workers: int | None = None, require_secure_aggregation: bool = False
@@ -140,8 +161,26 @@ class ClientConfig(Section):
         privacy = build_component(PrivacyPolicy, self.policy.privacy)
         extra = build_component(ExtraPolicy, self.policy.extra)
         return build_component(
-            Policy, self.policy, secure_aggregation=secure, privacy=privacy, extra=extra
+            Policy,
+            self.policy,
+            secure_aggregation=secure,
+            privacy=privacy,
+            extra=extra,
+            bundles=build_component(BundlePolicy, self.policy.bundles),
         )
+
+    def require_data(self) -> None:
+        """Check that the data for bundles are there.
+
+        Raises:
+            ConfigError: Something is missing.
+        """
+        missing = build_component(BundlePolicy, self.policy.bundles).list_missing_data()
+        if missing:
+            raise ConfigError(
+                f"policy.bundles.data: {', '.join(missing)}: missing, or not "
+                "readable; correct the path, or mount what it is on"
+            )
 
     def to_conditions(self) -> Conditions:
         """Build the conditions under which the device may train."""
@@ -155,6 +194,8 @@ class ClientConfig(Section):
 def load_client(path: Path | None) -> ClientConfig:
     """Load a client's TOML file over the defaults; ``None`` means the defaults alone.
 
+    Relative paths in the file are relative to the file.
+
     Raises:
         ConfigError: As :func:`fedlearn.config.load`.
 
@@ -163,4 +204,15 @@ def load_client(path: Path | None) -> ClientConfig:
         True
     """
     raw, text = ({}, "") if path is None else read(path)
+    if path is not None:
+        raw = _with_absolute_data(raw, path.absolute().parent)
     return validate(ClientConfig, raw, sources=Sources(str(path or "the defaults"), text))
+
+
+def _with_absolute_data(raw: dict[str, Any], base: Path) -> dict[str, Any]:  # Any: not validated
+    """Resolve the paths of data for bundles relative to the file's folder, as in other files."""
+    key = ("policy", "bundles", "data")
+    if not isinstance(data := get_value(raw, key), list):
+        return raw
+    found = [str(base / each) if isinstance(each, str) else each for each in data]
+    return with_value(raw, key, found)

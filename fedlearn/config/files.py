@@ -1,18 +1,17 @@
 """Load a configuration from a TOML file, overrides or a mapping, and write it as TOML."""
 
 import math
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fedlearn.config.keys import get_value
+from fedlearn.config.overrides import parse_override
 from fedlearn.config.problems import Complaint, Override, Sources, validate
-from fedlearn.config.reading import read, with_absolute_paths, with_value
+from fedlearn.config.reading import find_paths, parse, read, with_absolute_paths, with_value
+from fedlearn.config.section import Section
 from fedlearn.config.statistics import expand_plan, is_plan
-from fedlearn.config.toml import Key, format_key, format_toml, keys_in, toml_lines
+from fedlearn.config.toml import Key, format_key, format_toml, join_key, toml_lines
 from fedlearn.config.tree import Config
 from fedlearn.core.redaction import redact
 from fedlearn.errors import ConfigError
@@ -48,8 +47,49 @@ def load(path: Path | str | None, *, overrides: Sequence[str], base: Path | None
     raw, toml = ({}, "") if file is None else read(file)
     # Before the overrides, whose paths are relative to another directory.
     raw = _with_absolute_paths(raw, Path.cwd() if file is None else file.absolute().parent)
-    raw, accepted, complaints = _apply_all(overrides, raw, base=base or Path.cwd())
-    sources = Sources(str(file or "the defaults"), toml, accepted)
+    changed = _apply_all(overrides, raw, base=base or Path.cwd())
+    return _build(changed, source=str(file or "the defaults"), toml=toml)
+
+
+def load_shipped(
+    toml: str,
+    *,
+    source: str,
+    overrides: Sequence[str],
+    check: Callable[[Key, str, str], str],
+) -> Config:
+    """Load the text of a TOML file from another machine, over the default tree.
+
+    Args:
+        toml: The text; its paths are those of this machine.
+        source: Name that errors give in place of a file.
+        overrides: As for :func:`load`.
+        check: Returns what is wrong with a path or with own code, empty if nothing; its arguments
+            are what :func:`~fedlearn.config.reading.find_paths` yields.
+
+    Raises:
+        ConfigError: As :func:`load`, or ``check`` has found something.
+    """
+    # Paths in overrides stay as they are: no folder here is what they are relative to.
+    changed = _apply_all(overrides, parse(toml, source=source), base=Path())
+    problems = [
+        f"{source}: {join_key(key)}: {text}"
+        for key, value, kind in find_paths(changed[0], root=Config, more=_OWN_CODE)
+        if (text := check(key, value, kind))
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return _build(changed, source=source, toml=toml)
+
+
+def _build(
+    changed: tuple[dict[str, Any], tuple[Override, ...], list[Complaint]],  # Any: not validated yet
+    *,
+    source: str,
+    toml: str,
+) -> Config:
+    raw, accepted, complaints = changed
+    sources = Sources(source, toml, accepted)
     if is_plan(raw) and not complaints:
         raw = expand_plan(raw, source=sources.name)
     return validate(Config, raw, sources=sources, complaints=complaints)
@@ -113,7 +153,7 @@ def _walk_overrides(table: Mapping[str, Any], parent: str) -> Iterator[str]:
             yield f"{key}={format_toml(value)}"
 
 
-def render(config: Config) -> str:
+def render(config: Section) -> str:
     """Write ``config`` as TOML that loads to an equal tree; keys that are ``None`` are left out.
 
     Example:
@@ -143,16 +183,6 @@ def _with_absolute_paths(raw: dict[str, Any], base: Path) -> dict[str, Any]:
     return with_absolute_paths(raw, base, root=Config, more=_OWN_CODE)
 
 
-def _parse_override(text: str) -> Override:
-    for sign in re.finditer("=", text):  # a quoted key may contain "="
-        with suppress(ValueError):
-            found = list(keys_in(tomllib.loads(f"{text[: sign.start()]}= 0")))
-            # Parents come first, so the last path is the whole key.
-            if found:
-                return Override(found[-1], _parse_toml_or_text(text[sign.end() :].strip()), text)
-    raise ValueError("not of the form section.key=value, as client.epochs=3")
-
-
 def _apply_all(
     overrides: Sequence[str], raw: dict[str, Any], *, base: Path
 ) -> tuple[dict[str, Any], tuple[Override, ...], list[Complaint]]:
@@ -160,7 +190,7 @@ def _apply_all(
     complaints, accepted = list[Complaint](), list[Override]()
     for order, text in enumerate(overrides):
         try:
-            override = _parse_override(text)
+            override = parse_override(text)
             # Paths in an override are relative to another directory than those in the file.
             alone = _with_absolute_paths(with_value({}, override.path, override.value), base)
             raw = with_value(raw, override.path, get_value(alone, override.path))
@@ -168,12 +198,3 @@ def _apply_all(
         except ValueError as error:
             complaints.append(Complaint((math.inf, order), f"--set {redact(text)}: {error}"))
     return raw, tuple(accepted), complaints
-
-
-def _parse_toml_or_text(text: str) -> Any:  # Any: what TOML can hold
-    try:
-        document = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):
-        return text
-    # A text with a line break could add further keys.
-    return document["value"] if document.keys() == {"value"} else text

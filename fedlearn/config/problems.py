@@ -229,16 +229,27 @@ def _describe_allowed(schema: Mapping[str, Any]) -> str:
     return f"{noun} {' and '.join(limits)}".strip()
 
 
+#: Tables of other files than this one.
+_TABLES_ELSEWHERE: Mapping[Key, str] = {
+    ("service",): "this is the file of a service, for `fedlearn serve`; an experiment has no such "
+    "table",
+    ("policy",): "it belongs into a client's file, for `fedlearn join --config`",
+    ("conditions",): "it belongs into a client's file, for `fedlearn join --config`",
+}
+
+
 def _suggest_key(place: KeyInfo, value: Any, raw: Any, root: type[Section]) -> str:
-    if (now := advise(place.path)) is not None:
+    if (now := advise(place.path) or _TABLES_ELSEWHERE.get(place.path)) is not None:
         return now
-    known, trees = tuple(walk_keys(root)), (raw, root().model_dump())
+    # Without validation, since a file may lack keys that it requires.
+    defaults = root.model_construct().model_dump(warnings=False)
+    known, trees = tuple(walk_keys(root)), (raw, defaults)
     elsewhere = list(
         dict.fromkeys(each.describe_kind() for each in known if each.path == place.path)
     )
     if elsewhere:
         return f"it goes with {' or with '.join(elsewhere)}; remove it or change the kind"
-    alike = [each for each in known if each.is_table == isinstance(value, dict)]
+    alike = [each for each in known if each.is_table == isinstance(value, dict)] or known
     best = max(alike, key=lambda each: _score_match(each, place.path, trees))
     if _score_match(best, place.path, trees)[0] < _ALIKE:
         return f"the keys here are {', '.join(place.owner.model_fields)}"

@@ -10,7 +10,7 @@ from fedlearn.algorithms.compression import Compressor
 from fedlearn.algorithms.lanes import LaneSpec
 from fedlearn.config.components import build_component, with_keys_of
 from fedlearn.config.privacy import PrivacySection
-from fedlearn.config.section import Problem, Section
+from fedlearn.config.section import PathText, Problem, Section
 from fedlearn.core.ranges import BelowOne, Positive
 from fedlearn.errors import ConfigError
 from fedlearn.secagg.evaluation import EvaluationPlan
@@ -71,7 +71,7 @@ class SecureAggregationSection(Section):
     stage_deadline_s: Positive = Field(
         60.0, description="Seconds that each stage without training waits for clients, > 0."
     )
-    roster: str = Field(
+    roster: PathText | Literal[""] = Field(
         "",
         description="The file of `fedlearn roster` that clients received, if there is one. If "
         'secure_aggregation.adversary is "active", each round asks the clients that '

@@ -6,6 +6,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, StringConstraints
 
 from fedlearn.config.components import with_keys_of
+from fedlearn.config.dashboard import DashboardSection
 from fedlearn.config.section import PathText, Problem, Section, describe_as
 from fedlearn.config.toml import quote
 from fedlearn.core.ranges import NotNegative, Positive, Whole
@@ -127,6 +128,9 @@ class ServiceSection(Section):
         EligibilitySection(),
         description="The tags and reported properties that a client needs to be sent tasks.",
     )
+    dashboard: DashboardSection = Field(
+        DashboardSection(), description="The page that shows the deployment, and who may open it."
+    )
     training: Any = None  # Any: CoordinatorSection validates it, which needs torch
 
     def problems(self) -> Iterator[Problem]:
@@ -136,8 +140,10 @@ class ServiceSection(Section):
         for name in ("public_addresses", "public_enrolment_addresses"):
             for address in getattr(self, name):
                 yield from self._check_port(name, address)
-        served = [self.address, self.enrolment_address, self.http_address]
-        for place, name in enumerate(("enrolment_address", "http_address"), start=1):
+        page = self.dashboard.address
+        served = [self.address, self.enrolment_address, self.http_address, page]
+        names = ("enrolment_address", "http_address", "dashboard.address")
+        for place, name in enumerate(names, start=1):
             here = served[place]
             # Port 0 is any free one, so two services may both have it.
             if here is not None and here in served[:place] and _parse_port(here):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Final, Protocol
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from fedlearn.config.problems import Sources, validate
 from fedlearn.config.reading import read, with_absolute_paths
@@ -17,17 +17,23 @@ from fedlearn.config.section import Problem, RunName, Section
 from fedlearn.config.service import ServiceSection
 from fedlearn.config.store import StoreSection
 from fedlearn.config.tables import PLAN_KEYS, TABLES, Use
+from fedlearn.config.telemetry import TelemetrySection
 from fedlearn.errors import ConfigError
 
 #: Keys of the tables that a service and its runs share, which each run sets for itself.
 KEYS_OF_A_RUN: Final[Mapping[str, tuple[str, ...]]] = {
     "store": ("checkpoint_every_s", "keep_last", "keep_every", "keep_best"),
     "coordinator": ("patience_s", "send_ahead", "set_aside_after", "eligibility", "training"),
+    "telemetry": (),
 }
 
 
 #: Unknown keys count as ours, so that they are refused where all others are checked.
 _ANY = Use.SERVING
+
+
+#: A module or an absolute folder.
+_SOURCE_PATTERN: Final = r"^(/[^\x00]*|[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*)$"
 
 
 class HasStore(Protocol):
@@ -54,6 +60,7 @@ class ServingConfig(Section):
     """The part of the tree that says how a deployment is served and recorded."""
 
     name: RunName | None = None
+    telemetry: TelemetrySection = TelemetrySection()
     store: StoreSection = StoreSection()
     coordinator: ServiceSection = ServiceSection()
 
@@ -63,6 +70,14 @@ class ManyRunsSection(Section):
 
     max_concurrent_runs: Annotated[int, Field(ge=1, le=16)] = Field(
         2, description="Most runs that are at work at a time, from 1 to 16; the others are queued."
+    )
+    remote_sources: Annotated[
+        tuple[Annotated[str, StringConstraints(pattern=_SOURCE_PATTERN)], ...], Field(strict=False)
+    ] = Field(
+        (),
+        description="What experiments that are submitted from another machine may name: Python "
+        "modules, with those inside them, and absolute folders on this machine, with the files in "
+        "them; empty: neither own code nor own files. A bundle needs no entry: it is sent along.",
     )
 
 
@@ -85,9 +100,16 @@ def load_service(path: Path) -> ServiceConfig:
     """Load the configuration of a service of many runs from a TOML file.
 
     Raises:
-        ConfigError: As :func:`fedlearn.config.files.load`, or the file describes a run.
+        ConfigError: As :func:`fedlearn.config.files.load`, or the file describes a run, or a
+            coordinator of one run.
     """
-    return _validate_service(path, *read(path))
+    raw, toml = read(path)
+    if "service" not in raw:
+        raise ConfigError(
+            f"{path}: there is no table [service], so it is not the file of a service of many "
+            "runs; name that one (--config), or add the table, which may be empty"
+        )
+    return _validate_service(path, raw, toml)
 
 
 def _validate_service(path: Path, raw: dict[str, Any], toml: str) -> ServiceConfig:

@@ -7,7 +7,7 @@ ordinary configuration, so every command takes one.
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -151,7 +151,7 @@ def _expand(raw: Mapping[str, Any]) -> dict[str, Any]:
         **rest,
         "data": data,
         "model": {"kind": "none"},
-        "algorithm": {"name": PLAN_ALGORITHM, "args": {"plan": plan.to_json(), "unit": unit}},
+        "algorithm": {"name": PLAN_ALGORITHM, "args": asdict(StatisticsQuery.of(plan, unit=unit))},
         "num_rounds": plan.num_rounds,
         "cohort": _expand_cohort(_table(rest, "cohort"), data),
         # All are asked: the result is over those that answer in time.

@@ -34,12 +34,24 @@ def for_service(experiment: Config, service: ServiceConfig) -> Config:
             if key in its.model_fields_set and getattr(its, key) != getattr(ours, key):
                 theirs, wanted = _show(tree[table][key]), _show(values[key])
                 differing.append(f"{table}.{key} is {theirs}, not {wanted}")
-            tree[table][key] = values[key]
     if differing:
         raise ConfigError(
             "the experiment sets keys of the service to other values than the service has: "
             f"{'; '.join(differing)}; leave them out of the experiment"
         )
+    return follow_service(experiment, service)
+
+
+def follow_service(run: Config, service: ServiceConfig) -> Config:
+    """Return the configuration of a run with the present values of the service's keys.
+
+    They may have changed since the run was submitted, as when the service moved to another folder.
+    """
+    tree = run.model_dump(mode="json")
+    for table in KEYS_OF_A_RUN:
+        ours = getattr(service, table)
+        values = ours.model_dump(mode="json")
+        tree[table] |= {key: values[key] for key in _service_keys(ours, table)}
     return validate(Config, tree, sources=Sources("the configuration"))
 
 

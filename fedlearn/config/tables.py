@@ -29,7 +29,7 @@ class Use(Flag):
 PYTHON_OBJECTS: Final = "python"
 
 #: Keys of a plan of statistics, which :mod:`fedlearn.config.statistics` expands into the others.
-PLAN_KEYS: Final = ("columns", "statistics", "max_examples")
+PLAN_KEYS: Final = ("columns", "statistics", "max_examples", "per_client")
 #: The algorithm of an expanded plan.
 PLAN_ALGORITHM: Final = "fedlearn.statistics.query:StatisticsQuery"
 
@@ -63,6 +63,7 @@ TABLES: Final[Mapping[str, Use]] = {
     "engine": Use.RESTART,
     "callbacks": Use.NONE,
     "trackers": Use.RESTART,
+    "telemetry": Use.SERVING | Use.RESTART,
     "store": Use.SERVING | Use.RESTART,
     "coordinator": Use.SERVING | Use.RESTART,
     "flower": Use.SIMULATED,

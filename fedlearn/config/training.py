@@ -61,7 +61,7 @@ from fedlearn.config.own_functions import (
     require_attributes,
     wrong_return_error,
 )
-from fedlearn.config.section import Args, Factory, Problem, Scalars, Section
+from fedlearn.config.section import Args, Factory, PathText, Problem, Scalars, Section
 from fedlearn.core.params import NoModel
 from fedlearn.core.ranges import Count
 from fedlearn.simulation import models
@@ -509,6 +509,17 @@ class ClientSection(DeclaredSection):
         "from a client's features and labels to a LocalTrainer. Deployed clients "
         "bring theirs.",
     )
+    bundle: PathText | None = Field(
+        None,
+        description="Path of a bundle, the trainer that deployed clients run once their owners "
+        "approve it; not set: each client runs its own. A simulation ignores it.",
+    )
+    bundle_digest: str | None = Field(
+        None,
+        pattern="^[0-9a-f]{64}$",
+        description="SHA-256 of the bundle, as `fedlearn bundle show` prints it: a file with "
+        "another one is refused. A run that is queued keeps that of its submission; not set: any.",
+    )
     trainer_args: Args = Field({}, description="Further keyword arguments of the trainer.")
     extra: Scalars = Field(
         {},
@@ -530,6 +541,8 @@ class ClientSection(DeclaredSection):
         if self.trainer_args and self.trainer is None:
             text = "are given, but there is no client.trainer that takes them"
             yield Problem(("trainer_args", "trainer"), text)
+        if self.bundle_digest is not None and self.bundle is None:
+            yield Problem(("bundle_digest", "bundle"), "has no effect without client.bundle")
         yield from find_problem(self.local_update)
         yield from find_problem(
             partial(ExtraSettings, inner=OwnTraining(), extra=tuple(self.extra.items()))

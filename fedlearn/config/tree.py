@@ -49,6 +49,7 @@ from fedlearn.config.secure_aggregation import SecureAggregationSection
 from fedlearn.config.staleness import StalenessSection
 from fedlearn.config.store import StoreSection
 from fedlearn.config.tables import Use
+from fedlearn.config.telemetry import TelemetrySection
 from fedlearn.config.toml import quote
 from fedlearn.config.trackers import TrackersSection
 from fedlearn.config.training import (
@@ -90,6 +91,7 @@ _WITHOUT_MODEL = {
     "asynchronous.mode": "an answer belongs to the question of its round",
     "attack.kind": "attacks change models",
     "client.trainer": "a query says what a client computes",
+    "client.bundle": "a query is answered by fedlearn's own code",
     "client.extra": "a query has fields instead",
     "client.by_round": "a query broadcasts what changes from round to round",
     "engine.device": "a query is computed on the CPU",
@@ -120,6 +122,11 @@ class EvaluationSection(Section):
         0,
         description="Epochs for which each evaluated client first trains a copy of its model, "
         "measured as its personal model; 0: none.",
+    )
+    fine_tune_learning_rate: Positive | None = Field(
+        None,
+        description="Step size of the fine-tuning, > 0; without it, that of [client], before any "
+        "schedule.",
     )
     batch_size: Count = Field(1024, description="Examples evaluated at a time, >= 1.")
     deadline_s: Positive = Field(
@@ -301,6 +308,9 @@ class Config(Section):
         TrackersSection(),
         description="Experiment trackers that the run is logged to.",
     )
+    telemetry: TelemetrySection = Field(
+        TelemetrySection(), description="How the process reports what it does: its log."
+    )
     store: StoreSection = Field(StoreSection(), description="Where the record of the run goes.")
     coordinator: CoordinatorSection = Field(
         CoordinatorSection(),
@@ -420,6 +430,7 @@ class Config(Section):
             "compression.method": self.compression.method != "none",
             "download_compression.method": self.download_compression.method != "none",
             "client.trainer": self.client.trainer is not None,
+            "client.bundle": self.client.bundle is not None,
             "client.extra": bool(self.client.extra),
             "client.by_round": self.client.by_round is not None,
             "late_updates.mode": self.late_updates.is_on,
@@ -454,6 +465,10 @@ class Config(Section):
             if value and self.evaluation.clients == 0:
                 text = f"is {value}, but no client evaluates; raise evaluation.clients"
                 yield Problem((key, "evaluation.clients"), text)
+        rate, epochs = "evaluation.fine_tune_learning_rate", "evaluation.fine_tune_epochs"
+        if self.evaluation.fine_tune_learning_rate and not self.evaluation.fine_tune_epochs:
+            text = f"is {self.evaluation.fine_tune_learning_rate}, but no client fine-tunes"
+            yield Problem((rate, epochs), f"{text}; set {epochs}, or leave it out")
 
     def _check_asynchrony(self) -> Iterator[Problem]:
         """Refuse conflicts with asynchronous rounds or late updates, and staleness without both."""

@@ -185,6 +185,8 @@ def suggest_remedy(error: OSError) -> str:
     """Suggest to the user how to fix the error."""
     if is_full(error):
         return "free some space there"
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return "check the path"
     return "make it accessible to this user, or name another place"
 
 

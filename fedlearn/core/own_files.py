@@ -3,8 +3,12 @@
 import hashlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
+
+#: The same thread may import a second file while it imports a first one.
+_LOCK = threading.RLock()
 
 
 def import_file(path: Path) -> ModuleType:
@@ -14,8 +18,13 @@ def import_file(path: Path) -> ModuleType:
     """
     digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
     name = f"{path.stem}_{digest[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
+    # Two runs of a service may start at once: the second must not get a module that is half
+    # executed.
+    with _LOCK:
+        return sys.modules[name] if name in sys.modules else _execute(name, path)
+
+
+def _execute(name: str, path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None  # a name that ends in .py is a Python file's
     assert spec.loader is not None

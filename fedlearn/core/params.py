@@ -169,6 +169,11 @@ class Layout:
         return tuple(spec.name for spec in self.trainable)
 
     @cached_property
+    def trainable_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the trained parameters, in vector order."""
+        return tuple(spec.shape for spec in self.trainable)
+
+    @cached_property
     def num_trainable(self) -> int:
         """Q, the number of elements that local training changes."""
         return sum(spec.size for spec in self.trainable)
@@ -177,6 +182,11 @@ class Layout:
     def size(self) -> int:
         """P, the length of the vector."""
         return sum(spec.size for spec in self.specs)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Size in bytes of all tensors, in the model's own dtypes."""
+        return sum(spec.size * spec.dtype.itemsize for spec in self.specs)
 
     @cached_property
     def by_name(self) -> Mapping[str, TensorSpec]:
@@ -291,10 +301,9 @@ class Params:
         Without the constants that are sent separately: clients have them already, from an earlier
         round or from their own copy of the model.
         """
-        changing = sum(spec.size * spec.dtype.itemsize for spec in self.layout.specs)
         kept = select_constants(self.constants, local=self.local)
         sent = (value.nbytes for name, value in self.constants.items() if name not in kept)
-        return changing + sum(sent)
+        return self.layout.num_bytes + sum(sent)
 
     @property
     def num_elements(self) -> int:

@@ -82,6 +82,8 @@ class Seed:
         while rest and isinstance(label := rest[0], int):  # cheaper than arrays of one element
             prefix = _mix_int(prefix ^ (label & _MASK_64))
             rest.pop(0)
+        if len(rest) == 1 and np.ndim(rest[0]):  # the usual case: as below, but not broadcast
+            return _mix(np.uint64(prefix) ^ np.asarray(rest[0], np.int64).view(np.uint64))
         state = np.full(1, prefix, np.uint64)
         for label in rest:
             state = _mix(state ^ np.asarray(label, np.int64).view(np.uint64))
@@ -166,7 +168,10 @@ def seed_global_generators(seed: Seed) -> None:
     random.seed(seed.value)
     # NumPy's global generator takes seeds of 32 bits only.
     np.random.seed(seed.value & _MASK_32)  # noqa: NPY002 - the old one
-    torch.manual_seed(seed.value)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed.value)
+    else:  # without the stack that is formatted for each kind of accelerator, in up to 0.5 ms
+        torch.default_generator.manual_seed(seed.value)
 
 
 @contextmanager

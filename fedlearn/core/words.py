@@ -26,4 +26,5 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         "did you mean 'otter'? "
     """
     nearest = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {nearest[0]!r}? " if nearest else ""
+    # Members of an enumeration are texts, but their repr is not what somebody types.
+    return f"did you mean {str(nearest[0])!r}? " if nearest else ""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -12,19 +13,27 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount
 from starlette.staticfiles import StaticFiles
 
+from fedlearn.config.dashboard import DashboardSection
 from fedlearn.dashboard import (
+    alerts_page,
     attendance_page,
+    audit_page,
+    budgets_page,
     clients_page,
     compare_page,
     curves_data,
     live_events,
+    queue_page,
     record_page,
+    releases_page,
     run_page,
     runs_page,
     statistics_page,
+    studies_page,
 )
 from fedlearn.dashboard.rendering import Dashboard, dashboard_of
 from fedlearn.dashboard.security import Guard
+from fedlearn.dashboard.visits import VisitLog
 from fedlearn.errors import StoreError, StoreUnavailable, UnknownRun
 
 #: The pages: a new one adds its module here, and its link to ``templates/base.html``.
@@ -35,19 +44,48 @@ _PAGES: Sequence[Sequence[BaseRoute]] = (
     record_page.ROUTES,
     statistics_page.ROUTES,
     compare_page.ROUTES,
+    queue_page.ROUTES,
+    studies_page.ROUTES,
     clients_page.ROUTES,
+    releases_page.ROUTES,
+    budgets_page.ROUTES,
+    audit_page.ROUTES,
+    alerts_page.ROUTES,
     curves_data.ROUTES,
     live_events.ROUTES,
 )
 _STATIC = Path(__file__).parent / "static"
 
 
-def build_app(dashboard: Dashboard) -> Starlette:
-    """Return the application that serves ``dashboard``."""
+def build_app(
+    dashboard: Dashboard,
+    section: DashboardSection | None = None,
+    *,
+    visits: VisitLog | None = None,
+) -> Starlette:
+    """Return the application that serves ``dashboard``, with the sign-in of ``section`` if any.
+
+    A section with sign-in needs ``visits``, where sign-ins are recorded.
+
+    Raises:
+        ConfigError: The secret of the sign-in cannot be read.
+    """
+    gate, public_host = list[Middleware](), None
+    if section is not None and section.has_sign_in:
+        # Without sign-in, the page needs no library for it.
+        from fedlearn.dashboard.sign_in import SignInGate  # noqa: PLC0415
+
+        assert visits is not None
+        gate = [Middleware(SignInGate, dashboard=dashboard, section=section, visits=visits)]
+        public_host = urlsplit(section.public_url or "").netloc
     static = Mount("/static", StaticFiles(directory=_STATIC), name="static")
     app = Starlette(
         routes=[route for page in _PAGES for route in page] + [static],
-        middleware=[Middleware(Guard), Middleware(GZipMiddleware, minimum_size=1000)],
+        middleware=[
+            Middleware(Guard, public_host=public_host),
+            *gate,
+            Middleware(GZipMiddleware, minimum_size=1000),
+        ],
         exception_handlers={
             HTTPException: _show_refusal,
             StoreError: _show_store_error,
@@ -81,4 +119,4 @@ def _show_failure(request: Request, _: Exception) -> Response:
 
 def _show_error(request: Request, status_code: int, title: str, detail: str) -> Response:
     dashboard = dashboard_of(request)
-    return dashboard.render_error(status_code=status_code, title=title, detail=detail)
+    return dashboard.render_error(request, status_code=status_code, title=title, detail=detail)

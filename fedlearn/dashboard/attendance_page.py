@@ -71,6 +71,7 @@ def _show_attendance(request: Request) -> Response:
     clients = [each.client_id for each in page.rows]
     rounds = {"first": window.first, "end": window.end}
     return dashboard.render(
+        request,
         "attendance.html",
         **head._asdict(),
         page=page,

@@ -1,5 +1,6 @@
 """Finds the best value of each run in a list: as in reports, but by the database."""
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -34,6 +35,25 @@ def find_bests(database: Database, runs: Mapping[int, RunRecord]) -> dict[int, B
     }
     extremes = read_extremes(database, wanted) if runs else {}
     return {key: _choose(key, record, extremes) for key, record in runs.items()}
+
+
+def rank_by_best(database: Database, runs: Mapping[int, RunRecord]) -> list[int]:
+    """Return the keys of runs, the best first.
+
+    Runs that are judged by the same metric stand together, as only their values can be compared;
+    the metric that most runs have comes first, and runs without an evaluation last.
+    """
+    bests = find_bests(database, runs)
+    num_runs = Counter(best.metric for best in bests.values() if best is not None)
+
+    def place(key: int) -> tuple[bool, int, str, float]:
+        best = bests[key]
+        if best is None:
+            return True, 0, "", 0.0
+        sign = 1.0 if direction_of(runs[key], best.metric) == "min" else -1.0
+        return False, -num_runs[best.metric], best.metric, sign * best.value
+
+    return sorted(runs, key=place)
 
 
 def _choose(

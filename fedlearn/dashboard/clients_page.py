@@ -12,6 +12,7 @@ from fedlearn.store.client_list import (
     ClientOrder,
     count_clients,
     count_participations,
+    count_software,
     list_clients,
 )
 from fedlearn.store.lease import list_deployments
@@ -24,6 +25,7 @@ _ORDERS = {
     ClientOrder.ENROLLED: "newest first",
     ClientOrder.EXPIRES: "certificate ends first",
 }
+_SHOWN_SOFTWARE = 12
 
 
 def _show_clients(request: Request) -> Response:
@@ -43,6 +45,7 @@ def _show_clients(request: Request) -> Response:
     )
     numbers = [each.client.client_id for each in page.rows]
     return dashboard.render(
+        request,
         "clients.html",
         page=page,
         counts=count_participations(database, numbers),
@@ -50,6 +53,7 @@ def _show_clients(request: Request) -> Response:
         invitations=StoredRegistry(database, dashboard.clock).open_invitations(),
         is_served=any(dashboard.is_alive(each) for each in list_deployments(database)),
         query={"search": search, "which": which, "order": order},
+        software=count_software(database, most=_SHOWN_SOFTWARE),
         filters=list(ClientFilter),
         orders=_ORDERS,
     )

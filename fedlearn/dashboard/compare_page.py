@@ -20,6 +20,7 @@ def _show_comparison(request: Request) -> Response:
     runs = [database.run(name) for name in names]
     records = {run.key: run.record for run in runs}
     return dashboard.render(
+        request,
         "compare.html",
         events_url=events,
         records=records,

@@ -26,6 +26,7 @@ def _show_record(request: Request) -> Response:
     compared = database.run(other).record if other else None
     changed = {} if compared is None else differences(record.config, compared.config)
     return dashboard.render(
+        request,
         "record.html",
         **head._asdict(),
         tables=list(_read_tables(record.config, changed)),

@@ -1,9 +1,10 @@
 """What all pages share: the open database, the templates, and the checked query of a request."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import StrEnum
+from threading import Lock
 from typing import TypeVar
 from urllib.parse import quote, urlencode
 
@@ -17,12 +18,21 @@ from fedlearn.config.service import ServiceSection
 from fedlearn.core.clock import RealClock
 from fedlearn.core.quantities import format_duration
 from fedlearn.core.words import replace_unprintable
+from fedlearn.dashboard.alerts import Alert, find_alerts, find_disk_alerts
+from fedlearn.dashboard.log_check import check_log
 from fedlearn.dashboard.pulse import Pulse
+from fedlearn.dashboard.remembered import Remembered
 from fedlearn.experiment.templates import make_environment
+from fedlearn.identity.roles import ALL_STUDIES, EVERYTHING, Studies
 from fedlearn.rounds.journal import DeployedRun
-from fedlearn.store.client_list import has_clients
+from fedlearn.rounds.scheduling import QueuedRun, explain_waits
+from fedlearn.store.contents import read_contents
+from fedlearn.store.lease import list_deployments
+from fedlearn.store.queue import RunQueue
 from fedlearn.store.runs import Database
 
+#: Seconds for which an answer is remembered that costs many queries.
+_ALERTS_S, _CHECKED_S = 5.0, 60.0
 EnumT = TypeVar("EnumT", bound=StrEnum)
 
 #: Rows of a page of a list.
@@ -40,56 +50,125 @@ _MOST_DIGITS = 18  # as the database's integers
 MAX_COMPARED = 7
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Dashboard:
     """The open dashboard, as ``request.app.state.dashboard``.
 
     Attributes:
-        database: Where the runs are; it refuses writes.
+        database: Where the runs are; it refuses writes, and has only what belongs to ``studies``.
         clock: For ages of runs.
         place: Describes where the runs are, without a password.
+        studies: What its pages show.
+        whole: The dashboard of everything; this one, if it shows everything.
+        templates: The environment of its templates.
+        alerts: Returns what needs attention.
+        checked_log: Returns whether the audit log is as it was written.
+        num_streams: Open pages that listen for events, all of them; see ``whole``.
     """
 
     database: Database
     clock: RealClock
     place: str
-    pulse: Pulse
-    templates: Environment
+    studies: Studies = EVERYTHING
+    whole: "Dashboard" = field(init=False)
 
-    @classmethod
-    def of(cls, database: Database, clock: RealClock, *, place: str) -> "Dashboard":
-        """Return the dashboard of a database that was opened to read."""
-        return cls(database, clock, place, Pulse(clock), make_templates())
+    def __post_init__(self) -> None:
+        """Create what the pages share."""
+        self.whole = self
+        self.templates = make_templates()
+        self.alerts = Remembered(self._find_alerts, clock=self.clock, for_s=_ALERTS_S)
+        self.checked_log = Remembered(
+            lambda: check_log(self.database, self.clock), clock=self.clock, for_s=_CHECKED_S
+        )
+        self.num_streams = 0
+        self._pulse = Pulse(self.clock)
+        self._seen = dict[Studies, Dashboard]()
+        self._lock = Lock()
+
+    def restrict_to(self, studies: Studies) -> "Dashboard":
+        """Return the dashboard that shows what belongs to ``studies``, and nothing else."""
+        if ALL_STUDIES in studies.names:
+            return self
+        with self._lock:  # its alerts are remembered, so there is one for all its readers
+            if studies not in self._seen:
+                place = ", ".join(sorted(studies.names))
+                database = self.database.restrict_to(studies)
+                found = Dashboard(database, self.clock, place=place, studies=studies)
+                found.whole, found._pulse = self, self._pulse
+                self._seen[studies] = found
+            return self._seen[studies]
+
+    def read_queue(self) -> tuple[list[QueuedRun], dict[str, str]]:
+        """Return the runs of the queue that it shows, and what each of them waits for."""
+        queued = RunQueue(self.whole.database, self.clock).list()
+        shown = [each for each in queued if self.studies.covers(each.study)]
+        hidden = {each.name for each in queued} - {each.name for each in shown}
+        waits = explain_waits(queued, hidden=hidden)
+        return shown, {name: wait for name, wait in waits.items() if name not in hidden}
+
+    def _find_alerts(self) -> list[Alert]:
+        alive = {each.name: self.is_alive(each) for each in list_deployments(self.database)}
+        found = find_alerts(self.database, self.clock, is_alive=alive)
+        if self.whole is self:
+            found += find_disk_alerts(self.database.runs_dir)
+        return sorted(found, key=lambda each: each.level != "failed")
 
     def is_alive(self, found: DeployedRun) -> bool:
         """Whether a coordinator is at work on a deployed run."""
         section = self.database.run(found.name).record.config.get("coordinator")
         ttl_s = section.get("lease_ttl_s") if isinstance(section, Mapping) else None
         default_s = ServiceSection().lease_ttl_s
-        return self.pulse.is_alive(
+        return self._pulse.is_alive(
             found, lease_ttl_s=ttl_s if isinstance(ttl_s, int | float) else default_s
         )
 
-    def render(self, template: str, **context: object) -> HTMLResponse:
+    def render(self, request: Request, template: str, **context: object) -> HTMLResponse:
         """Render a template with ``context``."""
-        return self._render(template, 200, has_clients=has_clients(self.database), **context)
+        shown = {"has": read_contents(self.database), "num_alerts": len(self.alerts())}
+        return self._render(request, template, 200, **shown, **context)
 
-    def render_error(self, *, status_code: int, title: str, detail: str) -> HTMLResponse:
+    def render_error(
+        self, request: Request, *, status_code: int, title: str, detail: str
+    ) -> HTMLResponse:
         """Render the page of an error, without the database, which may be the cause."""
-        return self._render(
-            "error.html", status_code, has_clients=False, title=title, detail=detail
-        )
+        return self._render_alone(request, "error.html", status_code, title=title, detail=detail)
 
-    def _render(self, template: str, status_code: int, **context: object) -> HTMLResponse:
-        shared = {"place": self.place, "now_unix_s": self.clock.unix_s()}
+    def render_sign_in(self, request: Request, *, next_path: str) -> HTMLResponse:
+        """Render the page that offers to sign in; ``next_path`` is where to go then."""
+        return self._render_alone(request, "sign_in.html", 401, next_path=next_path)
+
+    def _render_alone(
+        self, request: Request, template: str, status_code: int, **context: object
+    ) -> HTMLResponse:
+        return self._render(request, template, status_code, has=None, num_alerts=0, **context)
+
+    def _render(
+        self, request: Request, template: str, status_code: int, **context: object
+    ) -> HTMLResponse:
+        shared = {
+            "place": self.place,
+            "now_unix_s": self.clock.unix_s(),
+            "operator": getattr(request.state, "operator", None),
+        }
         page = self.templates.get_template(template).render(shared | context)
         return HTMLResponse(page, status_code)
 
 
 def dashboard_of(request: Request) -> Dashboard:
-    """Return the dashboard that a request is for."""
-    found: Dashboard = request.app.state.dashboard
+    """Return the dashboard that a request is for: with sign-in, what its user may see."""
+    found: Dashboard = getattr(request.state, "dashboard", request.app.state.dashboard)
     return found
+
+
+def record_reading(request: Request, release: str) -> None:
+    """Record that a signed-in user is shown a release; without sign-in, nobody knows who it is.
+
+    Raises:
+        StoreError: It cannot be recorded, so the release must not be shown.
+    """
+    record = getattr(request.state, "record_reading", None)
+    if record is not None:
+        record(release=release)
 
 
 def make_templates() -> Environment:

@@ -65,6 +65,7 @@ def _show_run(request: Request) -> Response:
         dashboard.database.run(other)  # raises if there is no such run
     totals = read_totals(dashboard.database, name)
     return dashboard.render(
+        request,
         "run.html",
         **head._asdict(),
         totals=totals,
@@ -124,8 +125,10 @@ def _show_live(request: Request) -> Response:
     """Show what the current round of a deployed run waits for."""
     dashboard, name = dashboard_of(request), request.path_params["name"]
     RequestQuery(request)
-    found = find_deployment(dashboard.database, name)
     record = dashboard.database.run(name).record
+    if not record.is_deployed:
+        raise HTTPException(404)
+    found = find_deployment(dashboard.database, name)
     status: Mapping[str, Any] = found.status  # Any: JSON
     numbers = [int(each) for key in ("clients", "failing") for each in status.get(key, {})]
     explanation = Explanation(
@@ -138,6 +141,7 @@ def _show_live(request: Request) -> Response:
     awaited = [each for each in explanation.clients if each["phase"] not in _ENDED]
     awaited.sort(key=lambda each: -each["since_s"])
     return dashboard.render(
+        request,
         "live.html",
         explanation=explanation,
         phases=Counter(each["phase"] for each in explanation.clients),
@@ -154,6 +158,7 @@ def _show_privacy(request: Request) -> Response:
     stored = dashboard.database.run(name)
     privacy = stored.record.config.get("privacy")
     return dashboard.render(
+        request,
         "privacy.html",
         spent=load_spending(stored),
         budget=privacy.get("epsilon") if isinstance(privacy, Mapping) else None,

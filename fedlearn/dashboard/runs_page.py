@@ -1,22 +1,35 @@
 """The list of runs."""
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from fedlearn.dashboard.best import find_bests
+from fedlearn.dashboard.best import find_bests, rank_by_best
 from fedlearn.dashboard.live_events import events_url
 from fedlearn.dashboard.rendering import PAGE_SIZE, RequestQuery, dashboard_of
 from fedlearn.rounds.records import RunStatus
-from fedlearn.store.run_list import RunOrder, list_runs
+from fedlearn.store.run_list import RunOrder, find_runs, list_runs
+
+
+class RunsOrder(StrEnum):
+    """Orders of the list: those of the database, and the best value first."""
+
+    NEWEST = RunOrder.NEWEST
+    OLDEST = RunOrder.OLDEST
+    NAME = RunOrder.NAME
+    ROUNDS = RunOrder.ROUNDS
+    BEST = "best"
+
 
 _ORDERS = {
-    RunOrder.NEWEST: "newest first",
-    RunOrder.OLDEST: "oldest first",
-    RunOrder.NAME: "by name",
-    RunOrder.ROUNDS: "most rounds first",
+    RunsOrder.NEWEST: "newest first",
+    RunsOrder.OLDEST: "oldest first",
+    RunsOrder.NAME: "by name",
+    RunsOrder.ROUNDS: "most rounds first",
+    RunsOrder.BEST: "best value first",
 }
 
 
@@ -26,17 +39,24 @@ def _show_runs(request: Request) -> Response:
         RequestQuery(request, "search", "status", "order", "page"),
     )
     search, status = query.text("search"), query.optional("status", RunStatus)
-    order = query.choice("order", RunOrder.NEWEST)
+    order = query.choice("order", RunsOrder.NEWEST)
     events = events_url(dashboard)
+    keys: RunOrder | Sequence[int]
+    if order is not RunsOrder.BEST:
+        keys = RunOrder(order)
+    else:
+        found = find_runs(dashboard.database, search=search, status=status)
+        keys = rank_by_best(dashboard.database, found)
     page = list_runs(
         dashboard.database,
         search=search,
         status=status,
-        order=order,
+        order=keys,
         page=query.number("page", 1),
         size=PAGE_SIZE,
     )
     return dashboard.render(
+        request,
         "runs.html",
         events_url=events,
         page=page,

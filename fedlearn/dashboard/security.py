@@ -1,9 +1,10 @@
 """Guards every request and response of the dashboard.
 
 A web site that a user visits can point its own host name at the loopback address (DNS rebinding)
-and would then read these pages. So the Host header must name this machine. No request may change
-anything, so only GET and HEAD are answered. The headers let a browser run only the dashboard's own
-scripts, and let no other site embed or read a page.
+and would then read these pages. So the Host header must name this machine, or the public address
+that is configured. No request may change anything but sign out, so only GET and HEAD are answered.
+The headers let a browser run only the dashboard's own scripts, and let no other site embed or read
+a page.
 """
 
 from collections.abc import Mapping
@@ -49,8 +50,9 @@ def require_loopback(host: str) -> None:
 class Guard:
     """ASGI middleware that refuses requests from elsewhere, and sets the headers of responses."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, public_host: str | None) -> None:
+        """Answer to ``public_host``, or without one to names of this machine."""
+        self._app, self._public_host = app, public_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
@@ -65,17 +67,23 @@ class Guard:
                     headers.setdefault(name, value)
             await send(message)
 
-        refusal = _find_refusal(scope)
+        refusal = _find_refusal(scope, self._public_host)
         await (refusal or self._app)(scope, receive, send_guarded)
 
 
-def _find_refusal(scope: Scope) -> ASGIApp | None:
+def _find_refusal(scope: Scope, public_host: str | None) -> ASGIApp | None:
     host = Headers(scope=scope).get("host", "")
-    if not _is_loopback(_remove_port(host)):
-        return PlainTextResponse(
-            f"The dashboard answers only to names of this machine, not to {host!r}.\n", 421
-        )
-    if scope["method"] not in _METHODS:
+    is_named = (
+        _is_loopback(_remove_port(host))
+        if public_host is None
+        else host.lower() == public_host.lower()
+    )
+    if not is_named:
+        names = "names of this machine" if public_host is None else public_host
+        return PlainTextResponse(f"The dashboard answers only to {names}, not to {host!r}.\n", 421)
+    # A sign-out is the only change; without sign-in there is nothing to change.
+    is_sign_out = public_host is not None and scope["path"] == "/sign-out"
+    if scope["method"] not in (("POST",) if is_sign_out else _METHODS):
         refused = f"The dashboard changes nothing: {scope['method']} is not allowed.\n"
         return PlainTextResponse(refused, 405, headers={"allow": ", ".join(_METHODS)})
     return None

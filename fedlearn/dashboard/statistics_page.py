@@ -16,7 +16,7 @@ def _show_statistics(request: Request) -> Response:
     RequestQuery(request)
     head = RunHead.of(dashboard, name)
     found = Run(dashboard.database.run(name)).statistics()
-    return dashboard.render("statistics.html", **head._asdict(), result=found)
+    return dashboard.render(request, "statistics.html", **head._asdict(), result=found)
 
 
 ROUTES: Sequence[BaseRoute] = (Route("/runs/{name}/statistics", _show_statistics),)

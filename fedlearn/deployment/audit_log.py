@@ -11,8 +11,13 @@ from fedlearn.errors import DeploymentError
 from fedlearn.identity.audit import Action, AuditEntry
 from fedlearn.identity.audit_checks import ChainReport, LogCheckpoint, parse_entry, verify_chain
 from fedlearn.identity.signing import SigningKey
-from fedlearn.store.audit import read_entries
-from fedlearn.store.audit_checkpoints import read_checkpoints, sign_checkpoint
+from fedlearn.identity.succession import KeySuccession
+from fedlearn.store.audit import read_entries, read_newest
+from fedlearn.store.audit_checkpoints import (
+    read_checkpoints,
+    read_successions,
+    sign_checkpoint,
+)
 from fedlearn.store.runs import Database
 
 
@@ -79,6 +84,36 @@ def take_checkpoint(database: Database, folder: Path) -> LogCheckpoint:
     return checkpoint
 
 
+def rotate_signing_key(database: Database, folder: Path) -> str:
+    """Replace the key in ``folder`` by a new one, which the old one signs; return the new key.
+
+    After a crash in the middle, the same call finishes what was begun.
+
+    Raises:
+        DeploymentError: Nothing was signed yet, the folder has an older key than the log, or a file
+            cannot be written.
+        StoreError: The database cannot be written.
+    """
+    old = SigningKey.find(folder)
+    if old is None:
+        raise DeploymentError(f"{folder} has no signing.key; there is nothing to replace")
+    new = SigningKey.prepare_successor(folder)
+    with database.writing() as session:
+        successions = read_successions(session)
+        if not successions or successions[-1][1].new != new.public_key.hex():
+            # The old key vouches for all entries so far.
+            if sign_checkpoint(session, old) is None:
+                raise DeploymentError("the audit log is empty, so nothing was signed with the key")
+            newest = read_newest(session)
+            assert newest is not None
+            succession = KeySuccession.sign(old, new, newest=newest)
+            session.flush()
+            action, details = Action.SIGNING_KEY_ROTATED, succession.details()
+            database.record_act(session, action, subject=succession.new, details=details)
+    SigningKey.install_successor(folder)
+    return new.public_key.hex()
+
+
 def verify_log(database: Database, folder: Path, kept: Sequence[Path]) -> ChainReport:
     """Check the log in the database against its own checkpoints and those in the files ``kept``.
 
@@ -87,16 +122,21 @@ def verify_log(database: Database, folder: Path, kept: Sequence[Path]) -> ChainR
         StoreError: The database cannot be read.
     """
     key = SigningKey.find(folder)
+    public_key = None if key is None else key.public_key.hex()
     with database.reading() as session:
         stored = [
             (f"stored checkpoint at entry {each.position}", each)
             for each in read_checkpoints(session)
         ]
-        return verify_chain(
-            read_entries(session),
-            [*stored, *_load_kept(kept)],
-            public_key=None if key is None else key.public_key.hex(),
+        report = verify_chain(
+            read_entries(session), [*stored, *_load_kept(kept)], public_key=public_key
         )
+    if report.signing_key not in (None, public_key):
+        report.problems.append(
+            f"{folder}: the log names a newer signing key than the one here; finish `fedlearn "
+            "rotate-signing-key`, or find out who has replaced it"
+        )
+    return report
 
 
 def verify_export(log: Path, kept: Sequence[Path]) -> ChainReport:

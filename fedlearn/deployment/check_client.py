@@ -45,7 +45,9 @@ def check_device(
 
 def _check_config(config: Path) -> Finding:
     try:
-        policy = load_client(config).to_policy()
+        loaded = load_client(config)
+        policy = loaded.to_policy()
+        loaded.require_data()
     except ConfigError as error:
         return Finding("config", CheckOutcome.BAD, str(error))
     if warning := policy.secure_aggregation.warning:

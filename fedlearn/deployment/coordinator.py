@@ -25,6 +25,7 @@ from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.liveness import SignsOfLife
 from fedlearn.deployment.log_signer import LogSigner
+from fedlearn.deployment.page import PageProcess, require_page_packages
 from fedlearn.deployment.places import (
     Places,
     host_of,
@@ -35,7 +36,6 @@ from fedlearn.experiment.progress import RunProgress
 from fedlearn.gateway.open_files import raise_max_open_files
 from fedlearn.gateway.telemetry import Snapshot, Telemetry
 from fedlearn.identity.actors import local_coordinator
-from fedlearn.identity.signing import SigningKey
 from fedlearn.simulation.cluster import limit_to_one_thread
 from fedlearn.store.runs import Database, StoredRun
 
@@ -78,6 +78,7 @@ def coordinate(
         StoreError: The run cannot be recorded.
     """
     require_coordinator_system()
+    require_page_packages(config.coordinator.dashboard)
     if insecure:
         _require_loopback(config)
     if config.flower.is_foreign:
@@ -164,14 +165,14 @@ class Coordinator:
             self._signs.show(_ROUNDS)
             self._log.info("http", address=telemetry.address)
             database = stack.enter_context(self._run.patiently(self.places.open_database))
+            stack.enter_context(PageProcess(self.places))  # which reads the database
             self._run.deploy(database)
             # From here on the coordinator acts by itself, not the user who has started it.
             own = database.acting_as(local_coordinator())
-            key = SigningKey(self.places.keys_folder)
             alive = partial(self._signs.show, _DATABASE)
             with (
                 self._run.hold_lease(own, status=self.status, alive=alive),
-                LogSigner(own, key),
+                LogSigner(own, self.places.keys_folder),
             ):
                 self._lead(own, self._run.prepare(own, restarted_by=database))
 
@@ -179,6 +180,7 @@ class Coordinator:
         with self._front.serve(
             database,
             [self._run.terms()],
+            operators=None,
             is_leader=self._run.is_leader,
             on_failure=self.interruption.give,
             say_goodbye=self._say_goodbye,
@@ -204,17 +206,13 @@ class Coordinator:
 
     def snapshot(self) -> Snapshot:
         """Return the metrics for monitors."""
-        gauges = self.live_status.gauges() | self._front.measure_environment()
-        gauges["lease_held"] = float(self._run.is_leader())
-        for name, value in self._front.status(self._run.run_id).items():
-            if isinstance(value, int | float):
-                gauges[name] = float(value)
+        own = self._run.measure(self._front.status(self._run.run_id))
         return Snapshot(
-            run=self.places.run_name,
+            run=own.run,
             not_ready=self._explain_not_ready(),
-            counters=self.live_status.counters() | self._front.counters(),
-            gauges=gauges,
-            histograms=self.live_status.histograms() | self._front.histograms(),
+            counters={**own.counters, **self._front.counters()},
+            gauges={**own.gauges, **self._front.measure_environment()},
+            histograms={**own.histograms, **self._front.histograms()},
         )
 
     def _explain_not_ready(self) -> str:

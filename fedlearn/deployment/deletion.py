@@ -4,17 +4,19 @@
 2. The files are removed.
 3. One transaction removes the run's rows, adds the entry that certifies all this, and signs it.
 
-A process that is killed in between leaves a run without some of its files; the same command then
-finishes, and the first entry still has all digests.
+A process that is killed in between leaves a run without some of its files, and so does an operator
+elsewhere who loses the role; the same command then finishes, and the first entry still has all
+digests.
 """
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.files import explain_disk_errors
@@ -25,7 +27,9 @@ from fedlearn.experiment.site import folder_of_run, keys_folder_of
 from fedlearn.identity.audit import AuditEntry
 from fedlearn.identity.audit_checks import LogCheckpoint
 from fedlearn.identity.signing import SigningKey
+from fedlearn.store.bundles import remove_bundle
 from fedlearn.store.lease import find_deployment
+from fedlearn.store.queue import weights_folder
 from fedlearn.store.releases import ReleaseStore, StoredRelease
 from fedlearn.store.runs import Database, StoredRun
 
@@ -40,10 +44,13 @@ class DeletionCertificate:
     entry: AuditEntry
     checkpoint: LogCheckpoint
 
-    def to_json(self) -> str:
-        """Format it as a file to hand out."""
-        values = {"entry": self.entry.values(), "checkpoint": asdict(self.checkpoint)}
-        return json.dumps({"certificate": 1, **values}, indent=2) + "\n"
+    def values(self) -> dict[str, Any]:  # Any: JSON values
+        """Return it as JSON values."""
+        return {
+            "certificate": 1,
+            "entry": self.entry.values(),
+            "checkpoint": asdict(self.checkpoint),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +64,19 @@ class DeletionPlan:
 
     files: tuple[Path, ...]
     releases: tuple[StoredRelease, ...]
+
+    def values(self) -> dict[str, Any]:  # Any: JSON values
+        """Return it as JSON values."""
+        return {
+            "files": list(map(str, self.files)),
+            "num_bytes": sum(path.lstat().st_size for path in self.files),
+            "num_releases": len(self.releases),
+        }
+
+
+def format_certificate(values: Mapping[str, object]) -> str:
+    """Format the values of a :class:`DeletionCertificate` as a file to hand out."""
+    return json.dumps(values, indent=2) + "\n"
 
 
 def plan_deletion(database: Database, name: str) -> DeletionPlan:
@@ -86,6 +106,7 @@ def delete_run(
         StoreError: There is no such run, or something of it cannot be removed.
     """
     stored = database.run(name)
+    config = stored.record.config
     key = SigningKey(keys_folder_of(folder_of_run(stored)))
     with _hold_idle(database, stored, clock=clock) as held:
         folders = _folders_of(held)
@@ -106,6 +127,7 @@ def delete_run(
         entry, checkpoint = held.delete(key, details)
     for folder in folders:  # with the lock file, which nobody needs any more
         shutil.rmtree(folder, ignore_errors=True)
+    remove_bundle(database, config)
     return DeletionCertificate(entry=entry, checkpoint=checkpoint)
 
 
@@ -124,6 +146,8 @@ def _hold_idle(database: Database, stored: StoredRun, *, clock: Clock) -> Iterat
 
 def _folders_of(stored: StoredRun) -> list[Path]:
     folders = [stored.path]
+    if stored.record.start_from:
+        folders.append(weights_folder(stored.database.runs_dir, stored.name))
     if stored.record.is_deployed:
         run_id = find_deployment(stored.database, stored.name).run_id
         folders.append(upload_store_path(folder_of_run(stored), run_id))

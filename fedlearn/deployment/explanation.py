@@ -40,6 +40,10 @@ class Explanation:
         lines += [
             f"  {each['name']}: {replace_unprintable(each['reason'])}" for each in self.refused
         ]
+        lines += [
+            f"  {name}: {replace_unprintable(reason) or 'its version runs no bundles'}"
+            for name, reason in self.without_bundle.items()
+        ]
         for how in self.clients:
             name = how["name"] or f"client {how['client_id']}"
             lines.append(f"  {name}: {CLIENT_PHASES[how['phase']]}, for {how['since_s']:.0f} s")
@@ -72,6 +76,7 @@ class Explanation:
             "status": dict(self.deployment.status),
             "clients": self.clients,
             "failing": self.failing,
+            "without_bundle": self.without_bundle,
         }
 
     @property
@@ -79,6 +84,12 @@ class Explanation:
         """The clients that are refused because of their version: name and reason."""
         status: _Status = self.deployment.status
         return list(status.get("other_version", ()))
+
+    @property
+    def without_bundle(self) -> Mapping[str, str]:
+        """The connected clients that do not run the run's bundle, with the reason."""
+        status: _Status = self.deployment.status
+        return dict(status.get("without_bundle", {}))
 
     @staticmethod
     def _describe_failing(how: _Status) -> str:

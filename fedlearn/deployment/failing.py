@@ -86,15 +86,15 @@ def _select_worst(
 
 @dataclass(frozen=True, kw_only=True)
 class ReportingCollector:
-    """A collector that reports the outcome of every attempt's clients.
+    """A collector that reports the outcome of every attempt.
 
     Attributes:
         inner: The collector that does the work.
-        on_outcomes: Called with the outcomes of each attempt.
+        on_collected: Called with the outcome of each attempt.
     """
 
     inner: Collector
-    on_outcomes: Callable[[Participations], None]
+    on_collected: Callable[[CollectedRound], None]
 
     def available(self) -> Sequence[ClientId]:
         """Return the clients that can be asked now."""
@@ -108,7 +108,7 @@ class ReportingCollector:
         round_num: int,
         draw: Draw,
     ) -> CollectedRound:
-        """Collect with the inner collector, then report the outcomes."""
+        """Collect with the inner collector, then report the outcome."""
         collected = self.inner.collect(pending, requests, round_num=round_num, draw=draw)
-        self.on_outcomes(collected.participations)
+        self.on_collected(collected)
         return collected

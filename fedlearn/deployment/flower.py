@@ -19,10 +19,12 @@ from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.assembly.client_link import ClientLink, Identities
 from fedlearn.config import Config, resolve_addresses
 from fedlearn.config.components import build_component
+from fedlearn.core.tracing import tracing
 from fedlearn.deployment.flower_config import load_configuration, read_whole_number
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.leader import Leader, ReachableClients
 from fedlearn.deployment.live_status import Phase
+from fedlearn.deployment.log_signer import LogSigner
 from fedlearn.deployment.record import (
     ensure_deployed,
 )
@@ -30,7 +32,7 @@ from fedlearn.errors import ConfigError, StoreError, TooFewNodes
 from fedlearn.experiment.progress import RunProgress, choose_printer
 from fedlearn.experiment.run import Run, begin
 from fedlearn.experiment.simulate import new_record, report_outcome
-from fedlearn.experiment.site import Site
+from fedlearn.experiment.site import Site, folder_of_run, keys_folder_of
 from fedlearn.experiment.summary import summarize
 from fedlearn.identity.actors import local_coordinator
 from fedlearn.identity.identity import Identity
@@ -92,7 +94,8 @@ def run(
 
     Raises:
         Aborted: The operator has ended the run.
-        ConfigError: The run cannot be built, or was begun with another configuration.
+        ConfigError: The run cannot be built, was begun with another configuration, or cannot send
+            traces as it asks.
         DataError: The coordinator's data are missing.
         DeploymentError: The SuperLink no longer serves this run, or the coordinator's keys are
             damaged.
@@ -103,8 +106,10 @@ def run(
     config = load_configuration(federation.run_config, folder)
     site = Site(resolve_addresses(config, environ=environ), environ, interruption, progress)
     _require_no_eligibility(config)
+    _require_no_bundle(config)
     components = assembly.build_deployment(config, data_dir=site.addresses.data_dir)
-    with site.database() as database, limit_to_one_thread():
+    traces = tracing(config.telemetry.build_trace_settings(), role="coordinator", environ=environ)
+    with traces, site.database() as database, limit_to_one_thread():
         name = (
             config.name or begin(new_record(components, extra={}), database, seed=config.seed).name
         )
@@ -135,7 +140,8 @@ def run(
                     # From here on, every write checks the lease.
                     stored = own.run(name, guard=lease.guard)
                     outcome = report_outcome(stored, progress, callbacks=components.callbacks)
-                    with outcome, _record_stop(stored):
+                    keys_folder = keys_folder_of(folder_of_run(stored))
+                    with LogSigner(own, keys_folder), outcome, _record_stop(stored):
                         server.run(stored, lease)
         return Run(stored, components.make_model)
 
@@ -149,6 +155,15 @@ def _require_no_eligibility(config: Config) -> None:
             f"coordinator.eligibility.{given[0]} is set, but the nodes of a Flower federation "
             "have no tags and do not describe themselves; leave it out, and admit only the nodes "
             "that should take part"
+        )
+
+
+def _require_no_bundle(config: Config) -> None:
+    """Refuse a bundle: Flower has its own way to ship code, and its nodes approve nothing."""
+    if config.client.bundle is not None:
+        raise ConfigError(
+            f"client.bundle is {config.client.bundle!r}, but the nodes of a Flower federation run "
+            "the trainer of their own app; leave it out"
         )
 
 
@@ -236,6 +251,8 @@ class _RunServer:
             names=lambda _: {},
             set_aside=_ignore,  # a node never reconnects, so it would stay set aside
             num_set_aside=lambda: 0,
+            num_elsewhere=lambda: 0,
+            take_trainers=dict,  # nodes do not say what they ran
             forget=_ignore,  # replies end with their exchange
             properties=NO_PROPERTIES,
         )

@@ -18,7 +18,7 @@ Keys of ``flower-supernode --node-config``, in addition to those that the traine
 from pathlib import Path
 
 from fedlearn.client.conditions import Conditions
-from fedlearn.client.flower import require_no_daily_limit
+from fedlearn.client.flower import require_possible_policy
 from fedlearn.client.policy import Policy
 from fedlearn.config import load_client
 from fedlearn.errors import ConfigError
@@ -42,7 +42,7 @@ def node_policy(node: Node) -> Policy:
         )
     config = load_client(None if path is None else Path(str(path)))
     policy = config.override(require_secure_aggregation=required).to_policy()
-    require_no_daily_limit(policy, source=str(path))
+    require_possible_policy(policy, source=str(path))
     if config.to_conditions() != Conditions():
         raise ConfigError(
             f"{path}: [conditions] is set, but on Flower the SuperNode decides when to train; "

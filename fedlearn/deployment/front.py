@@ -17,6 +17,7 @@ from fedlearn.deployment.places import Places
 from fedlearn.errors import FedlearnError
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.counters import Histogram
+from fedlearn.gateway.operations import OperatorAccess
 from fedlearn.gateway.server import Gateway, GatewaySettings, RunTerms
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database
@@ -65,6 +66,7 @@ class Front:
         database: Database,
         runs: Sequence[RunTerms],
         *,
+        operators: OperatorAccess | None,
         is_leader: Callable[[], bool],
         on_failure: Callable[[FedlearnError], None],
         say_goodbye: Callable[[], str],
@@ -74,6 +76,7 @@ class Front:
         Args:
             database: The database with the clients.
             runs: The runs that are served from the start.
+            operators: Who may give commands from other machines; ``None``: nobody.
             is_leader: Whether this process may serve clients now; answered from memory.
             on_failure: Called with an error that ends the service.
             say_goodbye: Returns what clients are told at the end.
@@ -86,6 +89,7 @@ class Front:
             registry=StoredRegistry(database, SystemClock()),
             runs=runs,
             authority=self._authority,
+            operators=operators,
             is_leader=is_leader,
             clock=SystemClock(),
             # With SQLite no other machine can take over, so clients need no beats.
@@ -109,9 +113,12 @@ class Front:
     def status(self, run_id: str) -> dict[str, object]:
         """Return a run's clients and open exchange, as JSON values; empty if it is not served."""
         with self._lock:
-            if self._gateway is None or not self._gateway.serves(run_id):
-                return {}
-            return self._gateway.status(run_id)
+            return {} if self._gateway is None else self._gateway.status(run_id)
+
+    def num_connected(self) -> int:
+        """Return the number of connected clients."""
+        with self._lock:
+            return 0 if self._gateway is None else self._gateway.num_connected()
 
     # Counters, unlike queries, may be read while the gateway closes, so these need no lock.
 

@@ -6,13 +6,16 @@ from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from functools import partial
+from pathlib import Path
 
 import structlog
 
 from fedlearn import assembly
 from fedlearn.assembly.client_link import ClientLink, Identities
 from fedlearn.config.components import build_component
+from fedlearn.config.training import ClientSection
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.files import write_durably
 from fedlearn.core.messages import ClientId
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.leader import Leader, ReachableClients, make_holder_name
@@ -21,19 +24,26 @@ from fedlearn.deployment.opening import keep_waiting
 from fedlearn.deployment.places import Places, upload_store_path
 from fedlearn.deployment.record import ensure_deployed
 from fedlearn.deployment.versions import explain_newest_protocol
-from fedlearn.errors import ConfigError, Parked, StoreError
+from fedlearn.errors import ConfigError, DeploymentError, Parked, StoreError
 from fedlearn.experiment.progress import RunProgress
 from fedlearn.experiment.simulate import report_outcome
 from fedlearn.experiment.summary import summarize
+from fedlearn.gateway.exchanges import OfferedBundle
+from fedlearn.gateway.questions import ClientPhase
 from fedlearn.gateway.server import Gateway, GatewayChannel, RunTerms
-from fedlearn.identity.registry import Registry
+from fedlearn.gateway.telemetry import Measurements
+from fedlearn.identity.bundles import Bundle
+from fedlearn.identity.registry import EnrolledClient, Registry
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.records import RunStatus
-from fedlearn.store.lease import Lease, find_deployment
+from fedlearn.store.bundles import bundle_path
+from fedlearn.store.lease import Lease, find_deployment, list_deployments
 from fedlearn.store.patience import Patience
+from fedlearn.store.queue import RunQueue
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
+from fedlearn.transport.wire_pb2 import Eligibility
 
 #: How long the database may be unreachable during a run.
 DATABASE_AWAY_S = 3600.0
@@ -67,6 +77,89 @@ def load_identity_keys(registry: Registry, *, patiently: Patience) -> Mapping[Cl
     return {each.client_id: each.lineage for each in clients if each.status == "active"}
 
 
+def restart_for_clients(
+    stored: StoredRun, *, start: Start, folder: Path, patiently: Patience
+) -> None:
+    """Make a deployed run another one to clients, unless it is done.
+
+    Drops their uploads and, if the last checkpoint is damaged, that checkpoint.
+
+    Args:
+        stored: The run, with the guard of a lease.
+        start: Where it resumes: from the previous checkpoint, or restored.
+        folder: The coordinator's folder.
+        patiently: Retries while the database is unreachable.
+    """
+    if patiently(lambda: stored.record).status is RunStatus.DONE:
+        return
+    # Before the id changes: it names the folder to remove.
+    dropped = patiently(lambda: find_deployment(stored.database, stored.name)).run_id
+    patiently(stored.rewind if start is Start.FROM_PREVIOUS else stored.renew)
+    remove_uploads(folder, dropped)
+    structlog.get_logger(__name__).info("another_run_to_clients", run=stored.name, start=start)
+
+
+def restart_all_for_clients(
+    database: Database, service: Lease, *, folder: Path, patiently: Patience
+) -> None:
+    """Make each run of a restored queue that has begun and is not done another one to clients.
+
+    Args:
+        database: The database, in which the user acts who has restored it.
+        service: The lease of its service, which nobody can run the queue without.
+        folder: The coordinator's folder.
+        patiently: Retries while the database is unreachable.
+    """
+    queued = {each.name for each in patiently(RunQueue(database, SystemClock()).list)}
+    for each in patiently(lambda: list_deployments(database)):
+        if each.name in queued:
+            stored = database.run(each.name, guard=service.guard)
+            restart_for_clients(stored, start=Start.RESTORED, folder=folder, patiently=patiently)
+
+
+def remove_uploads(folder: Path, run_id: str) -> None:
+    """Remove a run's files in transit to and from clients."""
+    shutil.rmtree(upload_store_path(folder, run_id), ignore_errors=True)
+
+
+def _count_asked(exchange: object) -> dict[str, float]:
+    """Return the number of clients of the open exchange by phase, as gauges."""
+    phases = exchange["phases"] if isinstance(exchange, Mapping) else {}
+    return {f"asked{{phase={each}}}": float(phases.get(str(each), 0)) for each in ClientPhase}
+
+
+def keep_bundle(section: ClientSection, folder: Path, *, runs_dir: Path) -> OfferedBundle | None:
+    """Copy a run's bundle into its folder when it first starts; later starts use the copy.
+
+    Args:
+        section: The run's settings of clients.
+        folder: The run's folder.
+        runs_dir: The folder of all runs, with the bundles that were submitted.
+
+    Returns:
+        The copy; ``None`` if the run has no bundle.
+
+    Raises:
+        ConfigError: The file is missing, not a valid bundle, or has another digest.
+        DeploymentError: The copy was changed, or cannot be written.
+    """
+    if section.bundle is None:
+        return None
+    copy = folder / "trainer.bundle"
+    if not copy.exists():
+        source, digest = Path(section.bundle), section.bundle_digest
+        # The folder may have been moved since the submission.
+        if digest is not None and (stored := bundle_path(runs_dir, digest)).exists():
+            source = stored
+        try:
+            content = Bundle.load(source, digest=digest).content
+        except DeploymentError as error:
+            raise ConfigError(f"client.bundle: {error}") from error
+        write_durably(copy, content, raises=DeploymentError)
+    Bundle.load(copy)
+    return OfferedBundle.of(copy)
+
+
 @dataclass(eq=False)
 class HostedRun:
     """One run in this process.
@@ -81,6 +174,9 @@ class HostedRun:
         priority: See :class:`~fedlearn.gateway.served_runs.RunTerms`.
         holder: Name of this process as holder of the lease.
         heir_of: See :class:`~fedlearn.store.lease.Lease`.
+        notes: Notes for the user, shown when the run starts.
+        study: Name of the run's study; empty: none.
+        is_member: Whether the client of a given name is in that study.
         live_status: The status that operators and monitors see.
         lease: The lease while this process holds it.
         run_id: Id of the run that clients see, once it is prepared.
@@ -96,6 +192,9 @@ class HostedRun:
     priority: int = 0
     holder: str = field(default_factory=make_holder_name)
     heir_of: str = ""
+    notes: tuple[str, ...] = ()
+    study: str = ""
+    is_member: Callable[[str], bool] = lambda _: True
 
     def __post_init__(self) -> None:
         """Create what the threads share."""
@@ -112,6 +211,7 @@ class HostedRun:
         self.patiently: Patience = self._leader.patiently
         self.lease: Lease | None = None
         self.run_id = ""
+        self._bundle: OfferedBundle | None = None
 
     def deploy(self, database: Database, *, from_queue: bool = False) -> None:
         """Create the run's record, unless it is there: see :func:`ensure_deployed`."""
@@ -150,35 +250,68 @@ class HostedRun:
         """
         assert self.lease is not None
         if self.start is not Start.WHERE_IT_IS:
-            self._restart_for_clients(
-                restarted_by.run(self.places.run_name, guard=self.lease.guard)
+            restart_for_clients(
+                restarted_by.run(self.places.run_name, guard=self.lease.guard),
+                start=self.start,
+                folder=self.places.folder,
+                patiently=self.patiently,
             )
         stored = database.run(self.places.run_name, guard=self.lease.guard)
         stored.retention = build_component(Retention, self.places.config.store)
+        section = self.components.config.client
+        self._bundle = keep_bundle(section, stored.path, runs_dir=database.runs_dir)
         record = self.patiently(lambda: stored.record)
         self.run_id = self.patiently(lambda: find_deployment(database, record.name).run_id)
         if record.status is RunStatus.DONE:
             structlog.get_logger(__name__).info("done_before", run=record.name)
             self.live_status.num_finished = record.num_rounds
             self.live_status.phase = Phase.DONE
-            self._remove_uploads(self.run_id)  # the process that finished it may have died before
+            # The process that finished it may have died before.
+            remove_uploads(self.places.folder, self.run_id)
         return stored
 
     def is_leader(self) -> bool:
         """Whether this process holds the run's lease now; answered from memory."""
         return self.lease is not None and self.lease.is_held()
 
+    def measure(self, status: Mapping[str, object]) -> Measurements:
+        """Return the run's metrics for monitors.
+
+        Args:
+            status: What :meth:`fedlearn.deployment.front.Front.status` says of the run.
+        """
+        numbers = {name: float(v) for name, v in status.items() if isinstance(v, int | float)}
+        return Measurements(
+            run=self.places.run_name,
+            counters=self.live_status.counters(),
+            gauges={
+                **self.live_status.gauges(),
+                **numbers,
+                **_count_asked(status.get("exchange")),
+                "lease_held": float(self.is_leader()),
+            },
+            histograms=self.live_status.histograms(),
+        )
+
     def terms(self) -> RunTerms:
         """Return what the gateway needs to know to serve the run, once it is prepared."""
         return RunTerms(
             run_id=self.run_id,
             uploads_dir=upload_store_path(self.places.folder, self.run_id),
-            eligible=self.components.requirements.admits,
+            eligible=self._admits,
             is_leader=self.is_leader,
             needs_newest=explain_newest_protocol(self.components),
             fewest=self.components.policy.min_reports,
             priority=self.priority,
+            study=self.study,
+            concerns=lambda client: not self.study or self.is_member(client),
+            bundle=self._bundle,
         )
+
+    def _admits(self, client: EnrolledClient, report: Eligibility) -> bool:
+        """Whether a client may be asked; for a study, it must be in it and its owner consent."""
+        consents = not self.study or (self.study in report.studies and self.is_member(client.name))
+        return consents and self.components.requirements.admits(client, report)
 
     def run(self, stored: StoredRun, gateway: Gateway) -> None:
         """Run the rounds that are due with the gateway's clients; a run that is done only says so.
@@ -203,26 +336,7 @@ class HostedRun:
         self.live_status.phase = Phase.DONE
         # All uploads are part of a commit, and the gRPC server still knows in memory whose replies
         # counted.
-        self._remove_uploads(self.run_id)
-
-    def _restart_for_clients(self, stored: StoredRun) -> None:
-        """Drop the uploads of clients and, if the last checkpoint is damaged, that checkpoint.
-
-        Does nothing to a run that is done.
-        """
-        if self.patiently(lambda: stored.record).status is RunStatus.DONE:
-            return
-        # Before the id changes: it names the folder to remove.
-        dropped = find_deployment(stored.database, stored.name).run_id
-        is_damaged = self.start is Start.FROM_PREVIOUS
-        self.patiently(stored.rewind if is_damaged else stored.renew)
-        self._remove_uploads(dropped)
-        structlog.get_logger(__name__).info(
-            "another_run_to_clients", run=stored.name, start=self.start
-        )
-
-    def _remove_uploads(self, run_id: str) -> None:
-        shutil.rmtree(upload_store_path(self.places.folder, run_id), ignore_errors=True)
+        remove_uploads(self.places.folder, self.run_id)
 
     def _reach_clients(self, database: Database, gateway: Gateway) -> ReachableClients:
         channel = gateway.channel(
@@ -239,7 +353,7 @@ class HostedRun:
                 congestion=self._limit_in_flight(channel),
             ),
             run_id=self.run_id,
-            notes=(f"clients are served at {gateway.address}",),
+            notes=(f"clients are served at {gateway.address}", *self.notes),
             restarts_open_round=False,  # the upload store has the replies to the earlier process
             num_needed=self.components.num_needed,
             patience_s=self.places.config.coordinator.patience_s,
@@ -247,6 +361,8 @@ class HostedRun:
             names=gateway.find_names,
             set_aside=channel.set_aside,
             num_set_aside=channel.num_set_aside,
+            num_elsewhere=channel.num_elsewhere,
+            take_trainers=channel.take_trainers,
             forget=channel.forget,
             properties=gateway,
         )

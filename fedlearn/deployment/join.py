@@ -23,6 +23,7 @@ from fedlearn.client.options import Connection, Resources, RuntimeOptions, Wake
 from fedlearn.client.process import STOP_S, STUCK, Restarts, TrainingProcess, find_interpreter
 from fedlearn.config import ClientConfig
 from fedlearn.core.clock import SystemClock
+from fedlearn.core.logs import find_log_format
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
 
@@ -34,7 +35,7 @@ _CLOCK = SystemClock()
 def join(
     invitation: Path,
     *,
-    task: str,
+    task: str | None,
     home: Path | None,
     config: ClientConfig,
     roster: Path | None = None,
@@ -47,7 +48,7 @@ def join(
 
     Args:
         invitation: The file from the coordinator's operator.
-        task: The trainer, as in ``fedlearn join --task``.
+        task: The trainer, as in ``fedlearn join --task``; ``None``: the client runs only bundles.
         home: Folder of the client's keys and state; ``None`` for
             :func:`~fedlearn.client.folder.default_home`.
         config: The client's policy, the conditions under which it trains, and its number of worker
@@ -61,9 +62,11 @@ def join(
         Whether the client ended cleanly; false if a training did not stop and was killed.
 
     Raises:
+        ConfigError: The configuration names data for bundles that are missing.
         DeploymentError: The invitation, the trainer, the folder or an address is invalid, or the
             coordinator does not accept the invitation.
     """
+    config.require_data()
     folder = ClientFolder(home or home_of(invitation))
     folder.set_consent(granted=True)  # the command is the consent
     options = RuntimeOptions(
@@ -78,6 +81,8 @@ def join(
         ),
         is_command=True,
         log_level=structlog.get_logger().get_effective_level(),
+        log_format=find_log_format(),
+        traces=config.telemetry.build_trace_settings(),
     )
     supervisor = _Supervisor(options, folder, out)
     with _call_on_signals(supervisor):
@@ -101,6 +106,7 @@ class _Supervisor:
     _is_woken: bool = False
     _child: TrainingProcess | None = None
     _final: str | None = None
+    _run_id: str | None = None  # of the last event that concerns a run
 
     def stop(self) -> None:
         """End the training process at its next batch, or at once if it is still starting."""
@@ -192,7 +198,11 @@ class _Supervisor:
             self._print(event)
 
     def _print(self, event: AgentEvent) -> None:
+        is_other = event.run_id not in (None, self._run_id)
+        self._run_id = event.run_id or self._run_id
         try:
+            if is_other:
+                print(f"run {event.run_id}", file=self.out)
             print(_line(event), file=self.out, flush=True)
         except OSError:  # standard output was closed
             self.stop()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import structlog
 
+from fedlearn.algorithms.collector import CollectedRound
 from fedlearn.algorithms.informed_sampling import ClientProperties
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.callbacks import start_callbacks
@@ -24,18 +25,25 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.secret_bytes import SecretBytes
+from fedlearn.core.tracing import run_context
 from fedlearn.deployment.failing import FailingClients
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.live_status import LiveStatus, Phase
 from fedlearn.deployment.opening import DurableOpening, list_available
-from fedlearn.deployment.record import CleanupStore, ReportingStore, resume_round
+from fedlearn.deployment.record import (
+    CleanupStore,
+    ReportingStore,
+    SumAfterTrainers,
+    resume_round,
+)
 from fedlearn.deployment.rounds import RunStorage, run_rounds
 from fedlearn.errors import StoreError
 from fedlearn.experiment.privacy import skip_lost_turns, start_accounting
 from fedlearn.experiment.progress import RunProgress, raise_num_rounds
 from fedlearn.rounds.opening import CohortSource
 from fedlearn.rounds.records import RunRecord
+from fedlearn.secagg.session import Stage
 from fedlearn.store.journal import StoredJournal
 from fedlearn.store.lease import Lease, find_deployment
 from fedlearn.store.masked_sum import MaskedSumFile
@@ -68,6 +76,8 @@ class ReachableClients:
         names: Returns the names of those given clients that have one.
         set_aside: Stops asking a client that keeps failing.
         num_set_aside: Returns how many connected clients are set aside.
+        num_elsewhere: Returns how many clients could be asked, but for other runs.
+        take_trainers: Returns what clients ran since the last call, by round and client.
         forget: Called with a round number; replies to earlier rounds are no longer needed.
         properties: What the clients and their tags say about them.
     """
@@ -82,6 +92,8 @@ class ReachableClients:
     names: Callable[[Collection[ClientId]], Mapping[ClientId, str]]
     set_aside: Callable[[ClientId], None]
     num_set_aside: Callable[[], int]
+    num_elsewhere: Callable[[], int]
+    take_trainers: Callable[[], Mapping[tuple[int, ClientId], str]]
     forget: Callable[[int], None]
     properties: ClientProperties
 
@@ -122,6 +134,8 @@ class Leader:
             min_reports=policy.min_reports,
             deadline_s=policy.deadline_s,
             measures=tuple(self.components.directions),
+            epsilon_budget=self.components.config.privacy.epsilon,
+            secure_dropouts={} if self.components.secure is None else dict.fromkeys(Stage, 0),
         )
         self.patiently = Patience(
             clock=self.interruption,
@@ -242,7 +256,12 @@ class Leader:
         # 4. The rounds that are due.
         opening = self._build_opening(clients, components, journal)
         is_synchronous = components.asynchrony is None
-        with nullcontext() if charging is None else closing(charging):
+        save_trainers = partial(self._save_trainers, clients, stored)
+        masked_sum = MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently)
+        with (
+            run_context(stored.name, run_id=clients.run_id),
+            nullcontext() if charging is None else closing(charging),
+        ):
             run_rounds(
                 clients.reach,
                 components,
@@ -251,13 +270,14 @@ class Leader:
                         store=ReportingStore(store=stored, report=self.progress.round),
                         patiently=patiently,
                         journal=journal,
+                        save_trainers=save_trainers,
                         forget=clients.forget,
                         live_status=live_status,
                         run_id=clients.run_id,
                     ),
                     checkpoint=checkpoint,
                     resumed=resumed,
-                    masked_sum=MaskedSumFile(path=stored.path / "masked-sum", patiently=patiently),
+                    masked_sum=SumAfterTrainers(store=masked_sum, save_trainers=save_trainers),
                     read_num_rounds=partial(self._refresh_num_rounds, stored),
                 ),
                 source=CohortSource(
@@ -278,8 +298,17 @@ class Leader:
                     control=self.interruption,
                     report=live_status.record_training,
                 ),
-                on_outcomes=failing.record,
+                on_collected=partial(self._record_attempt, failing),
+                num_elsewhere=clients.num_elsewhere,
             )
+
+    def _record_attempt(self, failing: FailingClients, collected: CollectedRound) -> None:
+        failing.record(collected.participations)
+        self.live_status.record_dropouts(collected.dropouts)
+
+    def _save_trainers(self, clients: ReachableClients, stored: StoredRun) -> None:
+        trainers = clients.take_trainers()
+        self.patiently(lambda: stored.save_trainers(trainers))
 
     def _refresh_num_rounds(self, stored: StoredRun) -> int:
         num_rounds = self.patiently(lambda: stored.record.num_rounds)

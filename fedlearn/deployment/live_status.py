@@ -42,8 +42,11 @@ class LiveStatus:
         round_s: Seconds that the last round took; NaN before the first.
         metrics: Latest value of each metric, by name.
         epsilon: Privacy spent, as last computed; NaN before that.
+        epsilon_budget: Privacy that may be spent; ``None``: there is no such limit.
         training: Progress of the coordinator's own training, current or last, by kind.
         counts: Number of clients by final status, over all rounds of this process.
+        secure_dropouts: Number of clients lost by stage of secure aggregation, over all attempts
+            of this process; empty without it.
         round_times: Duration of rounds, not counting waits.
         in_flight_limit: Clients of an asynchronous run that may be in flight; ``None`` in others.
         staleness: Number of updates by staleness, over all rounds of this process that accept
@@ -63,8 +66,10 @@ class LiveStatus:
     round_s: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
     epsilon: float = math.nan
+    epsilon_budget: float | None = None
     training: "dict[str, Progress]" = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(Status, 0))
+    secure_dropouts: dict[str, int] = field(default_factory=dict)
     round_times: RoundTimes = field(default_factory=lambda: RoundTimes(clock=SystemClock()))
     in_flight_limit: int | None = None
     staleness: Mapping[int, int] = field(default_factory=dict)
@@ -82,6 +87,11 @@ class LiveStatus:
         for age, number in record.staleness.items():
             self.staleness = {**self.staleness, age: self.staleness.get(age, 0) + number}
         self.phase = Phase.COMMITTING
+
+    def record_dropouts(self, lost: Mapping[str, int]) -> None:
+        """Record the clients that a session of secure aggregation has lost, by stage."""
+        for stage, number in lost.items():
+            self.secure_dropouts[stage] += number
 
     def record_training(self, kind: str, progress: "Progress") -> None:
         """Record the progress of the coordinator's own training."""
@@ -116,13 +126,17 @@ class LiveStatus:
         phases = {f"phase{{phase={each}}}": float(each is self.phase) for each in Phase}
         names = [each for name in self.measures for each in (name, f"clients/{name}_mean")]
         measured = {name: self.metrics[name] for name in names if name in self.metrics}
+        limits = {
+            "privacy_epsilon_budget": self.epsilon_budget,
+            "in_flight_limit": self.in_flight_limit,
+        }
         return {
             "round": float(self.num_finished),
             "rounds": float(self.num_rounds),
             "round_seconds": self.round_s,
             **measured,
             **({} if math.isnan(self.epsilon) else {"privacy_epsilon": self.epsilon}),
-            **({} if (most := self.in_flight_limit) is None else {"in_flight_limit": float(most)}),
+            **{name: float(value) for name, value in limits.items() if value is not None},
             **self._training_gauges(),
             **phases,
         }
@@ -149,4 +163,5 @@ class LiveStatus:
         """Return the number of clients by final status and of updates by staleness, by name."""
         ended = {f"participations{{status={name}}}": n for name, n in self.counts.items()}
         stale = {f"updates{{staleness={age}}}": n for age, n in self.staleness.items()}
-        return {**ended, **stale}
+        lost = {f"secure_dropouts{{stage={name}}}": n for name, n in self.secure_dropouts.items()}
+        return {**ended, **lost, **stale}

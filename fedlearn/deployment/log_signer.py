@@ -2,11 +2,12 @@
 
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 import structlog
 
-from fedlearn.errors import StoreError
+from fedlearn.errors import DeploymentError, StoreError
 from fedlearn.identity.signing import SigningKey
 from fedlearn.store.audit_checkpoints import sign_checkpoint
 from fedlearn.store.runs import Database
@@ -18,11 +19,12 @@ _log = structlog.get_logger(__name__)
 class LogSigner:
     """A thread that signs the newest entry every ``every_s`` seconds, and when the block ends.
 
-    Nothing is signed twice. If the database cannot be written, the next turn tries again.
+    Nothing is signed twice. If the database cannot be written, the next turn tries again. The key
+    is read each time: it may have been replaced meanwhile.
     """
 
     database: Database
-    key: SigningKey
+    keys_folder: Path
     every_s: float = 600.0
     _stopped: threading.Event = field(default_factory=threading.Event, init=False)
     _thread: threading.Thread = field(init=False)
@@ -46,6 +48,6 @@ class LogSigner:
     def _sign(self) -> None:
         try:
             with self.database.writing() as session:
-                sign_checkpoint(session, self.key)
-        except StoreError as error:
+                sign_checkpoint(session, SigningKey(self.keys_folder))
+        except (StoreError, DeploymentError) as error:
             _log.warning("audit_log_not_signed", reason=str(error))

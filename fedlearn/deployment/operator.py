@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +16,15 @@ from fedlearn.deployment.places import Places
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.lineage import Lineage
+from fedlearn.identity.operator_invitation import OperatorInvitation
+from fedlearn.identity.profiles import Profile
 from fedlearn.identity.registry import Contact, check_name
+from fedlearn.identity.roles import Grant
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.rounds.journal import Control, DeployedRun, LeaseState, Service
-from fedlearn.rounds.scheduling import QueueState, explain_waits
+from fedlearn.rounds.scheduling import explain_waits
 from fedlearn.store.lease import find_deployment, find_service, list_deployments, set_control
+from fedlearn.store.operators import StoredOperators
 from fedlearn.store.queue import RunQueue
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.rounds import RoundSummary
@@ -47,28 +51,20 @@ class Operator:
     clock: SystemClock
     run: str | None = None
 
-    def about(self, run: str | None) -> "Operator":
-        """Return the same operator for commands about one run, by default the only one at work.
+    def about(self, run: str) -> "Operator":
+        """Return the same operator for commands about one run.
 
         Raises:
-            DeploymentError: The deployment has no such run, or ``run`` is ``None`` and not exactly
-                one run of the service is at work.
+            DeploymentError: The deployment has no such run.
         """
         if not self.places.has_many_runs:
-            if run not in (None, self.places.run_name):
+            if run != self.places.run_name:
                 raise DeploymentError(
                     f"the configuration is that of the run {self.places.run_name!r}, not of "
                     f"{run!r}; leave the name out, or give another file with --config"
                 )
             return self
-        queue = RunQueue(self.database, self.clock)
-        if run is None:
-            at_work = [each.name for each in queue.list() if each.state is QueueState.RUNNING]
-            if len(at_work) != 1:
-                names = f"these are at work: {', '.join(at_work)}" if at_work else "none is at work"
-                raise DeploymentError(f"name a run of the service; {names} (`fedlearn queue`)")
-            run = at_work[0]
-        return replace(self, run=queue.find(run).name)
+        return replace(self, run=RunQueue(self.database, self.clock).find(run).name)
 
     @property
     def run_name(self) -> str:
@@ -106,26 +102,70 @@ class Operator:
             DeploymentError: The name, a tag or an address is invalid, or the file exists already.
             StoreError: The database cannot be written.
         """
-        check_name(name)  # before the file is touched, since its path may contain the name
+        # Before the file is touched, since its path may contain the name.
+        check_name(name, kind="client")
         if path.exists():
             raise DeploymentError(f"{path} exists already; name another file with --output")
+        draft = self._draft_invitation(name, tags=tags, insecure=insecure)
+        # Save a draft first: a new token ends the client's open invitation, which must stay valid
+        # if the file cannot be written.
+        draft.save(path)
+        with ExitStack() as undo:
+            undo.callback(path.unlink, missing_ok=True)
+            invitation = self._with_token(draft, tags=tags)
+            invitation.save(path)
+            undo.pop_all()
+        return invitation
+
+    def issue_invitation(self, name: str, *, tags: Sequence[str]) -> Invitation:
+        """Return an invitation for a client, for the caller to write; raises as :meth:`invite`."""
+        check_name(name, kind="client")
+        return self._with_token(self._draft_invitation(name, tags=tags, insecure=False), tags=tags)
+
+    def issue_operator_invitation(
+        self, name: str, *, grants: Collection[Grant]
+    ) -> OperatorInvitation:
+        """Return an invitation for an operator; see :meth:`StoredOperators.invite`.
+
+        Raises:
+            DeploymentError: The name or an address is invalid, or a new operator has no role.
+            StoreError: The database cannot be written.
+        """
+        check_name(name, kind="operator")
+        addresses = self._public_addresses()
+        authority, valid_s = self.places.open_authority(), self._invitation_valid_s
+        certificate_pem, tls_key_pem = authority.certify_invitation(
+            name, valid_s=valid_s, profile=Profile.OPERATOR_INVITATION
+        )
+        operators = StoredOperators(self.database, self.clock)
+        return OperatorInvitation(
+            name=name,
+            addresses=addresses,
+            ca_pem=authority.ca_pem,
+            token=operators.invite(name, grants=grants, valid_s=valid_s),
+            expires_utc=utc(self.clock.unix_s() + valid_s),
+            certificate_pem=certificate_pem,
+            tls_key_pem=tls_key_pem,
+        )
+
+    def _draft_invitation(self, name: str, *, tags: Sequence[str], insecure: bool) -> Invitation:
+        """Return an invitation without a token."""
         section = self.places.config.coordinator
-        gateways = section.public_addresses or (section.address,)
         listening = () if section.enrolment_address is None else (section.enrolment_address,)
         enrolment = section.public_enrolment_addresses or listening
-        for address in (*gateways, *enrolment):
+        for address in enrolment:
             _require_reachable(address)
         for tag in tags:
             if not re.fullmatch(TAG_PATTERN, tag):
                 raise DeploymentError(f"{tag!r} is not a tag; write key=value, such as country=ch")
-        valid_s = section.invitation_valid_h * _HOUR_S
+        valid_s = self._invitation_valid_s
         authority, certificate_pem, tls_key_pem = None, b"", b""
         if not insecure:
             authority = self.places.open_authority()
             certificate_pem, tls_key_pem = authority.certify_invitation(name, valid_s=valid_s)
-        draft = Invitation(
+        return Invitation(
             name=name,
-            addresses=tuple(gateways),
+            addresses=self._public_addresses(),
             enrolment_addresses=tuple(enrolment),
             ca_pem=b"" if authority is None else authority.ca_pem,
             token=b"",
@@ -134,16 +174,23 @@ class Operator:
             certificate_pem=certificate_pem,
             tls_key_pem=tls_key_pem,
         )
-        # Save a draft first: a new token ends the client's open invitation, which must stay valid
-        # if the file cannot be written.
-        draft.save(path)
-        with ExitStack() as undo:
-            undo.callback(path.unlink, missing_ok=True)
-            token = self.registry.invite(name, tags=tags, valid_s=valid_s)
-            invitation = replace(draft, token=token)
-            invitation.save(path)
-            undo.pop_all()
-        return invitation
+
+    def _with_token(self, draft: Invitation, *, tags: Sequence[str]) -> Invitation:
+        """Return a draft with a token, which ends earlier ones."""
+        token = self.registry.invite(draft.name, tags=tags, valid_s=self._invitation_valid_s)
+        return replace(draft, token=token)
+
+    @property
+    def _invitation_valid_s(self) -> float:
+        return self.places.config.coordinator.invitation_valid_h * _HOUR_S
+
+    def _public_addresses(self) -> tuple[str, ...]:
+        """Return the addresses in invitations; raises DeploymentError if one is not reachable."""
+        section = self.places.config.coordinator
+        addresses = tuple(section.public_addresses or (section.address,))
+        for address in addresses:
+            _require_reachable(address)
+        return addresses
 
     def roster(self, path: Path) -> IdentityRoster:
         """Write the identity keys of all active clients to a file, and return its content.
@@ -179,6 +226,10 @@ class Operator:
     def load_missed(self, *, first: int) -> dict[int, list[Participation]]:
         """Return the participations that are not reported, by round, from round ``first`` on."""
         return self.database.run(self._load_run().name).load_missed(first=first)
+
+    def load_trainers(self) -> dict[tuple[int, ClientId], str]:
+        """Return what clients ran in the run, by round and client."""
+        return self.database.run(self._load_run().name).load_trainers()
 
     def load_contacts(self) -> dict[ClientId, Contact]:
         """Return the last contact of each client.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from fedlearn import assembly
 from fedlearn.algorithms.pending_tasks import PendingTask
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.assembly.plan import require_fitting_model
 from fedlearn.config import Config
 from fedlearn.config.tables import TABLES, Use
 from fedlearn.core.clock import Clock
@@ -19,6 +20,7 @@ from fedlearn.experiment.simulate import new_record
 from fedlearn.rounds.journal import RoundJournal
 from fedlearn.rounds.records import Checkpoint, RoundRecord, RunRecord, RunStatus, RunStore
 from fedlearn.rounds.run import ResumedRound
+from fedlearn.rounds.secure import MaskedSumStore
 from fedlearn.store.lease import deploy
 from fedlearn.store.patience import Patience
 from fedlearn.store.queue_rows import require_name
@@ -46,12 +48,16 @@ def ensure_deployed(
         from_queue: Whether a service runs it, out of the queue.
 
     Raises:
-        ConfigError: The run exists with another configuration, or with one that cannot be read.
+        ConfigError: The run exists with another configuration, or with one that cannot be read; or
+            it is new, and does not fit its model.
         StoreError: The run cannot be created. Without ``from_queue``, the queue may have a run of
             that name; with it, the run may have been cancelled.
     """
     with database.reading() as session:  # before the attempts, since waiting does not help
         require_name(session, name, from_queue=from_queue)
+    is_new = all(record.name != name for record in database.runs())
+    if is_new and not from_queue:  # a submission was checked before it was queued
+        require_fitting_model(components)
     for attempt in range(_ATTEMPTS):
         if any(record.name == name for record in database.runs()):
             break
@@ -188,16 +194,41 @@ class ReportingStore:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SumAfterTrainers:
+    """A :class:`MaskedSumStore` that records what the clients ran before it saves their sum.
+
+    A coordinator that restarts continues with the sum, and does not read the replies in it again.
+    """
+
+    store: MaskedSumStore
+    save_trainers: Callable[[], None]
+
+    def read(self) -> bytes:
+        """Return the stored sum; empty if there is none."""
+        return self.store.read()
+
+    def save(self, data: bytes) -> None:
+        """Record what the clients ran, and store a sum durably."""
+        self.save_trainers()
+        self.store.save(data)
+
+    def clear(self) -> None:
+        """Delete the stored sum."""
+        self.store.clear()
+
+
+@dataclass(frozen=True, kw_only=True)
 class CleanupStore:
     """A store that waits for its database and cleans up the journal and replies after a commit.
 
-    ``forget`` removes the replies to rounds before a given number; ``run_id`` is the run's id as
-    clients see it.
+    ``save_trainers`` records what clients ran. ``forget`` removes the replies to rounds before a
+    given number; ``run_id`` is the run's id as clients see it.
     """
 
     store: RunStore
     patiently: Patience
     journal: RoundJournal
+    save_trainers: Callable[[], None]
     forget: Callable[[int], None]
     live_status: LiveStatus
     run_id: str
@@ -210,8 +241,10 @@ class CleanupStore:
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable."""
         named = checkpoint.with_client_run(self.run_id)
-        # The commit first. After a crash in between, the journal and the replies are merely
-        # superfluous; the other way round, a round would be lost.
+        # Before the commit, after which nobody reads these replies again.
+        self.save_trainers()
+        # The commit before the cleanup. After a crash in between, the journal and the replies are
+        # merely superfluous; the other way round, a round would be lost.
         self.patiently(lambda: self.store.commit(named))
         self.journal.forget(checkpoint.round_num)
         self.forget(checkpoint.round_num)

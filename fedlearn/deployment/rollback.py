@@ -19,10 +19,13 @@ def roll_back(database: Database, name: str, *, to: int, clock: Clock) -> Checkp
 
     Raises:
         DeploymentError: A coordinator is running the run.
+        RunHeld: A process is simulating the run.
         StoreError: There is no such run or checkpoint, or it is damaged; nothing is discarded.
     """
     if not database.run(name).record.is_deployed:
-        return database.run(name).rewind(to=to)
+        simulated = database.run(name)
+        with simulated.hold():
+            return simulated.rewind(to=to)
     with lease_idle_run(database, name, command="rollback", clock=clock) as lease:
         dropped = find_deployment(database, name).run_id
         run = database.run(name, guard=lease.guard)

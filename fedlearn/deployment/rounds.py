@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from fedlearn.algorithms.collector import ChannelCollector
+from fedlearn.algorithms.collector import ChannelCollector, CollectedRound
 from fedlearn.algorithms.sampling import without
 from fedlearn.assembly import Deployment
 from fedlearn.assembly.client_link import ClientLink, build_collector
@@ -22,7 +22,6 @@ from fedlearn.assembly.server_jobs import TrainingHost
 from fedlearn.core.clock import Clock
 from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
-from fedlearn.core.participations import Participations
 from fedlearn.deployment.failing import ReportingCollector
 from fedlearn.rounds.evaluation import ChannelEvaluator, Evaluator
 from fedlearn.rounds.opening import CohortSource
@@ -38,8 +37,8 @@ _CPU = torch.device("cpu")
 _LOOK_S = 0.2
 
 
-def ignore(_: Participations) -> None:
-    """Ignore the outcomes of clients."""
+def ignore(_: CollectedRound) -> None:
+    """Ignore the outcome of an attempt."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +69,8 @@ def run_rounds(
     source: CohortSource,
     clock: Clock,
     host: TrainingHost | None = None,
-    on_outcomes: Callable[[Participations], None] = ignore,
+    on_collected: Callable[[CollectedRound], None] = ignore,
+    num_elsewhere: Callable[[], int] = int,
 ) -> RunState:
     """Run all remaining rounds of ``components`` and commit each one.
 
@@ -81,7 +81,9 @@ def run_rounds(
         source: Where the rounds get their clients from.
         clock: Real time.
         host: Where the coordinator's own training takes place.
-        on_outcomes: Receives the outcomes of the clients in every attempt at a round.
+        on_collected: Receives the outcome of every attempt at a round.
+        num_elsewhere: Returns how many clients could be asked, but for other runs. An evaluation
+            waits for them as a round does.
 
     Raises:
         ConfigError: Secure aggregation is on without identities, or its noise does not fit the
@@ -94,11 +96,18 @@ def run_rounds(
     collector = build_collector(
         components, reach, masked_sum=storage.masked_sum, wait=partial(clock.sleep, _LOOK_S)
     )
+    draw = EvaluationDraw(
+        components=components,
+        channel=reach.channel,
+        busy=collector.busy,
+        num_elsewhere=num_elsewhere,
+        clock=clock,
+    )
     plan = build_run_plan(
         components,
         source=source,
-        collector=ReportingCollector(inner=collector, on_outcomes=on_outcomes),
-        evaluators=list(_evaluators(components, reach.channel, collector)),
+        collector=ReportingCollector(inner=collector, on_collected=on_collected),
+        evaluators=list(_evaluators(components, collector, draw)),
         clock=clock,
         host=host,
         release=choose_release(components, params, Alone(), has_sessions=True),
@@ -130,8 +139,8 @@ def _ignore_round(_: RoundRecord) -> None:
 
 def _evaluators(
     components: Deployment,
-    channel: Channel,
     collector: ChannelCollector,
+    draw: "EvaluationDraw",
 ) -> Iterator[Evaluator]:
     evaluation = components.config.evaluation
     if not components.config.has_model:
@@ -149,12 +158,11 @@ def _evaluators(
         )
     if not evaluation.num_clients:
         return
-    invited = partial(_invite, components, channel, collector.busy)
     if isinstance(collector, SecureCollector):
         section, measures = components.config.secure_aggregation, tuple(components.directions)
         yield SecureEvaluator(
             sessions=collector,
-            invite=invited,
+            invite=draw,
             plan=partial(section.evaluation_plan, measures=measures),
             deadline_s=evaluation.deadline_s,
             strategy=components.algorithm,
@@ -162,8 +170,8 @@ def _evaluators(
         )
     else:
         yield ChannelEvaluator(
-            channel=channel,
-            cohort=lambda round_num: invited(round_num).client_ids,
+            channel=draw.channel,
+            cohort=lambda round_num: draw(round_num).client_ids,
             directions=components.directions,
             deadline_s=evaluation.deadline_s,
             strategy=components.algorithm,
@@ -173,20 +181,44 @@ def _evaluators(
         )
 
 
-def _invite(
-    components: Deployment,
-    channel: Channel,
-    busy: Callable[[], frozenset[ClientId]],
-    round_num: int,
-) -> EvaluationCohort:
-    """Draw the configured number of idle clients for an evaluation, or all if there are fewer.
+@dataclass(frozen=True, kw_only=True)
+class EvaluationDraw:
+    """Draws the clients of an evaluation.
 
-    With a roster that draws, only clients that it draws are invited.
+    Attributes:
+        busy: Returns the clients that still work for an earlier round.
+        num_elsewhere: See :func:`run_rounds`.
     """
-    there: Sequence[ClientId] = without(list(channel.available()), busy())
-    num_clients = min(components.config.evaluation.num_clients, len(there))
-    if components.draw is not None:
-        there = components.draw.select(there, round_num=round_num, cohort_size=num_clients)
-    rng = components.seed.derive("evaluated clients", round_num).numpy()
-    chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
-    return EvaluationCohort(num_clients, [there[index] for index in chosen.tolist()])
+
+    components: Deployment
+    channel: Channel
+    busy: Callable[[], frozenset[ClientId]]
+    num_elsewhere: Callable[[], int]
+    clock: Clock
+
+    def __call__(self, round_num: int) -> EvaluationCohort:
+        """Draw the configured number of idle clients, or all if there are fewer.
+
+        With a roster that draws, only clients that it draws are invited.
+        """
+        there: Sequence[ClientId] = self._wait_for_clients()
+        num_clients = min(self._num_wanted, len(there))
+        if (draw := self.components.draw) is not None:
+            there = draw.select(there, round_num=round_num, cohort_size=num_clients)
+        rng = self.components.seed.derive("evaluated clients", round_num).numpy()
+        chosen = np.sort(rng.choice(len(there), min(num_clients, len(there)), replace=False))
+        return EvaluationCohort(num_clients, [there[index] for index in chosen.tolist()])
+
+    @property
+    def _num_wanted(self) -> int:
+        return self.components.config.evaluation.num_clients
+
+    def _wait_for_clients(self) -> Sequence[ClientId]:
+        """Return the idle clients, after other runs have had their turn if they are too few."""
+        ends_s = self.clock.now_s() + self.components.config.coordinator.patience_s
+        while True:
+            may_come = self.num_elsewhere() > 0  # asked first: they may come back meanwhile
+            there = without(list(self.channel.available()), self.busy())
+            if len(there) >= self._num_wanted or not may_come or self.clock.now_s() >= ends_s:
+                return there
+            self.clock.sleep(_LOOK_S)

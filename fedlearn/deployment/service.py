@@ -5,7 +5,6 @@ thread of a coordinator of one run does. A service may be killed at any line: th
 the queue which runs were at work, and each continues inside its open round.
 """
 
-import json
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -19,30 +18,43 @@ import structlog
 from fedlearn import assembly
 from fedlearn.assembly.client_link import require_plain
 from fedlearn.config.serving import ServiceConfig
-from fedlearn.config.tree import Config
+from fedlearn.config.submitted import follow_service
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.front import Front
 from fedlearn.deployment.heartbeat import Heartbeat
-from fedlearn.deployment.hosted_run import DATABASE_AWAY_S, HostedRun, Start
+from fedlearn.deployment.hosted_run import (
+    DATABASE_AWAY_S,
+    HostedRun,
+    Start,
+    restart_all_for_clients,
+)
 from fedlearn.deployment.interruption import Interruption, stop_signals
 from fedlearn.deployment.leader import make_holder_name
 from fedlearn.deployment.live_status import Phase
 from fedlearn.deployment.liveness import SignsOfLife
 from fedlearn.deployment.log_signer import LogSigner
+from fedlearn.deployment.orders import RemoteOrders
+from fedlearn.deployment.page import PageProcess, require_page_packages
 from fedlearn.deployment.places import Places, require_coordinator_system, upload_store_path
-from fedlearn.errors import Aborted, FedlearnError, Parked, StoreUnavailable
+from fedlearn.deployment.starting_weights import pin_weights
+from fedlearn.deployment.submission import load_config
+from fedlearn.errors import Aborted, FedlearnError, Fenced, Parked, StoreUnavailable
 from fedlearn.experiment.progress import RunProgress
 from fedlearn.gateway.open_files import raise_max_open_files
+from fedlearn.gateway.operations import OperatorAccess
 from fedlearn.gateway.server import Gateway, RunTerms
 from fedlearn.gateway.telemetry import Snapshot, Telemetry
 from fedlearn.identity.actors import local_coordinator
-from fedlearn.identity.signing import SigningKey
 from fedlearn.rounds.scheduling import QueuedRun, QueueState, choose_next
 from fedlearn.simulation.cluster import limit_to_one_thread
+from fedlearn.store.bundles import remove_unneeded_bundles
 from fedlearn.store.lease import SERVICE_LEASE, Lease, ensure_service, list_deployments
+from fedlearn.store.operators import StoredOperators
 from fedlearn.store.patience import Patience
 from fedlearn.store.queue import CANCELLED_BY_OPERATOR, RunQueue
 from fedlearn.store.runs import Database
+from fedlearn.store.schedules import ScheduleStore
+from fedlearn.store.studies import StudyStore
 
 #: Seconds between two looks at the queue.
 _LOOK_S: Final = 0.5
@@ -56,6 +68,7 @@ def serve(
     config: ServiceConfig,
     *,
     insecure: bool,
+    is_restored: bool = False,
     progress_of: Callable[[str], RunProgress],
 ) -> None:
     """Serve clients and have the runs of the queue at work until a signal stops the process.
@@ -66,6 +79,8 @@ def serve(
         places: Paths and addresses of the service's parts.
         config: The service's configuration.
         insecure: Use plaintext on loopback and let clients choose their own names.
+        is_restored: The database is an earlier one, from a backup: runs that are not done are
+            other ones to clients, which may have answered later rounds.
         progress_of: Returns what receives the progress of the run with a given name.
 
     Raises:
@@ -75,7 +90,10 @@ def serve(
         StoreError: The database cannot be read or written.
     """
     require_coordinator_system()
-    service = ServiceProcess(places, config, insecure=insecure, progress_of=progress_of)
+    require_page_packages(config.coordinator.dashboard)
+    service = ServiceProcess(
+        places, config, insecure=insecure, is_restored=is_restored, progress_of=progress_of
+    )
     raise_max_open_files()
     with stop_signals(service.interruption), limit_to_one_thread():
         try:
@@ -103,8 +121,10 @@ class ServiceProcess:
     config: ServiceConfig
     _: KW_ONLY
     insecure: bool
+    is_restored: bool
     progress_of: Callable[[str], RunProgress]
     _works: dict[str, _Work] = field(default_factory=dict)
+    _served: dict[str, HostedRun] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Create what the threads share."""
@@ -120,6 +140,7 @@ class ServiceProcess:
         self._lease: Lease | None = None
         self._holder = make_holder_name()
         self._num_queued = 0
+        self._members: Mapping[str, frozenset[str]] = {}  # by study; replaced as a whole
 
     def serve(self) -> None:
         """Wait for the lease, then serve clients and run the queue; see :func:`serve`."""
@@ -132,6 +153,7 @@ class ServiceProcess:
             )
             self._log.info("http", address=telemetry.address)
             opened = stack.enter_context(self._patiently(self.places.open_database))
+            stack.enter_context(PageProcess(self.places))  # which reads the database
             database = opened.acting_as(local_coordinator())
             self._patiently(lambda: ensure_service(database, name))
             lease = Lease(
@@ -145,8 +167,12 @@ class ServiceProcess:
             try:
                 self._await_lease(lease)
                 self._lease = lease
+                if self.is_restored:
+                    restart_all_for_clients(
+                        opened, lease, folder=self.places.folder, patiently=self._patiently
+                    )
                 stack.enter_context(self._beat(lease))
-                stack.enter_context(LogSigner(database, SigningKey(self.places.keys_folder)))
+                stack.enter_context(LogSigner(database, self.places.keys_folder))
                 self._lead(database, lease)
             finally:
                 self._lease = None
@@ -171,16 +197,26 @@ class ServiceProcess:
 
     def _lead(self, database: Database, lease: Lease) -> None:
         queue = RunQueue(database, SystemClock(), guard=lease.guard)
+        schedules = ScheduleStore(queue, SystemClock())
+        studies = StudyStore(database, SystemClock(), guard=lease.guard)
+        self._patiently(lambda: remove_unneeded_bundles(database))
         kept = self._patiently(lambda: self._find_kept(database, queue))
         with self._front.serve(
             database,
             kept,
+            operators=OperatorAccess(
+                registry=StoredOperators(database, SystemClock()),
+                orders=RemoteOrders(places=self.places, database=database, clock=SystemClock()),
+                incoming=self.places.folder / "incoming",
+            ),
             is_leader=lease.is_held,
             on_failure=self.interruption.give,
             say_goodbye=lambda: "the coordinator is stopping",
         ) as gateway:
             try:
                 while True:
+                    self._look_at_studies(studies, gateway)
+                    self._look_at_schedules(schedules)
                     self._look(queue, partial(self._work, database, gateway, queue))
                     self.interruption.sleep(_LOOK_S)
             finally:
@@ -200,6 +236,27 @@ class ServiceProcess:
             for each in list_deployments(database)
             if each.name in names
         ]
+
+    def _look_at_studies(self, studies: StudyStore, gateway: Gateway) -> None:
+        """Read which clients are in which study, and record the consent that they tell."""
+        try:
+            members = studies.list_members()
+            if members:
+                studies.record_consents(gateway.list_consents())
+        except StoreUnavailable as error:
+            self._log.warning("studies_not_read", reason=str(error))
+            return
+        if members != self._members:
+            self._members = members
+            gateway.reconsider_clients()
+
+    def _look_at_schedules(self, schedules: ScheduleStore) -> None:
+        """Queue the recurring runs that are due."""
+        try:
+            for what in schedules.queue_due():
+                self._log.info("schedule", what=what)
+        except StoreUnavailable as error:
+            self._log.warning("schedules_not_read", reason=str(error))
 
     # ---- The queue ------------------------------------------------------------------------
 
@@ -251,11 +308,15 @@ class ServiceProcess:
     ) -> None:
         """Have a run at work until it ends, and record in the queue how it ended."""
         state, reason = QueueState.DONE, ""
+        structlog.contextvars.bind_contextvars(run=run.name)  # in this thread, which ends with it
         try:
             with limit_to_one_thread():
-                self._run(database, gateway, run, interruption)
+                self._run(database, gateway, queue, run, interruption)
         except Parked:
             return  # it stays at work for the next process
+        except Fenced as error:  # another process has it at work
+            self.interruption.give(error)
+            return
         except Aborted:
             state, reason = QueueState.CANCELLED, CANCELLED_BY_OPERATOR
         except FedlearnError as error:
@@ -273,14 +334,20 @@ class ServiceProcess:
             self.interruption.give(error)
 
     def _run(
-        self, database: Database, gateway: Gateway, run: QueuedRun, interruption: Interruption
+        self,
+        database: Database,
+        gateway: Gateway,
+        queue: RunQueue,
+        run: QueuedRun,
+        interruption: Interruption,
     ) -> None:
         assert self._lease is not None
-        config = Config.from_json(json.dumps({**run.config, "name": run.name}))
+        config = follow_service(load_config(run), self.config)
         places = Places(config=config, addresses=self.places.addresses)
         components = assembly.build_deployment(config, data_dir=places.addresses.data_dir)
         if self.insecure:
             require_plain(components)
+        components, notes = self._patiently(lambda: pin_weights(run, components, queue))
         hosted = HostedRun(
             places,
             components,
@@ -291,6 +358,9 @@ class ServiceProcess:
             priority=run.priority,
             holder=self._holder,
             heir_of=self._lease.predecessor,
+            notes=notes,
+            study=run.study,
+            is_member=lambda client: client in self._members.get(run.study, ()),
         )
         hosted.deploy(database, from_queue=True)
         with hosted.hold_lease(
@@ -298,9 +368,11 @@ class ServiceProcess:
         ):
             stored = hosted.prepare(database, restarted_by=database)
             gateway.open_run(hosted.terms())
+            self._served[run.name] = hosted
             try:
                 hosted.run(stored, gateway)
             finally:
+                del self._served[run.name]
                 is_over = hosted.live_status.phase is Phase.DONE
                 gateway.retire_run(hosted.run_id, is_over=is_over)
 
@@ -319,12 +391,15 @@ class ServiceProcess:
         gauges = self._front.measure_environment()
         gauges["lease_held"] = float(self._lease is not None and self._lease.is_held())
         gauges |= {"runs_at_work": float(len(self._works)), "runs_queued": float(self._num_queued)}
+        gauges["connected"] = float(self._front.num_connected())
+        served = list(self._served.values())  # a copy: runs end in other threads
         return Snapshot(
             run=self.places.run_name,
             not_ready=self._explain_not_ready(),
             counters=self._front.counters(),
             gauges=gauges,
             histograms=self._front.histograms(),
+            runs=[each.measure(self._front.status(each.run_id)) for each in served],
         )
 
     def _explain_not_ready(self) -> str:

@@ -120,6 +120,12 @@ def require_algorithm(algorithm: object) -> None:
         raise ConfigError(
             f"simulate(): algorithm is {name} itself; call it, as in {_suggest_call(name)}"
         )
+    if isinstance(getattr(algorithm, "inner", None), Buffered):
+        name = type(algorithm).__name__
+        raise ConfigError(
+            f"simulate(): algorithm is {name} around a Buffered, which must be outermost; write "
+            f"fl.Buffered({name}(buffered.strategy, ...), buffered.asynchrony)"
+        )
     if hasattr(algorithm, "step") and not hasattr(algorithm, "aggregation"):
         raise ConfigError(
             f"simulate(): algorithm is {algorithm!r}, which is only the update of one client; "

@@ -426,8 +426,12 @@ def _adapt_config(
     tree["stragglers"] |= {"over_selection": 1.0, "deadline_s": "none", "min_reports": "half"}
     tree["devices"] = {"kind": "ideal"}
     # A canary has a single example, which it trains on.
-    no_clients = {"clients": 0, "client_test_fraction": None, "fine_tune_epochs": 0}
-    tree["evaluation"] |= no_clients
+    tree["evaluation"] |= {
+        "clients": 0,
+        "client_test_fraction": None,
+        "fine_tune_epochs": 0,
+        "fine_tune_learning_rate": None,
+    }
     tree["early_stopping"] = {}
     tree["privacy"] |= {
         # The run's own noise. With an ε instead, it would be calibrated again, to the audit's

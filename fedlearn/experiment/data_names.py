@@ -1,6 +1,6 @@
 """Names of the classes and features that a run was trained on, in a file of its folder."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -21,6 +21,7 @@ _WHAT = {
     "feature_means": "the means of features are",
     "feature_stds": "the standard deviations of features are",
     "encoding": "the encoding of columns is",
+    "client_names": "the clients are",
 }
 _NAMES = TypeAdapter(DataNames)
 
@@ -44,6 +45,8 @@ def load_data_names(folder: Path) -> DataNames:
 def keep_data_names(names: DataNames, *, folder: Path) -> None:
     """Write the names into the folder of a run that starts, or compare them where it resumes.
 
+    Earlier versions recorded no encoding of columns; then the other names decide.
+
     Raises:
         DataError: The run was started with other names.
         StoreError: The file is damaged, or cannot be read or written.
@@ -51,7 +54,7 @@ def keep_data_names(names: DataNames, *, folder: Path) -> None:
     before = load_data_names(folder)
     if before == names:
         return
-    if before == DataNames():
+    if before in (DataNames(), replace(names, encoding=None)):
         write_durably(folder / _FILE, format_json(asdict(names)).encode(), raises=StoreError)
     else:
         key = next(key for key in _WHAT if getattr(names, key) != getattr(before, key))

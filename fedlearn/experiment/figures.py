@@ -42,9 +42,7 @@ _COLOR = re.compile(r"(fill|stroke): #([0-9a-f]{6})")
 
 def new_figure(width: float, height: float) -> Figure:
     """Return an empty figure of this size in inches."""
-    figure = Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=130, layout="constrained", facecolor="white")
 
 
 def write_png(figure: Figure, path: Path) -> Path:
@@ -54,7 +52,8 @@ def write_png(figure: Figure, path: Path) -> Path:
         StoreError: The file cannot be written.
     """
     content = BytesIO()
-    figure.savefig(content, format="png")
+    canvas: Any = FigureCanvasAgg(figure)  # Any: its methods have no types
+    canvas.print_png(content)  # savefig draws twice
     write_durably(path, content.getvalue(), raises=StoreError)
     return path
 

@@ -11,9 +11,11 @@ import numpy as np
 from fedlearn.assembly import Components, Simulation, build_deployment, build_simulation
 from fedlearn.config import Config
 from fedlearn.config.data import NoDataSection
+from fedlearn.config.privacy import PrivacySection
 from fedlearn.core.clock import Clock
 from fedlearn.errors import ConfigError
 from fedlearn.experiment.spending import ledger_of
+from fedlearn.experiment.study_terms import find_study_of, require_terms
 from fedlearn.privacy.events import Event
 from fedlearn.privacy.ledger import Budget, Charging
 from fedlearn.privacy.plan import PrivacyPlan
@@ -25,6 +27,7 @@ from fedlearn.store.charged_examples import (
 )
 from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.runs import Database, StoredRun
+from fedlearn.store.studies import Study
 
 ComponentsT = TypeVar("ComponentsT", bound=Components)
 
@@ -160,6 +163,8 @@ def start_accounting(
         StoreError: The ledger cannot be read.
     """
     plan, section = components.privacy, components.config.privacy
+    if (study := find_study_of(stored)) is not None:
+        require_terms(section, study)
     if plan is None:
         return PrivacyAccounting([], None, 0)
     noise = _describe_noise(components, plan)
@@ -170,8 +175,9 @@ def start_accounting(
 
     delta, budget = section.target_delta, None
     assert delta is not None  # the configuration makes sure
-    if section.epsilon is not None:
-        budget = Budget(epsilon=section.epsilon, target_delta=delta)
+    if (epsilon := _find_limit(study, section)) is not None:
+        name = "" if study is None else study.name
+        budget = Budget(epsilon=epsilon, target_delta=delta, study=name)
     ledger = ledger_of(stored, section)
     kinds = {event.cohorts.adjacency.value for event in [*ledger.load_spent(), plan.event]}
     if len(kinds) > 1:
@@ -233,6 +239,13 @@ def _describe_without_noise(components: Components, plan: PrivacyPlan) -> str:
     if plan.sums_examples or components.config.privacy.is_distributed:
         return "numbers of examples are not recorded"
     return "clients' numbers of examples have no noise: do not publish them"
+
+
+def _find_limit(study: Study | None, section: PrivacySection) -> float | None:
+    """Return the largest ε that the ledger may come to: the run's, or the study's if it is less."""
+    if study is None or study.epsilon is None:
+        return section.epsilon
+    return study.epsilon if section.epsilon is None else min(study.epsilon, section.epsilon)
 
 
 def skip_lost_turns(components: ComponentsT, *, num_lost: int) -> ComponentsT:

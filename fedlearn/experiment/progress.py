@@ -127,8 +127,8 @@ class _Lines:
 
     def _clip_advice(self, record: RoundRecord) -> str:
         """Return advice if most updates of the first round were scaled down; else empty."""
-        num_clipped = _num_clipped(record)
-        if record.round_num or not num_clipped or self._clip_norm is None:
+        num_clipped = 0 if record.round_num else _num_clipped(record)
+        if not num_clipped or self._clip_norm is None:
             return ""
         num_reported = Counts.of(record).reported
         if 2 * num_clipped <= num_reported:

@@ -14,13 +14,15 @@ from fedlearn.core.json_values import to_json_values
 from fedlearn.core.participations import Status
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.experiment.model_card import CARD_FILE, render_card
+from fedlearn.experiment.run import Run
 from fedlearn.experiment.site import folder_of, folder_of_run, keys_folder_of, open_database
 from fedlearn.experiment.spending import load_spending
 from fedlearn.experiment.summary import summarize
 from fedlearn.identity.releases import SignedRelease
 from fedlearn.identity.signing import SigningKey
+from fedlearn.store.audit_checkpoints import find_signer, require_current
 from fedlearn.store.releases import WEIGHTS_FILE, ReleaseStore, StoredRelease
-from fedlearn.store.runs import StoredRun
+from fedlearn.store.runs import Database, StoredRun
 
 if TYPE_CHECKING:  # importing torch takes a second, and listing releases needs none of it
     from torch import Tensor
@@ -90,7 +92,7 @@ def release_model(stored: StoredRun, *, best: bool) -> ReleasedModel:
         best: The best model, if one was measured; else the last.
 
     Raises:
-        DeploymentError: The signing key is damaged or cannot be written.
+        DeploymentError: The signing key is damaged, cannot be written, or was replaced.
         StoreError: The run has no model, or the registry cannot be written.
     """
     from safetensors.torch import save  # noqa: PLC0415 (it takes torch)
@@ -99,9 +101,34 @@ def release_model(stored: StoredRun, *, best: bool) -> ReleasedModel:
     content = save(weights)
     facts = describe_release(stored, num_rounds=num_rounds, content=content)
     key = SigningKey(keys_folder_of(folder_of_run(stored)))
+    with stored.database.reading() as session:
+        require_current(session, key)
     signed = SignedRelease.sign(facts, key)
     files = {WEIGHTS_FILE: content, CARD_FILE: render_card(signed).encode()}
-    return ReleasedModel(ReleaseStore(stored.database).add(signed, files), content)
+    return ReleasedModel(
+        ReleaseStore(stored.database).add(signed, files, study=stored.record.study), content
+    )
+
+
+def export_run(run: Run, *, best: bool) -> tuple[bytes, StoredRelease | None]:
+    """Return a run's weights, or the result of a query, as a safetensors file, once recorded.
+
+    Returns:
+        The file, and the release in the registry; ``None`` for a query, which has no model.
+
+    Raises:
+        DeploymentError: As :func:`release_model`.
+        StoreError: As :func:`release_model`.
+    """
+    from safetensors.torch import save  # noqa: PLC0415 (it takes torch)
+
+    # Recorded first: nothing leaves without a record.
+    if run.record.has_model:
+        release = release_model(run.stored, best=best)
+        return release.content, release.stored
+    content = save(run.state())
+    run.stored.record_export()
+    return content, None
 
 
 def describe_release(stored: StoredRun, *, num_rounds: int, content: bytes) -> dict[str, object]:
@@ -178,7 +205,8 @@ def load_release(
     else:
         key = public_key
     with open_database(addresses) as database:
-        return verify_release(ReleaseStore(database).read(reference), public_key=key)
+        found = ReleaseStore(database).read(reference)
+        return verify_release(found, database, public_key=key)
 
 
 def find_public_key(keys_folder: Path) -> str:
@@ -197,8 +225,11 @@ def find_public_key(keys_folder: Path) -> str:
     return key.public_key.hex()
 
 
-def verify_release(stored: StoredRelease, *, public_key: str) -> ReleasedModel:
+def verify_release(stored: StoredRelease, database: Database, *, public_key: str) -> ReleasedModel:
     """Read a release's file and check it, its statement and the signature.
+
+    A key that ``public_key`` has replaced, or that has replaced it, may have signed while it was
+    the signing key, as the audit log proves.
 
     Raises:
         StoreError: Something is wrong with it; the message says what.
@@ -206,7 +237,9 @@ def verify_release(stored: StoredRelease, *, public_key: str) -> ReleasedModel:
     path = stored.path / WEIGHTS_FILE
     with explain_disk_errors(path, raises=StoreError, doing="read"):
         content = path.read_bytes()
-    problem = stored.signed.find_problem(public_key=public_key)
+    with database.reading() as session:
+        signer = find_signer(session, stored.signed, trusted=public_key)
+    problem = stored.signed.find_problem(public_key=signer)
     if problem is None:
         problem = _find_difference(stored, content)
     if problem is not None:

@@ -48,6 +48,7 @@ from fedlearn.core.json_values import iterate_leaves
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.model_factory import require_factory
 from fedlearn.core.params import NoModel
+from fedlearn.core.tracing import run_context, tracing
 from fedlearn.errors import ConfigError, FedlearnError, OutputClosed, StoreError
 from fedlearn.experiment.arguments import (
     require_algorithm,
@@ -77,7 +78,7 @@ from fedlearn.simulation.behavior import ClientBehavior
 from fedlearn.simulation.cluster import launch, limit_to_one_thread
 from fedlearn.simulation.executors.trainers import MakeTrainer
 from fedlearn.simulation.federated_data import FederatedData
-from fedlearn.simulation.sources import Examples
+from fedlearn.simulation.population import client_names
 from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.store.retention import Retention
 from fedlearn.store.runs import Database, StoredRun
@@ -213,7 +214,8 @@ def simulate(
         trainer: Makes a client's trainer from its features and labels; ``None``: fedlearn's own.
             With ``FedAvg(OwnTraining())`` it needs no optimizer.
         local_of: Maps a client's id to its local update, where clients differ in epochs or learning
-            rate, for example; ``None``: all clients use that of ``algorithm``.
+            rate, for example; ``None``: all clients use that of ``algorithm``. An algorithm that
+            wraps a local update, as FedProx does, needs ``replace(algorithm.local, inner=...)``.
         extra: Free-form settings that every ``trainer`` receives in ``context.extra``, as
             ``client.extra`` in a TOML file.
         by_round: Maps a round's number, from 0, to its settings, as ``client.by_round`` in a TOML
@@ -710,11 +712,14 @@ def _execute(
     def lead(cluster: Cluster) -> Run:
         with ExitStack() as stack:
             stored = open_run(site.database())
+            traces = components.config.telemetry.build_trace_settings()
+            stack.enter_context(tracing(traces, role="simulation", environ=site.environ))
+            stack.enter_context(run_context(stored.name))
             stack.enter_context(stored.hold())
             stored.retention = build_component(Retention, components.config.store)
             # Load before anything is written: an unreadable checkpoint leaves the run unchanged.
             checkpoint = stored.rewind() if from_previous else stored.load()
-            keep_data_names(_describe_data(components.test), folder=stored.path)
+            keep_data_names(_describe_data(components), folder=stored.path)
             stored.finish(RunStatus.RUNNING, error="")
             callbacks = components.callbacks
             stack.enter_context(report_outcome(stored, site.progress, callbacks=callbacks))
@@ -820,14 +825,17 @@ class _RunPart:
         train(plan, params, checkpoint=checkpoint, store=store, after_round=after_round)
 
 
-def _describe_data(test: Examples) -> DataNames:
-    scaling = test.feature_scaling
+def _describe_data(components: Simulation) -> DataNames:
+    test, names = components.test, client_names(components.population)
+    scaling, local = test.feature_scaling, components.algorithm.local
+    shows_clients = isinstance(local, Query) and local.per_client
     return DataNames(
         class_names=test.class_names,
         feature_names=test.feature_names,
         feature_means=None if scaling is None else scaling.means,
         feature_stds=None if scaling is None else scaling.stds,
         encoding=test.encoding,
+        client_names=tuple(map(str, names)) if shows_clients and names is not None else None,
     )
 
 

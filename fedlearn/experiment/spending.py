@@ -2,6 +2,7 @@
 
 from fedlearn.algorithms.cohorts import Adjacency
 from fedlearn.config.privacy import PrivacySection
+from fedlearn.experiment.study_terms import ledger_of_study
 from fedlearn.privacy.spending import Spending
 from fedlearn.rounds.records import RunRecord
 from fedlearn.store.ledger import StoredLedger
@@ -10,11 +11,21 @@ from fedlearn.store.runs import StoredRun
 
 def ledger_of(stored: StoredRun, section: PrivacySection) -> StoredLedger:
     """Return the ledger that a run charges."""
-    population = section.population
+    return StoredLedger(stored.database, population=name_ledger(stored, section), run=stored.name)
+
+
+def name_ledger(stored: StoredRun, section: PrivacySection) -> str:
+    """Return the name of the ledger that a run charges.
+
+    That of a study is per data set: see :func:`~fedlearn.experiment.study_terms.ledger_of_study`.
+    """
+    population, study = section.population, stored.record.study
+    if study:
+        return ledger_of_study(study, population)
     if section.other_data_because is not None:
         # Other data: a ledger of this run alone.
-        population = f"{population} of {stored.name}"
-    return StoredLedger(stored.database, population=population, run=stored.name)
+        return f"{population} of {stored.name}"
+    return population
 
 
 def section_of(record: RunRecord) -> PrivacySection:

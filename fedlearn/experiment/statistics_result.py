@@ -3,7 +3,8 @@
 import html
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedlearn.algorithms.cohorts import Adjacency
@@ -14,6 +15,8 @@ from fedlearn.core.params import Layout, NoModel
 from fedlearn.core.participations import Status
 from fedlearn.core.quantities import format_amount
 from fedlearn.core.words import replace_unprintable
+from fedlearn.experiment.clients import load_names
+from fedlearn.experiment.data_names import load_data_names
 from fedlearn.experiment.layout import table_text
 from fedlearn.experiment.recorded import config_of
 from fedlearn.experiment.spending import load_spending
@@ -24,6 +27,8 @@ from fedlearn.statistics.query import ANSWERS, NUM_OPEN, StatisticsQuery
 from fedlearn.statistics.statistic import ResultRow
 from fedlearn.store.runs import StoredRun
 
+#: Most clients that a table shows, side by side.
+_MOST_COLUMNS = 12
 _HEADER = ("statistic", "column", "item", "value", "±", "note")
 
 
@@ -65,6 +70,7 @@ class StatisticsResult:
         run: Name of the run.
         num_clients: Clients in the sums; of several rounds, in that with the fewest.
         num_examples: Rows that counted, if the plan asks for a count; else ``None``.
+        clients: The numbers of each client by its name, if the plan says ``per_client``.
         num_unfinished: Statistics that needed more rounds than the run had, such as when the
             privacy budget ended.
         charge: The charge to the privacy ledger; ``None``: there is no privacy.
@@ -90,6 +96,7 @@ class StatisticsResult:
     charge: StatisticsCharge | None
     rows: tuple[ResultRow, ...]
     num_unfinished: int = 0
+    clients: Mapping[str, tuple[ResultRow, ...]] = field(default_factory=dict)
 
     @property
     def num_suppressed(self) -> int:
@@ -102,11 +109,18 @@ class StatisticsResult:
         Raises:
             KeyError: There are none.
         """
-        found = {each.item: each for each in self.rows if (each.statistic, each.column) == place}
-        if not found:
-            known = dict.fromkeys((each.statistic, each.column) for each in self.rows)
-            raise KeyError(f"there is no {place!r}; there are {', '.join(map(str, known))}")
-        return found
+        return _find(self.rows, place)
+
+    def of_client(self, name: str, place: tuple[str, str]) -> dict[str, ResultRow]:
+        """Return a client's own numbers of a statistic and column, by item.
+
+        Raises:
+            KeyError: There are none.
+        """
+        if name not in self.clients:
+            known = ", ".join(self.clients) or "none, since the plan does not say per_client"
+            raise KeyError(f"there are no numbers of {name!r}; there are those of {known}")
+        return _find(self.clients[name], place)
 
     def to_json(self) -> str:
         """Return the result as a JSON object; what is not known is null."""
@@ -125,11 +139,32 @@ class StatisticsResult:
             charge=None if charge is None else StatisticsCharge(**charge),
             rows=tuple(ResultRow(**each) for each in values["rows"]),
             num_unfinished=values["num_unfinished"],
+            clients={
+                name: tuple(ResultRow(**each) for each in rows)
+                for name, rows in values.get("clients", {}).items()
+            },
         )
 
     def table(self) -> list[tuple[str, ...]]:
         """Return the result as rows of text, the header first."""
         return [_HEADER, *(tuple(map(replace_unprintable, _cells(each))) for each in self.rows)]
+
+    def client_table(self) -> list[tuple[str, ...]]:
+        """Return the numbers of the first clients as rows of text, one column for each client."""
+        names = list(self.clients)[:_MOST_COLUMNS]
+        if not names:
+            return []
+        values = {
+            name: {(each.statistic, each.column, each.item): each for each in self.clients[name]}
+            for name in names
+        }
+        # A client's most frequent values need not be another's.
+        places = dict.fromkeys(place for of_one in values.values() for place in of_one)
+        rows = [
+            (*place, *(_value_cell(values[name].get(place)) for name in names)) for place in places
+        ]
+        header = (*_HEADER[:3], *names)
+        return [tuple(map(replace_unprintable, row)) for row in (header, *rows)]
 
     def facts(self) -> list[str]:
         """Describe the whole result in short texts: clients, examples, suppression and charge."""
@@ -138,6 +173,8 @@ class StatisticsResult:
             found.append(f"{self.num_examples:,.0f} examples")
         if self.num_suppressed:
             found.append(f"{self.num_suppressed} counts suppressed")
+        if len(self.clients) > _MOST_COLUMNS:
+            found.append(f"the first {_MOST_COLUMNS} clients shown, all of them in the JSON")
         if self.num_unfinished:
             found.append(f"{self.num_unfinished} statistics unfinished, since the run ended before")
         if self.charge is not None:
@@ -150,19 +187,41 @@ class StatisticsResult:
         return found
 
     def __str__(self) -> str:
-        return f"{table_text(self.table())}\n\n{', '.join(self.facts())}"
+        tables = [table_text(each) for each in (self.table(), self.client_table()) if each]
+        return "\n\n".join([*tables, ", ".join(self.facts())])
 
     def _repr_html_(self) -> str:
-        """Return the table for a notebook."""
-        header, *rows = [[html.escape(cell) for cell in row] for row in self.table()]
-        head = "".join(f"<th>{cell}</th>" for cell in header)
-        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-        facts = html.escape(", ".join(self.facts()))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{facts}</p>"
+        """Return the tables for a notebook."""
+        tables = [_to_html(each) for each in (self.table(), self.client_table()) if each]
+        return f"{''.join(tables)}<p>{html.escape(', '.join(self.facts()))}</p>"
+
+
+def _find(rows: Iterable[ResultRow], place: tuple[str, str]) -> dict[str, ResultRow]:
+    found, known = dict[str, ResultRow](), dict[tuple[str, str], None]()
+    for each in rows:
+        known[each.statistic, each.column] = None
+        if (each.statistic, each.column) == place:
+            found[each.item] = each
+    if not found:
+        raise KeyError(f"there is no {place!r}; there are {', '.join(map(str, known))}")
+    return found
+
+
+def _to_html(table: Sequence[Sequence[str]]) -> str:
+    header, *rows = [[html.escape(cell) for cell in row] for row in table]
+    head = "".join(f"<th>{cell}</th>" for cell in header)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _value_cell(row: ResultRow | None) -> str:
+    if row is None:
+        return ""
+    return "suppressed" if row.suppressed else format_amount(row.value)
 
 
 def _cells(row: ResultRow) -> tuple[str, ...]:
-    value = "suppressed" if row.suppressed else format_amount(row.value)
+    value = _value_cell(row)
     spread = ""
     if row.value is not None and row.low is not None and row.high is not None:
         spread = format_amount((row.high - row.low) / 2.0)
@@ -189,7 +248,18 @@ def result_of(stored: StoredRun, query: StatisticsQuery) -> StatisticsResult:
         charge=None if spent is None else StatisticsCharge.of(spent),
         rows=rows,
         num_unfinished=round(rounds[-1].metrics[NUM_OPEN]),
+        clients=_rows_of_clients(stored, query),
     )
+
+
+def _rows_of_clients(stored: StoredRun, query: StatisticsQuery) -> dict[str, tuple[ResultRow, ...]]:
+    if not query.per_client:
+        return {}
+    found = query.client_rows(stored.state_tensors())
+    names: Mapping[int, str] = dict(load_names(stored).items())
+    if not stored.record.is_deployed:
+        names = dict(enumerate(load_data_names(stored.path).client_names or ()))
+    return {names.get(each, str(each)): tuple(rows) for each, rows in found.items()}
 
 
 def _noise_of(stored: StoredRun, query: StatisticsQuery, *, num_reports: int) -> float | None:

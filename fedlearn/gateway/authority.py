@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import structlog
@@ -45,6 +46,7 @@ from fedlearn.identity.identity import (
     load_certificate,
 )
 from fedlearn.identity.key_files import build_damage_error, load_or_create_key, read_key_file
+from fedlearn.identity.profiles import Profile
 from fedlearn.identity.signing import SigningKey
 
 _log = structlog.get_logger(__name__)
@@ -54,7 +56,6 @@ _SERVER_DAYS = 365
 _RENEW_BEFORE = timedelta(days=30)
 _BACKDATED = timedelta(days=1)  # so that a client whose clock is slow accepts a fresh certificate
 _ALWAYS = ("localhost", "127.0.0.1", "::1")
-_INVITED = x509.UniformResourceIdentifier("urn:fedlearn:invitation")
 _DAY_S, _DAYS_LATE = 86_400.0, 30
 _REPLACE_AUTHORITY = "move its folder away, start the coordinator, and invite every client again"
 _load_key = partial(load_or_create_key, without_copy=_REPLACE_AUTHORITY)
@@ -132,33 +133,64 @@ class Authority:
             EnrolmentRefused: The request is not valid, or its key is not ECDSA P-256.
             DeploymentError: The authority has expired, or ``name`` is longer than 64 characters.
         """
-        number = x509.UniformResourceIdentifier(f"urn:fedlearn:client:{client_id}")
-        return self._issue(
+        return self._issue_to_peer(
             name,
             _load_requested_key(csr_pem),
-            alternatives=SubjectAlternativeName([number]),
-            usage=ExtendedKeyUsageOID.CLIENT_AUTH,
+            uri=Profile.CLIENT.build_uri(str(client_id)),
             valid_days=valid_days,
         )
 
-    def certify_invitation(self, name: str, *, valid_s: float) -> tuple[bytes, bytes]:
-        """Return a certificate and its private key, both PEM, for an invited client to enrol with.
-
-        The certificate only grants access to the enrolment service; every other call requires an
-        enrolled client. It outlives the invitation's token, so that a client that comes too late
-        receives the reason.
+    def sign_operator(self, csr_pem: bytes, *, name: str, valid_days: int) -> bytes:
+        """Return a certificate, PEM, for the key of an operator's signing request.
 
         Raises the same errors as :meth:`sign`.
         """
-        key = _new_p256()
-        pem = self._issue(
-            name,
-            key.public_key(),
-            alternatives=SubjectAlternativeName([_INVITED]),
-            usage=ExtendedKeyUsageOID.CLIENT_AUTH,
-            valid_days=math.ceil(valid_s / _DAY_S) + _DAYS_LATE,
+        key, uri = _load_requested_key(csr_pem), Profile.OPERATOR.build_uri(name)
+        return self._issue_to_peer(name, key, uri=uri, valid_days=valid_days)
+
+    @staticmethod
+    def hash_requested_key(csr_pem: bytes) -> str:
+        """Return the SHA-256 of the public key in a signing request, hexadecimal.
+
+        Raises:
+            EnrolmentRefused: As for :meth:`sign`.
+        """
+        form = serialization.PublicFormat.SubjectPublicKeyInfo
+        key = _load_requested_key(csr_pem).public_bytes(serialization.Encoding.DER, form)
+        return sha256(key).hexdigest()
+
+    def certify_invitation(
+        self, name: str, *, valid_s: float, profile: Profile = Profile.CLIENT_INVITATION
+    ) -> tuple[bytes, bytes]:
+        """Return a certificate and its private key, both PEM, for an invited peer to enrol with.
+
+        The certificate only grants access to the enrolment service; every other call requires an
+        enrolled client or operator. It outlives the invitation's token, so that a peer that comes
+        too late receives the reason.
+
+        Args:
+            name: Name of the client or operator.
+            valid_s: Seconds for which the token is valid.
+            profile: Which of the two it is for.
+
+        Raises the same errors as :meth:`sign`.
+        """
+        key, valid_days = _new_p256(), math.ceil(valid_s / _DAY_S) + _DAYS_LATE
+        pem = self._issue_to_peer(
+            name, key.public_key(), uri=profile.build_uri(), valid_days=valid_days
         )
         return pem, encode_private_key(key)
+
+    def _issue_to_peer(
+        self, name: str, key: ec.EllipticCurvePublicKey, *, uri: str, valid_days: int
+    ) -> bytes:
+        return self._issue(
+            name,
+            key,
+            alternatives=SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]),
+            usage=ExtendedKeyUsageOID.CLIENT_AUTH,
+            valid_days=valid_days,
+        )
 
     def _load_server_certificate(self) -> tuple[bytes, datetime]:
         """Return the saved server certificate and its renewal time.

@@ -18,6 +18,7 @@ from fedlearn.core.codec import encode, encode_constants, split
 from fedlearn.core.files import explain_disk_errors
 from fedlearn.core.messages import ClientId, EvaluateRequest, Failure, Request, TrainRequest
 from fedlearn.core.secret_bytes import SecretBytes
+from fedlearn.core.tracing import traceparent
 from fedlearn.errors import (
     ConfigError,
     FedlearnError,
@@ -85,6 +86,7 @@ class GatewayChannel:
     _prefetched: Offer | None = None  # the last model that clients may prefetch
     #: The constants of the model that was sent last, and their offer.
     _constants: tuple[Mapping[str, Tensor], Offer] | None = None
+    _trainers: dict[tuple[int, ClientId], str] = field(default_factory=dict)
     _training: "GatewayExchange | None" = None  # the last exchange that asked clients to train
 
     def __post_init__(self) -> None:
@@ -111,6 +113,10 @@ class GatewayChannel:
     def num_set_aside(self) -> int:
         """Return the number of connected clients that are set aside."""
         return len(self.loop.ask(partial(self.sessions.find_set_aside, self.run.run_id)))
+
+    def num_elsewhere(self) -> int:
+        """Return how many clients the run could ask but for other runs, which come first."""
+        return len(self.loop.ask(partial(self.runs.find_elsewhere, self.run.run_id)))
 
     def wait_for(self, num: int, check: Check) -> None:
         """Wait until ``num`` clients are available, or ``check`` raises."""
@@ -168,6 +174,16 @@ class GatewayChannel:
             self._encoded = encoded
         send = self.exchanges.send_prefetch
         self.loop.post(partial(send, key, self._prefetched, client_ids, last_round_num))
+
+    def note_trainer(self, key: TaskKey, reply: LoggedReply) -> None:
+        """Note what a client ran in a round, if it says so."""
+        if reply.trainer:
+            self._trainers[key.round_num, reply.client_id] = reply.trainer
+
+    def take_trainers(self) -> dict[tuple[int, ClientId], str]:
+        """Return what clients ran since the last call, by round and client."""
+        taken, self._trainers = self._trainers, {}
+        return taken
 
     def cancel_prefetches(self) -> None:
         """Cancel the announced models: clients will not be asked to train them."""
@@ -247,6 +263,7 @@ class GatewayChannel:
             # `max`.
             started_s=now_s - max(0.0, now_unix_s - log.opened_unix_s),
             deadline_s=now_s + remaining_s if exchange.ends_s is None else exchange.ends_s,
+            traceparent=traceparent(),
         )
 
     def _remaining_s(self, log: ReplyLog, deadline_s: float, *, now_unix_s: float) -> float:
@@ -419,6 +436,13 @@ class GatewayExchange:
             if isinstance(error, OtherVersion):
                 refuse = self._channel.sessions.refuse_version
                 self._channel.loop.post(partial(refuse, reply.client_id, answer.reason))
+        expected = self._channel.run.terms.bundle
+        has_result = not isinstance(answer, Failure)
+        if expected is not None and has_result and reply.trainer != expected.trainer:
+            ran = reply.trainer or "what it does not say"
+            answer = Failure(f"the client ran {ran}, not {expected.trainer}")
+            read.refuse(answer.reason)
+        self._channel.note_trainer(question.state.key, reply)
         read.failed = isinstance(answer, Failure)
         del self._awaited[reply.client_id]
         # Logs count from their own question, arrivals from the first question of the exchange.

@@ -7,7 +7,7 @@ messages, and a session whose queue overflows is dropped.
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -17,14 +17,19 @@ from google.protobuf.message import DecodeError, Message
 
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
+from fedlearn.errors import ProtocolError
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.pace import Pace
 from fedlearn.gateway.settings import GatewaySettings
 from fedlearn.gateway.versions import MAX_SOFTWARE, Versions
+from fedlearn.identity.identity import certificate_fingerprint
+from fedlearn.identity.profiles import Profile, read_subject
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire, wire_pb2
+from fedlearn.transport.content import TaskKey
 
 _MAX_WAITING = 32  # messages that a client has not read
+_MAX_STUDIES = 64  # studies that a client may consent to; others are ignored
 _MAX_HELD = 64  # unsettled replies that a client may ask about when it connects
 
 _ENOUGH = "the coordinator has enough clients for now"
@@ -66,6 +71,28 @@ class CallEnded(Exception):
         super().__init__(reason)
         self.ending = CallStatus(code, reason, cause)
         self.client = client
+
+
+class Peer(NamedTuple):
+    """What the certificate of a peer says, which gRPC has verified against the authority.
+
+    Attributes:
+        profile: Whom it was issued to; ``OTHER`` without a certificate.
+        name: A client's number or an operator's name; empty for other profiles.
+        fingerprint: SHA-256 of its DER, hexadecimal.
+    """
+
+    profile: Profile
+    name: str
+    fingerprint: str
+
+
+def read_peer(context: Context) -> Peer:
+    """Return what a peer's certificate says."""
+    for certificate in context.auth_context().get("x509_pem_cert", ()):
+        with suppress(ProtocolError):
+            return Peer(*read_subject(certificate), certificate_fingerprint(certificate))
+    return Peer(Profile.OTHER, "", "")
 
 
 async def read(context: Context) -> bytes | None:
@@ -151,10 +178,13 @@ class ServerSession:
         software: The software that it runs, as it reports.
         eligible_for: Ids of the runs whose tasks it may be sent.
         only_looks: Whether it disconnects after the welcome, so it must not be sent tasks.
+        takes_bundles: Whether it understands notices of bundles.
+        told_bundles: Ids of the runs whose bundles were announced to it.
         only_run: Id of the only run in which an earlier client takes part; ``None``: it may take
             part in any.
         set_aside_by: Ids of runs that send it no tasks while it is connected, because it keeps
             failing in them.
+        sent_tasks: By run, the task that it was sent last while it is connected.
         since_s: When it connected, on the server's clock.
         held: Replies for which the client still waits for a receipt.
         ending: Why the session has ended; ``None`` while it is open.
@@ -168,14 +198,22 @@ class ServerSession:
         self.eligibility = hello.eligibility
         self.eligible_for: frozenset[str] = frozenset()
         self.only_looks = hello.only_looks
+        self.takes_bundles = hello.takes_bundles
+        self.told_bundles = set[str]()
         self.only_run: str | None = None
         self.set_aside_by = set[str]()
+        self.sent_tasks = dict[str, TaskKey]()
         self.since_s = since_s
         self.held = tuple(hello.held[:_MAX_HELD])
         self.ending: CallStatus | None = None
         self._waiting: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self.is_cut = asyncio.Event()
+
+    @property
+    def max_concurrent_runs(self) -> int:
+        """Number of runs for which the client works at a time, within the protocol's limit."""
+        return min(max(1, self.eligibility.max_concurrent_runs), wire.MAX_CONCURRENT_RUNS)
 
     def push(self, message: bytes) -> bool:
         """Queue a message to the client; return False if its queue is full."""
@@ -315,6 +353,7 @@ class Sessions:
 
     def reconsider(self, session: ServerSession, eligibility: wire_pb2.Eligibility) -> None:
         """Update a client's eligibility with its latest report."""
+        del eligibility.studies[_MAX_STUDIES:]
         session.eligibility = eligibility
         session.eligible_for = frozenset(
             run_id for run_id, each in self.audiences.items() if each.may_ask(session)

@@ -28,11 +28,13 @@ class EnrolledClients:
         clock: Spaces the reads for unknown certificates.
 
     Attributes:
+        revoked: Ids of the clients that were revoked.
         is_unreachable: Whether the last read of the registry failed: an unknown client may then be
             an enrolled one.
     """
 
     def __init__(self, registry: Registry, changed: Callable[[], None], clock: Clock) -> None:
+        self.revoked: frozenset[ClientId] = frozenset()
         self.is_unreachable = True
         self._registry = registry
         self._changed = changed
@@ -68,6 +70,8 @@ class EnrolledClients:
             self._by_fingerprint = {each.fingerprint: each for each in clients}
             self._by_name = {each.name: each for each in clients}
             self._by_id = {each.client_id: each for each in clients}
+            revoked = (each.client_id for each in clients if each.status != "active")
+            self.revoked = frozenset(revoked)
         self._changed()
 
     async def find_by_fingerprint(self, fingerprint: str) -> EnrolledClient | None:

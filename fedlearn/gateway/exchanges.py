@@ -5,9 +5,10 @@ Each time an exchange asks clients, that is one question, with its own key and l
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,8 +18,9 @@ import grpc
 import structlog
 
 from fedlearn.core.clock import Clock
+from fedlearn.core.codec import encode
 from fedlearn.core.kinds import SECURE_KIND
-from fedlearn.core.messages import ClientId
+from fedlearn.core.messages import ClientId, Failure
 from fedlearn.gateway.connections import CallEnded, CallStatus, ServerSession, Sessions
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.questions import (
@@ -49,6 +51,8 @@ from fedlearn.transport.content import DIGEST_BYTES, TaskKey, compute_digest, en
 #: Bytes of small replies of one cohort that may be in flight at once.
 _INLINE_TOTAL_BYTES = 256 << 20
 _MIN_INLINE_BYTES = 16 << 10
+_MAX_TRAINER = 100  # characters
+_MAX_REASON = 300  # characters of a client's reason not to run a bundle
 
 NOT_STORED = CallStatus(
     grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -108,6 +112,50 @@ class Offer:
         return 2 * self.num_bytes + (1 << 20)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OfferedBundle:
+    """The bundle of a run.
+
+    Attributes:
+        sha256: The digest by which people know it.
+        offer: Its file.
+    """
+
+    sha256: bytes
+    offer: Offer
+
+    @classmethod
+    def of(cls, path: Path) -> "OfferedBundle":
+        """Offer the bundle in a file; raises OSError if it cannot be read."""
+        content = path.read_bytes()
+        offer = Offer(digest=compute_digest(content), num_bytes=len(content), data=b"", path=path)
+        return cls(sha256=sha256(content).digest(), offer=offer)
+
+    @property
+    def trainer(self) -> str:
+        """What clients that ran it say in their envelopes."""
+        return f"bundle:{self.sha256.hex()}"
+
+    def encode_notice(self, run_id: str) -> bytes:
+        """Return the message that announces it to clients."""
+        notice = wire_pb2.BundleNotice(
+            run_id=run_id,
+            sha256=self.sha256,
+            digest=self.offer.digest,
+            num_bytes=self.offer.num_bytes,
+        )
+        return wire_pb2.FromCoordinator(bundle=notice).SerializeToString()
+
+    def is_run_by(self, report: wire_pb2.Eligibility) -> bool:
+        """Whether a client reports that it runs the bundle."""
+        return any(each.sha256 == self.sha256 and each.runs for each in report.bundles)
+
+    def explain_refusal(self, report: wire_pb2.Eligibility) -> str:
+        """Return why a client does not run the bundle, in its words; empty: it does not say."""
+        found = (each.reason for each in report.bundles if each.sha256 == self.sha256)
+        return next(found, "")[:_MAX_REASON]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LiveQuestion:
     """An open question, with all that it needs.
@@ -118,6 +166,7 @@ class LiveQuestion:
         arrivals: Logged replies of the exchange, for the thread that collects them.
         started_s: When it was first asked, on the server's clock; in the past if it was resumed.
         deadline_s: When its exchange ends, on the server's clock; infinite: not before it closes.
+        traceparent: The span that asks; empty: the coordinator records none.
     """
 
     state: QuestionState
@@ -127,6 +176,7 @@ class LiveQuestion:
     arrivals: "SimpleQueue[tuple[LiveQuestion, LoggedReply]]"
     started_s: float
     deadline_s: float
+    traceparent: str
 
     def find_offer(self, client_id: ClientId) -> Offer:
         """Return the request for a participating client."""
@@ -139,8 +189,10 @@ class Exchanges:
 
     Attributes:
         is_leader: Whether this coordinator may accept replies now.
+        study: Name of the run's study, which clients are told with each task; empty: none.
         is_recovering: Whether a crash has left an unfinished exchange. Until it is opened again,
             every client may be one that it needs.
+        bundle: The trainer that the run ships; any client may download it.
         num_unlogged: Verified replies that are not durable yet.
         next_turn: Returns the number of a question, in the order in which all runs ask.
         is_turn: Whether a client that is asked works for this run now, not first for another.
@@ -154,6 +206,8 @@ class Exchanges:
     counters: GatewayCounters
     clock: Clock
     is_recovering: bool
+    study: str = ""
+    bundle: OfferedBundle | None = None
     num_unlogged: int = 0
     next_turn: Callable[[], int] = lambda: 0
     is_turn: Callable[[ClientId], bool] = lambda _: True
@@ -201,6 +255,7 @@ class Exchanges:
                     alike[offer.digest] = self._encode_task(live, offer, b"")
                 message = alike[offer.digest]
             if self.sessions.push(client_id, message):
+                session.sent_tasks[live.state.key.run_id] = live.state.key
                 live.state.move(client_id, ClientPhase.CONNECTED, now_s=now_s)
         for session in self.sessions.all():
             self.send_missed_verdicts(session, run_id=live.state.key.run_id)
@@ -228,8 +283,10 @@ class Exchanges:
             max_reply_bytes=offer.max_reply_bytes,
             max_inline_bytes=self._max_inline_bytes(),
             last_round_num=last_round_num,
+            study=self.study,
         )
         _add_constants(task, offer)
+        self._add_bundle(task)
         return wire_pb2.FromCoordinator(ahead=task).SerializeToString()
 
     def cancel_prefetches(self) -> None:
@@ -315,10 +372,14 @@ class Exchanges:
             session.push(_encode_cancel(self._cancelled.pop(client_id), "the round has closed"))
 
     def send_task(self, session: ServerSession) -> None:
-        """Send a client its task, if its reply is awaited."""
+        """Send a client its task, if its reply is awaited and it was not sent in this session."""
         client_id = session.client.client_id
         live = self._questions.get(client_id)
         if live is not None and live.state.is_awaited(client_id):
+            key = live.state.key
+            if session.sent_tasks.get(key.run_id) == key:
+                return
+            session.sent_tasks[key.run_id] = key
             personal = live.personal.get(client_id, b"")
             offer = live.find_offer(client_id).for_protocol(session.protocol)
             session.push(self._encode_task(live, offer, personal))
@@ -373,6 +434,8 @@ class Exchanges:
         live = self._questions.get(client_id)
         _, prefetch = self._prefetches.get(client_id, (None, None))
         current = None if live is None else live.find_offer(client_id)
+        if self.bundle is not None and self.bundle.offer.digest == digest:
+            return self.bundle.offer
         offers = [
             each for offer in (current, prefetch) if offer is not None for each in offer.files
         ]
@@ -430,8 +493,29 @@ class Exchanges:
         self.num_unlogged += 1
         # Timed on arrival, not after the fsync: a busy disk must not make a client look slow.
         elapsed_s = self.clock.now_s() - live.started_s
-        reply = LoggedReply(client_id, elapsed_s, envelope.digest, envelope.num_bytes)
+        reply = LoggedReply(
+            client_id,
+            elapsed_s,
+            envelope.digest,
+            envelope.num_bytes,
+            trainer=envelope.trainer,
+        )
         self.writer.put(live.log, Draft(reply, data), partial(self._on_logged, live, client_id))
+
+    def fail(self, client_ids: Iterable[ClientId], reason: str) -> None:
+        """Let the open tasks of some clients fail, since these clients can no longer answer.
+
+        The failure is logged like a reply, so a restart does not wait for them either.
+        """
+        for client_id in client_ids:
+            live = self._questions.get(client_id)
+            if live is None or live.log.closed is not None or not live.state.is_awaited(client_id):
+                continue
+            data = encode(Failure(reason))
+            envelope = wire_pb2.Envelope(
+                key=live.state.key.message(), digest=compute_digest(data), num_bytes=len(data)
+            )
+            self.log_reply(client_id, envelope, data)
 
     async def wait_for_verdict(
         self,
@@ -522,8 +606,13 @@ class Exchanges:
             return refuse(f"{len(envelope.digest)} bytes are not a digest", "digest")
         if envelope.num_bytes > most:
             return refuse(f"{envelope.num_bytes} bytes, at most {most} are allowed", "size")
+        if len(envelope.trainer) > _MAX_TRAINER:
+            return refuse("the name of the trainer is too long", "trainer")
         signed = encode_signed_reply(
-            envelope.key, client_id=client.client_id, digest=envelope.digest
+            envelope.key,
+            client_id=client.client_id,
+            digest=envelope.digest,
+            trainer=envelope.trainer,
         )
         if not verify(client.identity_key, envelope.signature, signed):
             return refuse("the signature is not by this client's identity key", "signature")
@@ -647,9 +736,16 @@ class Exchanges:
             max_reply_bytes=offer.max_reply_bytes,
             max_inline_bytes=self._max_inline_bytes(),
             personal=personal,
+            study=self.study,
+            traceparent=live.traceparent,
         )
         _add_constants(task, offer)
+        self._add_bundle(task)
         return wire_pb2.FromCoordinator(task=task).SerializeToString()
+
+    def _add_bundle(self, task: wire_pb2.Task) -> None:
+        if self.bundle is not None:
+            task.bundle = self.bundle.sha256
 
 
 def _add_constants(task: wire_pb2.Task, offer: Offer) -> None:

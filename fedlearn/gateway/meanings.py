@@ -62,6 +62,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         elsewhere="Of them, those that work for another run of this coordinator now.",
         set_aside="Connected clients that are not asked because they keep failing: "
         "coordinator.set_aside_after.",
+        asked="Clients of the open exchange by `phase`: asked (not connected since), connected, "
+        "downloading, training, uploading, reported, failed, gone.",
     ),
     **_gauges(
         "clients",
@@ -92,6 +94,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         "epsilon",
         privacy_epsilon="Epsilon of the released models, computed now and then; absent without "
         "[privacy].",
+        privacy_epsilon_budget="The budget that it must not exceed, privacy.epsilon; absent if "
+        "none is set.",
     ),
     **_gauges(
         "days",
@@ -127,6 +131,8 @@ MEANINGS: Final[Mapping[str, Meaning]] = {
         "clients",
         participations="Clients by the `status` in which their round ended: reported, late, "
         "failed, stale.",
+        secure_dropouts="Clients lost during secure aggregation by `stage`: advertise, share, "
+        "mask, confirm, unmask; absent without it.",
     ),
     **_counters(
         "updates",

@@ -1,11 +1,13 @@
 """The runs that a gateway serves, and for which of them each client works.
 
-A client has one task at a time. If several runs ask it, it works for them in the order in which
-they asked. A run that waits for clients is given those that are free before runs that have begun to
-wait later, so no run takes them all.
+A client has one task of a run at a time, and works for as many runs at a time as it reports, which
+is usually one. If more runs ask it, it works for them in the order in which they asked. A run that
+waits for clients is given those that are free before runs that have begun to wait later, so no run
+takes them all.
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +16,7 @@ from pathlib import Path
 from fedlearn.core.clock import Clock
 from fedlearn.core.messages import ClientId
 from fedlearn.gateway.connections import Audience, ServerSession, Sessions
-from fedlearn.gateway.exchanges import Exchanges, Offer
+from fedlearn.gateway.exchanges import Exchanges, Offer, OfferedBundle
 from fedlearn.gateway.questions import ClientPhase
 from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire, wire_pb2
@@ -43,6 +45,10 @@ class RunTerms:
         needs_newest: Why it needs clients of the newest protocol; empty: the previous one suffices.
         fewest: Clients that a round needs; with fewer connected, its wait holds up no other run.
         priority: Of two runs that wait for clients, the one with the higher value is given them.
+        study: Name of the study that it belongs to; empty: none. Clients are told it.
+        concerns: Whether the client of a given name may be told the run's bundle, and named in the
+            run's status.
+        bundle: The trainer that the run ships; ``None``: clients run their own.
     """
 
     run_id: str
@@ -52,6 +58,28 @@ class RunTerms:
     needs_newest: str = ""
     fewest: int = 1
     priority: int = 0
+    study: str = ""
+    concerns: Callable[[str], bool] = lambda _: True
+    bundle: OfferedBundle | None = None
+
+    def admits(self, client: EnrolledClient, report: wire_pb2.Eligibility) -> bool:
+        """Whether a client may be sent tasks: it is eligible, and has the code."""
+        return self.has_code(report) and self.eligible(client, report)
+
+    def has_code(self, report: wire_pb2.Eligibility) -> bool:
+        """Whether a client runs the bundle, or without a bundle has a trainer of its own.
+
+        A client of an earlier version reports no bundles.
+        """
+        if self.bundle is None:
+            return not report.runs_only_bundles
+        return self.bundle.is_run_by(report)
+
+    def explain_lack(self, report: wire_pb2.Eligibility) -> str:
+        """Return why a client lacks the code, for the operator; empty: it does not say."""
+        if self.bundle is None:
+            return "it runs only bundles, and this run ships none"
+        return self.bundle.explain_refusal(report)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -115,12 +143,13 @@ class ServedRuns:
         self._runs[run.run_id] = run
         self.sessions.audiences[run.run_id] = run.audience
         run.exchanges.next_turn = partial(self._number_question, run)
-        run.exchanges.is_turn = lambda client_id: self._find_turn(client_id) is run
+        run.exchanges.is_turn = lambda client_id: run in self._find_turns(client_id)
         run.exchanges.released = self._start_next
         for session in self.sessions.all():
             if session.only_run == wire.NO_RUN:
                 self.sessions.send_away(session, "another run has begun", after_s=_SOON_S)
                 continue
+            self._announce_bundle(run, session)
             self.sessions.reconsider(session, session.eligibility)
             run.exchanges.send_missed_verdicts(session, run_id=run.run_id)
 
@@ -143,6 +172,21 @@ class ServedRuns:
         """Return the ids of the runs that are not over."""
         return [each.run_id for each in self._runs.values() if not each.is_over]
 
+    def reconsider_all(self) -> None:
+        """Decide again which clients may be asked for which run, and are told its bundle."""
+        for session in self.sessions.all():
+            for run in self._runs.values():
+                self._announce_bundle(run, session)
+            self.sessions.reconsider(session, session.eligibility)
+
+    def list_consents(self) -> dict[str, frozenset[str]]:
+        """Return the studies to which each connected client consents, by its name."""
+        return {
+            each.client.name: frozenset(each.eligibility.studies)
+            for each in self.sessions.all()
+            if not each.only_looks
+        }
+
     def choose_run(self, session: ServerSession) -> str:
         """Return the run that a client is welcomed to; earlier clients take part in no other."""
         audiences = [each.audience for each in self._runs.values() if not each.is_over]
@@ -153,9 +197,9 @@ class ServedRuns:
         """Return all runs, in the order in which they were added."""
         return tuple(self._runs.values())
 
-    def get(self, run_id: str) -> ServedRun:
-        """Return a run that is served."""
-        return self._runs[run_id]
+    def find(self, run_id: str) -> ServedRun | None:
+        """Return the run with an id, or the first one if it is empty; ``None`` if there is none."""
+        return next((each for each in self._runs.values() if run_id in ("", each.run_id)), None)
 
     def exchanges_of(self, run_id: str) -> Exchanges:
         """Return the exchanges of a run; those of a run that is not served refuse everything."""
@@ -165,8 +209,8 @@ class ServedRuns:
     def find_available(self, run_id: str) -> tuple[ClientId, ...]:
         """Return the clients that a run may ask now, in ascending order.
 
-        They are connected, eligible, and work for no other run, and no run that comes first waits
-        for them.
+        They are connected and eligible, and take one more run besides those for which they work,
+        and those that come first and wait for them.
         """
         run, now_s = self._runs[run_id], self.clock.now_s()
         run.note_look(now_s)
@@ -174,22 +218,27 @@ class ServedRuns:
         found = self.sessions.find_eligible(run_id)
         if len(self._runs) == 1:
             return tuple(found)
-        taken = set[ClientId]()
+        taken = Counter[ClientId]()
         for each in self._runs.values():
             if each.is_before(run, now_s):
                 wanted = self.sessions.find_eligible(each.run_id)
                 taken.update(wanted if len(wanted) >= each.terms.fewest else ())
-        return tuple(c for c in found if c not in taken and not self.works_elsewhere(c, run_id))
+        return tuple(c for c in found if self._num_left(c, run) > taken[c])
+
+    def find_elsewhere(self, run_id: str) -> list[ClientId]:
+        """Return the eligible clients that other runs occupy, or that are kept for them."""
+        there = set(self.find_available(run_id))
+        return [each for each in self.sessions.find_eligible(run_id) if each not in there]
 
     def works_elsewhere(self, client_id: ClientId, run_id: str) -> bool:
-        """Whether a client works for another run than this one."""
-        turn = self._find_turn(client_id)
-        return turn is not None and turn.run_id != run_id
+        """Whether a client works for as many other runs as it takes."""
+        return self._num_left(client_id, self._runs[run_id]) == 0
 
     def greet(self, session: ServerSession) -> None:
         """Send a client that has just connected the messages that it missed."""
         for each in self._runs.values():
             each.exchanges.send_missed_cancel(session)
+            self._announce_bundle(each, session)
         self._start_next((session.client.client_id,))
 
     def send_missed_verdicts(self, session: ServerSession) -> None:
@@ -208,6 +257,15 @@ class ServedRuns:
                 return each.exchanges, offer
         return None
 
+    def _announce_bundle(self, run: ServedRun, session: ServerSession) -> None:
+        """Announce a run's bundle, once, to a client that takes part in the run's study."""
+        bundle, is_told = run.terms.bundle, run.run_id in session.told_bundles
+        if bundle is None or run.is_over or is_told or not session.takes_bundles:
+            return
+        if run.terms.concerns(session.client.name):
+            session.told_bundles.add(run.run_id)
+            session.push(bundle.encode_notice(run.run_id))
+
     def set_gone(self, client_id: ClientId) -> None:
         """Note that a client has no session any more."""
         for each in self._runs.values():
@@ -218,18 +276,28 @@ class ServedRuns:
         self._num_questions += 1
         return self._num_questions
 
-    def _find_turn(self, client_id: ClientId) -> ServedRun | None:
-        """Return the run for which a client works: the one that asked first; ``None``: no run."""
-        first, found = float("inf"), None
-        for each in self._runs.values():
-            asked = each.exchanges.find_turn(client_id)
-            if asked is not None and asked < first:
-                first, found = asked, each
-        return found
+    def _max_concurrent_runs(self, client_id: ClientId) -> int:
+        session = self.sessions.find(client_id)
+        return 1 if session is None else session.max_concurrent_runs
+
+    def _find_turns(self, client_id: ClientId) -> list[ServedRun]:
+        """Return the runs for which a client works: of those that ask it, the first."""
+        asked = {
+            turn: each
+            for each in self._runs.values()
+            if (turn := each.exchanges.find_turn(client_id)) is not None
+        }
+        first = sorted(asked)[: self._max_concurrent_runs(client_id)] if asked else ()
+        return [asked[turn] for turn in first]
+
+    def _num_left(self, client_id: ClientId, run: ServedRun) -> int:
+        """Return for how many more runs, this one among them, a client works."""
+        num_others = sum(each is not run for each in self._find_turns(client_id))
+        return self._max_concurrent_runs(client_id) - num_others
 
     def _start_next(self, client_ids: Iterable[ClientId]) -> None:
-        """Send each client the task of the run whose turn it is, if it was not sent before."""
+        """Send each client the tasks of the runs whose turn it is."""
         for client_id in client_ids:
-            run, session = self._find_turn(client_id), self.sessions.find(client_id)
-            if run is not None and session is not None:
-                run.exchanges.send_task(session)
+            if (session := self.sessions.find(client_id)) is not None:
+                for run in self._find_turns(client_id):
+                    run.exchanges.send_task(session)

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from datetime import datetime
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 
 import grpc
 import numpy as np
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from fedlearn.core.clock import RealClock, utc
 from fedlearn.core.messages import ClientId
 from fedlearn.core.software import SOFTWARE
-from fedlearn.errors import DeploymentError, ProtocolError, StoreError
+from fedlearn.errors import DeploymentError, StoreError
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.channel import Check, GatewayChannel, Waiting
 from fedlearn.gateway.connections import (
@@ -40,14 +40,16 @@ from fedlearn.gateway.connections import (
     parse_message,
     read,
     read_first,
+    read_peer,
 )
 from fedlearn.gateway.contacts import Contacts
 from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.enrolled import EnrolledClients
 from fedlearn.gateway.enrolment import MAX_ENROLMENT_BYTES, Enrolments
-from fedlearn.gateway.exchanges import Exchanges
+from fedlearn.gateway.exchanges import Exchanges, OfferedBundle
 from fedlearn.gateway.loop import LoopThread
 from fedlearn.gateway.open_files import max_open_files
+from fedlearn.gateway.operations import OperatorAccess, OperatorCalls
 from fedlearn.gateway.pace import Pace
 from fedlearn.gateway.processor_time import ProcessorTime
 from fedlearn.gateway.questions import (
@@ -61,7 +63,7 @@ from fedlearn.gateway.token_bucket import TokenBucket
 from fedlearn.gateway.transfers import Transfers
 from fedlearn.gateway.upload_store import GroupWriter, read_exchange_logs
 from fedlearn.gateway.versions import Versions
-from fedlearn.identity.identity import certificate_fingerprint
+from fedlearn.identity.profiles import Profile
 from fedlearn.identity.registry import EnrolledClient, Registry
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.addresses import is_loopback
@@ -85,11 +87,15 @@ _MANY = 10
 _NOT_NOW = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 _MAX_PEERS = 1 << 16  # remembered connections of known clients
-_MAX_STREAMS = 8  # of one connection at once: a session, transfers, and those that are ending
-_MAX_CALLS = 16  # unfinished calls of one client, over all its connections
+_MAX_STREAMS = 24  # of one connection at once: a session, transfers, and those that are ending
+_MAX_CALLS = 32  # unfinished calls of one client, over all its connections
 _MAX_SMALL_BYTES = 16 << 10  # of a message other than a reply
 _MAX_LISTED = 100  # clients that the status lists as set aside
+_REVOKED = "this client was revoked"
 _MAX_ENROLMENT_CONNECTIONS = 1000  # at once; any peer that reaches the port may hold one
+
+#: Serves a call: gRPC passes the messages, which are read from the context instead.
+_Serve: TypeAlias = Callable[[object, Context], Awaitable[None]]
 
 _log = structlog.get_logger(__name__)
 
@@ -103,6 +109,7 @@ class Gateway:
         authority: Issues and serves certificates; ``None``: plaintext on the loopback, where
             clients are trusted to give their own names, for tests and demonstrations.
         is_leader: Whether this coordinator may serve clients now; must be cheap.
+        operators: Who may give commands from other machines; ``None``: nobody, as without TLS.
         beat_s: Longest silence towards a client, in seconds, so that it knows that this
             coordinator is alive; 0: unlimited, since no other coordinator can take over.
         public_addresses: Where clients reach the coordinator from now on; empty: where they do
@@ -120,6 +127,7 @@ class Gateway:
     authority: Authority | None
     is_leader: Callable[[], bool]
     clock: RealClock
+    operators: OperatorAccess | None = None
     beat_s: float = 0.0
     public_addresses: Sequence[str] = ()
     pace: Pace | None = None
@@ -130,6 +138,7 @@ class Gateway:
         self.enrolment_address = ""
         self._calls: Counter[ClientId] = Counter()
         self._peers: dict[str, None] = {}
+        self._operations: OperatorCalls | None = None
         self._strangers = self._num_paced = self._num_connections = 0
         self._refusals: dict[str, tuple[int, str]] = {}  # by cause: number of calls, last peer
         self._reported_s = self.clock.now_s()
@@ -216,11 +225,15 @@ class Gateway:
         run = ServedRun(
             terms=terms,
             exchanges=self._build_exchanges(
-                history, is_leader=terms.is_leader, is_recovering=is_recovering
+                history,
+                is_leader=terms.is_leader,
+                is_recovering=is_recovering,
+                study=terms.study,
+                bundle=terms.bundle,
             ),
             audience=Audience(
                 run_id=terms.run_id,
-                admits=terms.eligible,
+                admits=terms.admits,
                 needs_newest=terms.needs_newest,
                 changed=changed.set,
             ),
@@ -261,16 +274,27 @@ class Gateway:
             clock=self.clock,
         )
 
-    def serves(self, run_id: str) -> bool:
-        """Whether a run is served."""
-        return any(each.run_id == run_id for each in self._loop.ask(self._served.all))
+    def reconsider_clients(self) -> None:
+        """Decide again which clients may be asked for which run, by the runs' terms."""
+        self._loop.ask(self._served.reconsider_all)
+
+    def list_consents(self) -> dict[str, frozenset[str]]:
+        """Return the studies to which each connected client consents, by its name."""
+        return self._loop.ask(self._served.list_consents)
 
     def _find_run(self, run_id: str) -> ServedRun:
-        runs = self._loop.ask(self._served.all)
-        return next(each for each in runs if run_id in ("", each.run_id))
+        found = self._loop.ask(partial(self._served.find, run_id))
+        assert found is not None, f"the run {run_id!r} is not served"
+        return found
 
     def _build_exchanges(
-        self, history: VerdictHistory, *, is_leader: Callable[[], bool], is_recovering: bool
+        self,
+        history: VerdictHistory,
+        *,
+        is_leader: Callable[[], bool],
+        is_recovering: bool,
+        study: str = "",
+        bundle: OfferedBundle | None = None,
     ) -> Exchanges:
         return Exchanges(
             history=history,
@@ -280,6 +304,8 @@ class Gateway:
             counters=self.counters,
             clock=self.clock,
             is_recovering=is_recovering,
+            study=study,
+            bundle=bundle,
         )
 
     def _explain_newest_protocol(self) -> str:
@@ -311,10 +337,21 @@ class Gateway:
     def status(self, run_id: str = "") -> dict[str, object]:
         """Return a run's clients and the state of its open exchange, as JSON values.
 
-        ``run_id`` is the run's id; empty: the first one.
+        Empty if the run is not served: whoever asks cannot know when it retires.
+
+        Args:
+            run_id: Id of the run; empty: the first one.
         """
-        run = self._find_run(run_id)
-        return self._loop.ask(partial(self._status, run))
+
+        def look_up() -> dict[str, object]:
+            run = self._served.find(run_id)
+            return {} if run is None else self._status(run)
+
+        return self._loop.ask(look_up)
+
+    def num_connected(self) -> int:
+        """Return how many clients are connected, whichever runs they work for."""
+        return self._loop.ask(lambda: len(self._sessions))
 
     def num_eligible(self, run_id: str = "") -> int:
         """Return how many connected clients may be sent tasks of a run, whatever they do now."""
@@ -361,10 +398,24 @@ class Gateway:
             "eligible": len(eligible),
             "elsewhere": len(elsewhere),
             "set_aside": len(set_aside),
-            "other_version": self._sessions.versions.status(self._find_name),
+            "other_version": self._sessions.versions.status(
+                self._find_name, concerns=run.terms.concerns
+            ),
             **self._pace.values(),
             "clients_set_aside": set_aside[:_MAX_LISTED],
+            "without_bundle": self._list_without_code(run),
         }
+
+    def _list_without_code(self, run: ServedRun) -> dict[str, str]:
+        """Return why clients do not run the run's bundle, or have no trainer for it, by name."""
+        lacking = (
+            session
+            for session in self._sessions.all()
+            if run.terms.concerns(session.client.name)
+            and not run.terms.has_code(session.eligibility)
+        )
+        found = {s.client.name: run.terms.explain_lack(s.eligibility) for s in lacking}
+        return dict(sorted(found.items())[:_MAX_LISTED])
 
     def find_first_expiry(self) -> datetime | None:
         """Return the earliest expiry of an active client's certificate; ``None``: there is none."""
@@ -374,6 +425,8 @@ class Gateway:
         self._writer.stop()
         self._loop.stop()
         self._files.shutdown()
+        if self._operations is not None:
+            self._operations.close()
 
     # The servers.
 
@@ -395,7 +448,8 @@ class Gateway:
         self._servers: list[grpc.aio.Server] = []
         self.address = self._listen_on(
             settings.address,
-            {
+            self._build_operations()
+            | {
                 wire.GATEWAY: {
                     "Session": partial(self._serve_client, self._serve_session),
                     "Download": partial(self._serve_client, self._transfers.download),
@@ -431,10 +485,28 @@ class Gateway:
         self._poll = asyncio.create_task(self._keep_polling())
         _log.info("gateway_open", address=self.address, enrolment_address=self.enrolment_address)
 
+    def _build_operations(self) -> dict[str, dict[str, _Serve]]:
+        """Return the service for operators; none where nobody may give commands."""
+        if self.operators is None or self.authority is None:
+            return {}
+        self._operations = OperatorCalls(
+            access=self.operators,
+            authority=self.authority,
+            settings=self.settings,
+            is_leader=self.is_leader,
+            clock=self.clock,
+        )
+        calls = {"Give": self._operations.give, "Join": self._operations.join}
+        return {
+            wire.OPERATIONS: {
+                name: partial(self._serve_operator, call) for name, call in calls.items()
+            }
+        }
+
     def _listen_on(
         self,
         address: str,
-        services: Mapping[str, Mapping[str, Callable[[object, Context], Awaitable[None]]]],
+        services: Mapping[str, Mapping[str, _Serve]],
         *,
         mutual: bool,
         max_bytes: int,
@@ -544,6 +616,7 @@ class Gateway:
             await self._enrolled.renew()
             for run in self._served.all():
                 run.exchanges.send_pending_verdicts()
+                run.exchanges.fail(self._enrolled.revoked, _REVOKED)
             self._end_revoked_sessions()
             self._report()
             await self._contacts.keep()
@@ -608,7 +681,7 @@ class Gateway:
         """Return why a known client is no longer admitted, with one word to count it by."""
         now = self._enrolled.find_by_id(client.client_id)
         if now is None or now.status != "active":
-            return "this client was revoked", "revoked"
+            return _REVOKED, "revoked"
         if now.fingerprint != client.fingerprint:
             return "this client has enrolled again with other keys", "replaced"
         if now.certificate_expires_utc <= utc(self.clock.unix_s()):
@@ -651,8 +724,18 @@ class Gateway:
     ) -> None:
         """Serve a client that need not be enrolled; count its connection as known afterwards."""
         async with self._report_ending(context):
+            if read_peer(context).profile in (Profile.OPERATOR, Profile.OPERATOR_INVITATION):
+                reason = "this is an operator's certificate, with which no client enrols"
+                raise CallEnded(grpc.StatusCode.PERMISSION_DENIED, reason, "profile")
             await serve(context)
             self._count_peer(context.peer())
+
+    async def _serve_operator(
+        self, serve: Callable[[Context], Awaitable[None]], _: object, context: Context
+    ) -> None:
+        async with self._report_ending(context):
+            self._count_peer(context.peer())
+            await serve(context)
 
     @asynccontextmanager
     async def _report_ending(
@@ -706,6 +789,7 @@ class Gateway:
             unix_s=self.clock.unix_s(),
             beat_s=self._beat_s(hello.protocol),
             addresses=self.public_addresses,
+            records_trainers=True,
         )
         session.push(wire_pb2.FromCoordinator(welcome=welcome).SerializeToString())
         self._served.send_missed_verdicts(session)  # even if there is no room for the session
@@ -821,17 +905,13 @@ class Gateway:
             return await self._enrolled.find_by_name(str(name))
         # gRPC has verified this certificate against the authority; the registry decides who it is,
         # and whether it is still admitted.
-        for certificate in context.auth_context().get("x509_pem_cert", ()):
-            try:
-                client = await self._enrolled.find_by_fingerprint(
-                    certificate_fingerprint(certificate)
-                )
-            except ProtocolError:
-                return None
-            if client is not None:
-                self._count_peer(context.peer())
-            return client
-        return None
+        peer = read_peer(context)
+        if peer.profile is not Profile.CLIENT:
+            return None
+        client = await self._enrolled.find_by_fingerprint(peer.fingerprint)
+        if client is not None:
+            self._count_peer(context.peer())
+        return client
 
     def _count_peer(self, peer: str) -> None:
         if peer not in self._peers:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -38,12 +38,11 @@ _SILENT.disabled = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class Snapshot:
-    """The state of a coordinator at one moment, for telemetry.
+class Measurements:
+    """The metrics of a run, or of a service of many runs, at one moment.
 
     Attributes:
-        run: Name of the run: a label of all metrics.
-        not_ready: Why it serves no clients now; empty if it does.
+        run: Name of the run or service: a label of all metrics.
         counters: By name without prefix and ``_total``, or with labels:
             ``refused{reason=rate}``, ``build_info{version=1.0,python=3.11}``.
         gauges: By name in the same way.
@@ -51,10 +50,22 @@ class Snapshot:
     """
 
     run: str
-    not_ready: str = ""
     counters: Mapping[str, float] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Histogram] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot(Measurements):
+    """The state of a coordinator process at one moment, for telemetry.
+
+    Attributes:
+        not_ready: Why it serves no clients now; empty if it does.
+        runs: The runs that a service of many runs has at work, each by another name.
+    """
+
+    not_ready: str = ""
+    runs: Sequence[Measurements] = ()
 
 
 class Telemetry:
@@ -179,29 +190,35 @@ class _Families:
 
     def collect(self) -> Iterator[Metric]:
         """Yield every counter, gauge and histogram."""
-        snapshot, families = self.snapshot, dict[str, Metric]()
-        gauges = {**snapshot.gauges, "ready": float(not snapshot.not_ready)}
-        for suffix, values in (("_total", snapshot.counters), ("", gauges)):
-            for text, value in values.items():
-                name, labels = self._parse_name(text)
-                _get_family(families, name).add_sample(f"fedlearn_{name}{suffix}", labels, value)
-        for text, histogram in snapshot.histograms.items():
-            name, labels = self._parse_name(text)
-            family, counts = _get_family(families, name), histogram.cumulate()
-            for bound, count in zip((*histogram.bounds, math.inf), counts, strict=True):
-                ends = labels | {"le": _format_bound(bound)}
-                family.add_sample(f"fedlearn_{name}_bucket", ends, count)
-            family.add_sample(f"fedlearn_{name}_count", labels, counts[-1])
-            family.add_sample(f"fedlearn_{name}_sum", labels, histogram.total)
+        families = dict[str, Metric]()
+        ready = float(not self.snapshot.not_ready)
+        labels = {"run": self.snapshot.run}
+        _get_family(families, "ready").add_sample("fedlearn_ready", labels, ready)
+        for each in (self.snapshot, *self.snapshot.runs):
+            _add_samples(families, each)
         yield from families.values()
         yield from self.process.collect()
 
-    def _parse_name(self, text: str) -> tuple[str, dict[str, str]]:
-        name, _, rest = text.rstrip("}").partition("{")
-        pairs = (each.partition("=") for each in rest.split(",") if each)
-        return name.replace("/", "_"), {"run": self.snapshot.run} | {
-            k: value for k, _, value in pairs
-        }
+
+def _add_samples(families: dict[str, Metric], measured: Measurements) -> None:
+    for suffix, values in (("_total", measured.counters), ("", measured.gauges)):
+        for text, value in values.items():
+            name, labels = _parse_name(text, measured.run)
+            _get_family(families, name).add_sample(f"fedlearn_{name}{suffix}", labels, value)
+    for text, histogram in measured.histograms.items():
+        name, labels = _parse_name(text, measured.run)
+        family, counts = _get_family(families, name), histogram.cumulate()
+        for bound, count in zip((*histogram.bounds, math.inf), counts, strict=True):
+            ends = labels | {"le": _format_bound(bound)}
+            family.add_sample(f"fedlearn_{name}_bucket", ends, count)
+        family.add_sample(f"fedlearn_{name}_count", labels, counts[-1])
+        family.add_sample(f"fedlearn_{name}_sum", labels, histogram.total)
+
+
+def _parse_name(text: str, run: str) -> tuple[str, dict[str, str]]:
+    name, _, rest = text.rstrip("}").partition("{")
+    pairs = (each.partition("=") for each in rest.split(",") if each)
+    return name.replace("/", "_"), {"run": run} | {key: value for key, _, value in pairs}
 
 
 def _format_bound(value: float) -> str:

@@ -6,8 +6,9 @@ Worker threads do all reading and writing of files.
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -36,7 +37,8 @@ from fedlearn.identity.registry import EnrolledClient
 from fedlearn.transport import wire, wire_pb2
 from fedlearn.transport.content import TaskKey
 
-_MAX_TRANSFERS = 3  # of one client at once: a reply, a request, and one that is sent ahead
+#: Of one client for each run at the same time: a reply, a request, and one that is sent ahead.
+_MAX_TRANSFERS = 3
 _MAX_TOGETHER, _MAX_WAITING_CHUNKS = 8, 32  # chunks held for writing: of one upload, and of all
 
 _NOT_AS_ANNOUNCED = refuse("the number of bytes is not the announced one", "size")
@@ -66,11 +68,21 @@ class Transfers:
     counters: GatewayCounters
     clock: Clock
     _running: Counter[ClientId] = field(default_factory=Counter)
-    _uploads: dict[ClientId, asyncio.Task[Ruling]] = field(default_factory=dict)
+    _uploads: dict[tuple[ClientId, str], asyncio.Task[Ruling]] = field(
+        default_factory=dict
+    )  # by client and run
+
+    @contextmanager
+    def _counting(self, client: EnrolledClient) -> Iterator[None]:
+        session = self.runs.sessions.find(client.client_id)
+        num_runs = 1 if session is None else session.max_concurrent_runs
+        most = _MAX_TRANSFERS * num_runs
+        with count_call(self._running, client.client_id, at_most=most, what="transfers"):
+            yield
 
     async def download(self, client: EnrolledClient, context: Context) -> None:
         """Send the bytes of a request, starting at the offset that the client asks for."""
-        with count_call(self._running, client.client_id, at_most=_MAX_TRANSFERS, what="transfers"):
+        with self._counting(client):
             request = parse_message(wire_pb2.DownloadRequest, await self._read(client, context))
             found = self.runs.find_offer(client.client_id, request.digest)
             if found is None:
@@ -85,7 +97,7 @@ class Transfers:
 
     async def upload(self, client: EnrolledClient, context: Context) -> None:
         """Receive a reply, then send its receipt."""
-        with count_call(self._running, client.client_id, at_most=_MAX_TRANSFERS, what="transfers"):
+        with self._counting(client):
             envelope = parse_message(
                 wire_pb2.UploadPart, await self._read(client, context)
             ).envelope
@@ -141,22 +153,22 @@ class Transfers:
         self, client: EnrolledClient, envelope: wire_pb2.Envelope, context: Context
     ) -> Ruling:
         """Receive a reply and return its verdict; the client's previous upload is ended."""
-        client_id = client.client_id
-        old = self._uploads.pop(client_id, None)
+        place = client.client_id, envelope.key.run_id
+        old = self._uploads.pop(place, None)
         if old is not None:
             # Both uploads would write to the same file. `wait`, unlike `await`, does not raise its
             # error here.
             old.cancel()
             await asyncio.wait({old})
         task = asyncio.create_task(self._receive(client, envelope, context))
-        self._uploads[client_id] = task
+        self._uploads[place] = task
         try:
             await asyncio.wait({task})
         finally:
             task.cancel()
             await asyncio.wait({task})
-            if self._uploads.get(client_id) is task:
-                del self._uploads[client_id]
+            if self._uploads.get(place) is task:
+                del self._uploads[place]
         if task.cancelled():
             raise CallEnded(*SUPERSEDED)
         return task.result()

@@ -100,6 +100,7 @@ class LoggedReply(NamedTuple):
         elapsed_s: Seconds since the tasks were sent.
         digest: The digest of its bytes, verified.
         offset: Position of its bytes in the log; -1: they are in a separate file.
+        trainer: What the client ran, as it says; empty: it does not.
     """
 
     client_id: ClientId
@@ -107,6 +108,7 @@ class LoggedReply(NamedTuple):
     digest: bytes
     num_bytes: int
     offset: int = -1
+    trainer: str = ""
 
 
 class Draft(NamedTuple):
@@ -178,7 +180,7 @@ class ReplyLog:
         """
         logged, records, end = list[LoggedReply | OSError](), list[bytes](), self._end
         for reply, data in drafts:
-            head = _REPLY.pack(*reply[:-1])
+            head, tail = _REPLY.pack(*reply[:4]), reply.trainer.encode()
             if isinstance(data, PartialUpload):
                 try:
                     # Durable in this order: the file's bytes, its name (the rename), the folder,
@@ -189,10 +191,10 @@ class ReplyLog:
                     logged.append(error)
                     continue
                 logged.append(reply)
-                records.append(_encode_record(_Kind.FILE, head))
+                records.append(_encode_record(_Kind.FILE, head + tail))
             else:
                 logged.append(reply._replace(offset=end + _RECORD.size + _REPLY.size))
-                records.append(_encode_record(_Kind.INLINE, head + data))
+                records.append(_encode_record(_Kind.INLINE, head + data + tail))
             end += len(records[-1])
         try:
             if self._durable and any(isinstance(data, PartialUpload) for _, data in drafts):
@@ -460,7 +462,10 @@ def _parse_log(stream: BinaryIO, folder: Path) -> RecoveredLog | None:
             case _:
                 offset = begin + _REPLY.size if kind is _Kind.INLINE else -1
                 # An inline reply's bytes stay on disk: only their position is kept in memory.
-                reply = LoggedReply._make((*_REPLY.unpack_from(body), offset))
+                values = _REPLY.unpack_from(body)
+                tail = _REPLY.size + (values[-1] if kind is _Kind.INLINE else 0)
+                trainer = body[tail:].decode(errors="replace")
+                reply = LoggedReply._make((*values, offset, trainer))
                 path = _reply_path(folder, reply)
                 if kind is _Kind.INLINE or (
                     path.exists() and path.stat().st_size == reply.num_bytes

@@ -61,12 +61,16 @@ class Versions:
         """Refuse a client whose replies cannot be read, until it connects with another version."""
         return self._refuse(client_id, protocol, software, reason)
 
-    def status(self, name: Callable[[ClientId], str]) -> list[dict[str, object]]:
-        """Return the refused clients, as JSON values."""
-        return [
+    def status(
+        self, name: Callable[[ClientId], str], *, concerns: Callable[[str], bool]
+    ) -> list[dict[str, object]]:
+        """Return the refused clients that concern a run, as JSON values."""
+        found = [
             {"client_id": client_id, "name": name(client_id), "reason": refused.reason}
-            for client_id, refused in sorted(self._refused.items())[:_MAX_LISTED]
+            for client_id, refused in sorted(self._refused.items())
+            if concerns(name(client_id))
         ]
+        return found[:_MAX_LISTED]
 
     def _refuse(self, client_id: ClientId, protocol: int, software: str, what: str) -> str:
         reason = f"{what}; install {SOFTWARE} on the client"

@@ -16,8 +16,10 @@ class Actor:
     """Who did something, and from where, as the audit log records it.
 
     Attributes:
-        kind: An operator, a client, or the coordinator by itself.
-        name: Name of the operator's account or of the client; empty for the coordinator.
+        kind: An operator, a client, the coordinator by itself, or a visitor of its page who is no
+            operator.
+        name: The operator's account or name, the client's name, or who the page's provider says
+            that a visitor is; empty for the coordinator, and for a visitor that nobody knows.
         origin: Host of the process, or the address that a request came from; empty if unknown.
 
     Example:
@@ -25,7 +27,7 @@ class Actor:
         'operator:alice'
     """
 
-    kind: Literal["operator", "client", "coordinator"]
+    kind: Literal["operator", "client", "coordinator", "visitor"]
     name: str
     origin: str
 
@@ -51,6 +53,20 @@ def local_coordinator() -> Actor:
 def remote_client(name: str, *, origin: str) -> Actor:
     """Return the client called ``name``, whose request came from the address ``origin``."""
     return Actor(kind="client", name=name, origin=origin)
+
+
+def remote_operator(name: str, *, origin: str) -> Actor:
+    """Return the operator with a certificate for ``name``, whose request came from ``origin``.
+
+    Its label looks like that of a local account. Its origin does not: a gRPC peer's address has a
+    colon, as in ``ipv4:10.0.0.7:4711``, which no host name has.
+    """
+    return Actor(kind="operator", name=name, origin=origin)
+
+
+def page_visitor(identity: str, *, origin: str) -> Actor:
+    """Return somebody who tried to sign in to the page; ``identity`` may be empty."""
+    return Actor(kind="visitor", name=identity, origin=origin)
 
 
 def _find_account() -> str:

@@ -34,6 +34,17 @@ class Action(StrEnum):
         CLIENT_ENROLLED: A client redeemed its invitation.
         CLIENT_REVOKED: A client, or its open invitation, is refused from now on.
         KEY_ROTATED: A client replaced its keys.
+        OPERATOR_INVITED: An invitation was written for an operator, with its first roles.
+        OPERATOR_ENROLLED: An operator redeemed an invitation.
+        OPERATOR_RENEWED: An operator replaced its key and its certificate.
+        OPERATOR_GRANTED: An operator got a role.
+        OPERATOR_GRANT_REVOKED: An operator lost a role.
+        OPERATOR_REVOKED: An operator is refused from now on.
+        OPERATOR_REFUSED: A command from another machine was refused, or its operator.
+        PAGE_SIGNED_IN: An operator has signed in to the page.
+        PAGE_SIGN_IN_REFUSED: Somebody tried to, and was refused.
+        PAGE_SIGNED_OUT: An operator has signed out of the page.
+        SIGNING_KEY_ROTATED: Another key signs from now on, with the old one's consent.
         SERVICE_LED: A coordinator has taken the service's lease.
         RUN_QUEUED: A run was submitted to the service.
         RUN_CANCELLED: An operator took a run out of the queue, or asked to end it.
@@ -51,8 +62,18 @@ class Action(StrEnum):
         RUN_ENDED: The run is done, has failed, or was interrupted.
         RUN_DELETION_BEGAN: A run's files are about to be removed; the details list them.
         RUN_DELETED: A run's files and records are gone.
+        SCHEDULE_CREATED: An experiment is queued again and again from now on.
+        SCHEDULE_REMOVED: A schedule was removed.
+        SCHEDULE_SKIPPED: A schedule was due, but queued no run; the details say why.
+        STUDY_CREATED: A study was created, with its budget.
+        STUDY_INVITED: A client was invited to a study.
+        STUDY_REMOVED: A client was removed from a study.
+        STUDY_CLOSED: A study has no further runs.
+        CONSENT_GIVEN: A client's owner consents to a study, as its session says.
+        CONSENT_WITHDRAWN: A client's owner does not consent any more.
         RELEASE_EXPORTED: A model was recorded in the registry, or a query's result was written.
-        RELEASE_READ: A program has loaded a release's weights through the registry.
+        RELEASE_READ: A program has loaded a release's weights through the registry, or the page
+            has shown its card to an operator.
         RELEASE_TAGGED: A tag names this release from now on.
         RELEASE_UNTAGGED: A tag was removed.
         RELEASE_REMOVED: A release and its files were removed.
@@ -63,6 +84,17 @@ class Action(StrEnum):
     CLIENT_ENROLLED = "client.enrolled"
     CLIENT_REVOKED = "client.revoked"
     KEY_ROTATED = "key.rotated"
+    OPERATOR_INVITED = "operator.invited"
+    OPERATOR_ENROLLED = "operator.enrolled"
+    OPERATOR_RENEWED = "operator.renewed"
+    OPERATOR_GRANTED = "operator.granted"
+    OPERATOR_GRANT_REVOKED = "operator.grant_revoked"
+    OPERATOR_REVOKED = "operator.revoked"
+    OPERATOR_REFUSED = "operator.refused"
+    PAGE_SIGNED_IN = "page.signed_in"
+    PAGE_SIGN_IN_REFUSED = "page.sign_in_refused"
+    PAGE_SIGNED_OUT = "page.signed_out"
+    SIGNING_KEY_ROTATED = "signing_key.rotated"
     SERVICE_LED = "service.led"
     RUN_QUEUED = "run.queued"
     RUN_CANCELLED = "run.cancelled"
@@ -80,6 +112,15 @@ class Action(StrEnum):
     RUN_ENDED = "run.ended"
     RUN_DELETION_BEGAN = "run.deletion_began"
     RUN_DELETED = "run.deleted"
+    SCHEDULE_CREATED = "schedule.created"
+    SCHEDULE_REMOVED = "schedule.removed"
+    SCHEDULE_SKIPPED = "schedule.skipped"
+    STUDY_CREATED = "study.created"
+    STUDY_INVITED = "study.invited"
+    STUDY_REMOVED = "study.removed"
+    STUDY_CLOSED = "study.closed"
+    CONSENT_GIVEN = "consent.given"
+    CONSENT_WITHDRAWN = "consent.withdrawn"
     RELEASE_EXPORTED = "release.exported"
     RELEASE_READ = "release.read"
     RELEASE_TAGGED = "release.tagged"

@@ -9,12 +9,12 @@ Guarantees:
     hashes after it were computed again, which needs no key. It finds that, too, and the removal of
     the newest entries, against a checkpoint that was signed after the entry and kept elsewhere.
     This assumes that SHA-256 is collision-resistant, that Ed25519 is secure, and that the signing
-    key was not stolen.
+    key was not stolen. What a replaced key signs after :mod:`its succession
+    <fedlearn.identity.succession>` does not count.
 """
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +28,7 @@ from fedlearn.errors import DeploymentError
 from fedlearn.identity.audit import NO_HASH, Action, AuditEntry
 from fedlearn.identity.documents import read_document
 from fedlearn.identity.signing import SigningKey, is_signed
+from fedlearn.identity.succession import KeyChain
 
 _CHECKPOINT = b"fedlearn audit checkpoint v1"
 _COMMAND = "fedlearn audit-log --checkpoint"
@@ -161,12 +162,14 @@ class ChainReport:
         num_entries: Entries that were read.
         num_checkpoints: Checkpoints that were compared.
         newest: The last entry; ``None`` if there is none.
+        signing_key: The key that has replaced others last; ``None`` if none has.
         problems: One sentence for each; empty if the log is as it was written.
     """
 
     num_entries: int = 0
     num_checkpoints: int = 0
     newest: AuditEntry | None = None
+    signing_key: str | None = None
     problems: list[str] = field(default_factory=list)
 
 
@@ -181,27 +184,43 @@ def verify_chain(
     Args:
         entries: All entries by position.
         checkpoints: Each with the name of its source, for messages.
-        public_key: The signing key, hexadecimal; ``None`` if there never was one.
+        public_key: A signing key of this log that the caller trusts, hexadecimal; ``None`` if there
+            never was one. Keys before and after it are known by the successions in the log.
     """
-    report = ChainReport(num_checkpoints=len(checkpoints))
-    due = defaultdict[int, list[tuple[str, LogCheckpoint]]](list)
-    for source, checkpoint in checkpoints:
-        if public_key is None or not checkpoint.is_signed_by(public_key):
-            report.problems.append(f"{source}: it is not signed by this log's key")
-        else:
-            due[checkpoint.position].append((source, checkpoint))
+    report, keys = ChainReport(num_checkpoints=len(checkpoints)), KeyChain()
+    due, hashes = {each.position for _, each in checkpoints}, dict[int, str]()
     for entry in entries:
         if (problem := _find_problem(entry, report.newest)) is not None:
             report.problems.append(f"entry {entry.position}: {problem}")
-        for source, checkpoint in due.pop(entry.position, ()):
-            if checkpoint.hash != entry.hash:
-                said = f"entry {entry.position} had another hash when it was signed"
-                report.problems.append(f"{source}: {said}, so entries up to it were rewritten")
+        keys.read(entry)
+        if entry.position in due:
+            hashes[entry.position] = entry.hash
         report.newest = entry
         report.num_entries += 1
-    for position, missed in sorted(due.items()):
-        report.problems += [f"{source}: entry {position} is missing" for source, _ in missed]
+    report.problems += keys.problems
+    report.signing_key = keys.newest
+    for source, checkpoint in checkpoints:
+        problem = _find_difference(checkpoint, hashes, keys, public_key=public_key)
+        report.problems += [] if problem is None else [f"{source}: {problem}"]
     return report
+
+
+def _find_difference(
+    checkpoint: LogCheckpoint, hashes: Mapping[int, str], keys: KeyChain, *, public_key: str | None
+) -> str | None:
+    """Return what is wrong with a checkpoint, or with the log that it is compared with."""
+    position = checkpoint.position
+    is_ours = public_key is not None and keys.may_sign(
+        checkpoint.public_key, position=position, trusted=public_key
+    )
+    if not is_ours or not checkpoint.is_signed_by(checkpoint.public_key):
+        return "it is not signed by this log's key"
+    if position not in hashes:
+        return f"entry {position} is missing"
+    if hashes[position] != checkpoint.hash:
+        said = f"entry {position} had another hash when it was signed"
+        return f"{said}, so entries up to it were rewritten"
+    return None
 
 
 def _find_problem(entry: AuditEntry, before: AuditEntry | None) -> str | None:

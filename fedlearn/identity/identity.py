@@ -160,10 +160,10 @@ def _decode_base64(text: str) -> bytes:
     return base64.b64decode(text, altchars=b"-_", validate=True)
 
 
-#: Bytes in an invitation's JSON, by their text encoding.
-_Ascii = Annotated[bytes, PlainValidator(lambda value: _require_text(value).encode("ascii"))]
-_Base64 = Annotated[bytes, PlainValidator(lambda value: _decode_base64(_require_text(value)))]
-_Hexadecimal = Annotated[bytes, PlainValidator(lambda value: bytes.fromhex(_require_text(value)))]
+#: Bytes in the JSON of an invitation, by their text encoding.
+Ascii = Annotated[bytes, PlainValidator(lambda value: _require_text(value).encode("ascii"))]
+Base64 = Annotated[bytes, PlainValidator(lambda value: _decode_base64(_require_text(value)))]
+Hexadecimal = Annotated[bytes, PlainValidator(lambda value: bytes.fromhex(_require_text(value)))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,12 +190,12 @@ class Invitation:
     name: str
     addresses: Annotated[tuple[str, ...], MinLen(1)]
     enrolment_addresses: tuple[str, ...]
-    ca_pem: _Ascii = field(repr=False)
-    token: _Base64 = field(repr=False)
+    ca_pem: Ascii = field(repr=False)
+    token: Base64 = field(repr=False)
     expires_utc: str
-    coordinator_key: _Hexadecimal = b""
-    certificate_pem: _Ascii = field(default=b"", repr=False)
-    tls_key_pem: _Ascii = field(default=b"", repr=False)
+    coordinator_key: Hexadecimal = b""
+    certificate_pem: Ascii = field(default=b"", repr=False)
+    tls_key_pem: Ascii = field(default=b"", repr=False)
 
     @property
     def token_addresses(self) -> tuple[str, ...]:
@@ -250,6 +250,10 @@ class Invitation:
         Raises:
             DeploymentError: It cannot be written.
         """
+        write_private(path, self.to_json().encode())
+
+    def to_json(self) -> str:
+        """Format it as the file that an operator hands out."""
         values = {
             "fedlearn_invitation": _WITH_ENROLMENT_PORT
             if self.enrolment_addresses
@@ -264,7 +268,7 @@ class Invitation:
             "certificate_pem": self.certificate_pem.decode("ascii"),
             "tls_key_pem": self.tls_key_pem.decode("ascii"),
         }
-        write_private(path, (json.dumps(values, indent=2) + "\n").encode())
+        return json.dumps(values, indent=2) + "\n"
 
 
 _INVITATION = TypeAdapter(Invitation)

@@ -179,16 +179,16 @@ class InvitationRecord:
     redeemed_by: bytes
 
 
-def check_name(name: str) -> None:
-    """Check that ``name`` is a valid client name, one that a certificate can carry.
+def check_name(name: str, *, kind: Literal["client", "operator"]) -> None:
+    """Check that ``name`` is valid for a client or an operator: a certificate can carry it.
 
     Raises:
         DeploymentError: It is not.
     """
     if not _NAME.fullmatch(name):
         raise DeploymentError(
-            f"a client cannot be called {name!r}: use up to 64 letters, digits, '-', '_' and "
-            "'.', beginning with a letter or a digit"
+            f"{kind}s cannot be called {name!r}: use up to 64 letters, digits, '-', '_' and '.', "
+            "beginning with a letter or a digit"
         )
 
 

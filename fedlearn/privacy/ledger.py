@@ -22,7 +22,7 @@ EpsilonOf = Callable[[Spent], float]
 
 #: Rounds that take this many seconds in total are charged together.
 _TOGETHER_S = 0.3
-#: Seconds until ε is first computed for the metrics; a shorter run reports it only at its end.
+#: Seconds until ε is first computed for the metrics; a shorter run has it only in its last round.
 _FIRST_LOOK_S = 5.0
 #: Share of the run's time that may be spent on computing ε for the metrics.
 _LOOKING = 0.05
@@ -86,10 +86,12 @@ class Budget(Ranged):
     Attributes:
         epsilon: Largest ε of the release, > 0.
         target_delta: The δ of that ε.
+        study: Name of the study whose budget it is; empty: the population is of no study.
     """
 
     epsilon: Positive
     target_delta: Positive
+    study: str = ""
 
 
 class Charging:
@@ -172,13 +174,14 @@ class Charging:
             self._num_covered = 1
         return self._num_prepaid > 0 or self._num_covered > 0
 
-    def report_spending(self) -> Mapping[str, float]:
+    def report_spending(self, *, is_last: bool) -> Mapping[str, float]:
         """Return the ε spent so far as the metric ``epsilon``, or nothing if it is too soon.
 
-        Computing ε may take a second, so it is limited to a twentieth of the run's time.
+        Computing ε may take a second, so it is limited to a twentieth of the run's time. After the
+        last round of a run it is always computed.
         """
         begin_s = self._clock.now_s()
-        if begin_s < self._next_look_s:
+        if begin_s < self._next_look_s and not is_last:
             return {}
         # Prepaid rounds have not begun, so they have cost nothing yet.
         epsilon = self._epsilon_of(self._add_rounds(-self._num_prepaid))
@@ -215,4 +218,5 @@ class Charging:
             spent=self._epsilon_of(self._known),
             next_epsilon=self._epsilon_of(self._add_rounds(1)),
             num_charged=sum(self._known.values()),
+            study=budget.study,
         )

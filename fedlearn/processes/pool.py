@@ -203,6 +203,8 @@ def _work(sent: bytes, link: Link) -> None:
         while True:
             link.send(results)
             results = [function(link.recv())]
+    # It would interrupt what libraries have left to do at exit, such as a tracker's upload.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _interrupt(number: int, _: FrameType | None) -> NoReturn:

@@ -81,7 +81,12 @@ def start_module(
 
 
 def start_linked(
-    module: str, *, environ: Mapping[str, str], python: str, stdout: int | None = None
+    module: str,
+    *,
+    environ: Mapping[str, str],
+    python: str,
+    stdout: int | None = None,
+    stderr: int | None = None,
 ) -> "tuple[subprocess.Popen[bytes], socket.socket]":
     """Start a module as :func:`start_module` does, with a socket to talk to it.
 
@@ -97,6 +102,8 @@ def start_linked(
     keep_from_forks(own)
     with ExitStack() as if_failed, other:
         if_failed.callback(own.close)
-        process = start_module(module, environ=environ, link=other, python=python, stdout=stdout)
+        process = start_module(
+            module, environ=environ, link=other, python=python, stdout=stdout, stderr=stderr
+        )
         if_failed.pop_all()
     return process, own

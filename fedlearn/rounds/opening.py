@@ -96,8 +96,8 @@ class Charges(Protocol):
     def can_afford_round(self) -> bool:
         """Whether another round can be charged, unless another run spends before it."""
 
-    def report_spending(self) -> Mapping[str, float]:
-        """Return the spending so far by name; empty if it is not known."""
+    def report_spending(self, *, is_last: bool) -> Mapping[str, float]:
+        """Return the spending so far by name; empty if it is not known and a round follows."""
 
 
 @dataclass(frozen=True, kw_only=True)

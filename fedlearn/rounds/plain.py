@@ -22,6 +22,7 @@ from fedlearn.algorithms.round_state import RoundState, round_state_for
 from fedlearn.algorithms.stragglers import StragglerPolicy
 from fedlearn.core.messages import ClientId, TrainReply, TrainRequest
 from fedlearn.core.participations import Status
+from fedlearn.core.tracing import span
 from fedlearn.rounds.congestion import InFlightLimit
 from fedlearn.rounds.updates import Fold, build_participation, validate_or_refuse
 from fedlearn.transport.base import Arrival, Channel, Exchange
@@ -363,7 +364,8 @@ class _RoundAttempt:
         if round_mode is not None and self.round_state.allows_early_work:
             oldest = max(0, task.based_on - round_mode.max_staleness)
         # Against the request that the client was sent, which may be of an earlier round.
-        update = validate_or_refuse(arrival, self.requests[task.based_on], oldest=oldest)
+        with span("round.validate", client_id=arrival.client_id):
+            update = validate_or_refuse(arrival, self.requests[task.based_on], oldest=oldest)
         if not isinstance(update, TrainReply):
             row = build_participation(arrival.client_id, update, duration_s)
             is_own = update is arrival.reply  # the client itself reported a failure: no update sent

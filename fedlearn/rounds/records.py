@@ -49,6 +49,9 @@ class RunRecord:
         config_hash: SHA-256 of the canonical JSON of ``config``, hexadecimal.
         versions: Version by package: fedlearn, and the packages that affect its results.
         is_deployed: Whether a coordinator runs it with real clients.
+        study: Name of the study that it belongs to; empty: none.
+        start_from: Where its initial weights come from, with their digest; empty: the model's own.
+            See :class:`fedlearn.rounds.scheduling.Submission`.
     """
 
     name: str
@@ -60,6 +63,8 @@ class RunRecord:
     config_hash: str
     versions: Mapping[str, str]
     is_deployed: bool = False
+    study: str = ""
+    start_from: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_model(self) -> bool:

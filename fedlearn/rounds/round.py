@@ -38,6 +38,7 @@ from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.participations import Status
 from fedlearn.core.randomness import Seed
+from fedlearn.core.tracing import span
 from fedlearn.rounds.strategy_calls import call_at, call_begin, call_broadcast, call_step
 
 
@@ -228,12 +229,13 @@ def run_round(
     } | {state.round_num: request}
     # 2. Ask clients, and collect their updates.
     draw = partial(plan.draw, state=state.sampler_state)
-    collected = plan.collector.collect(
-        state.pending,
-        requests,
-        round_num=state.round_num,
-        draw=_leave_out(without, draw) if without else draw,
-    )
+    with span("round.collect", attempt=attempt):
+        collected = plan.collector.collect(
+            state.pending,
+            requests,
+            round_num=state.round_num,
+            draw=_leave_out(without, draw) if without else draw,
+        )
     # Keep the strategy's state only if the clients' work depends on it, since it can be large.
     newest = Version(
         params=request.params,
@@ -245,9 +247,12 @@ def run_round(
     sent_in = {**state.versions, state.round_num: newest}
     # Keep the broadcasts of pending tasks only, so that memory is bounded by the staleness.
     versions = {each: sent_in[each] for each in sorted({e.based_on for e in collected.pending})}
-    state = replace(state, pending=collected.pending, versions=versions)
+    state = replace(
+        state, pending=collected.pending, versions=versions, durations=collected.durations
+    )
     # 3. Release the aggregate and take the server's step.
-    return _take_step(state, plan, collected, request, strategy=strategy)
+    with span("round.step", attempt=attempt):
+        return _take_step(state, plan, collected, request, strategy=strategy)
 
 
 def _leave_out(some: Collection[ClientId], draw: Draw) -> Draw:
@@ -282,7 +287,7 @@ def _build_request(
 def _keeps_state(strategy: Strategy, params: Params) -> bool:
     """Return whether clients may keep something between their rounds."""
     compressor = find_compressor(strategy.transforms)
-    shapes = [spec.shape for spec in params.layout.trainable]
+    shapes = params.layout.trainable_shapes
     keeps_own = compressor is not None and bool(compressor.list_kept_sizes(shapes))
     return keeps_own or keeps_something(strategy.local) or bool(strategy.keep_local)
 
@@ -303,17 +308,12 @@ def _take_step(
     *,
     strategy: Strategy,
 ) -> RoundResult:
-    attempt = request.attempt
-    state = replace(state, durations=collected.durations)
-    aggregate = collected.aggregate
+    attempt, aggregate = request.attempt, collected.aggregate
     if aggregate is None:  # no update counted, so the client state before the round stays valid
         return RoundResult(state, collected, {})
-    # Only now that updates count: see the early return above.
-    state = replace(state, client_states=collected.client_states)
+    counted = state.counted
     if request.counted is not None:
-        state = replace(
-            state, counted={**state.counted, **_find_counted_rounds(collected, state.round_num)}
-        )
+        counted = {**counted, **_find_counted_rounds(collected, state.round_num)}
     strategy_state = state.strategy_state
     if plan.release is not None:
         aggregate, strategy_state = plan.release(
@@ -334,5 +334,7 @@ def _take_step(
         round_num=state.round_num + 1,
         params=stepped.params,
         strategy_state=stepped.state,
+        client_states=collected.client_states,
+        counted=counted,
     )
     return RoundResult(next_state, collected, stepped.metrics)

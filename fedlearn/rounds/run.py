@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from fedlearn.core.improvement import Goal
 from fedlearn.core.messages import ClientId, Scalar
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.participations import NUM_CAPPED, NUM_CLIPPED, Participations, Status
+from fedlearn.core.tracing import round_span, span
 from fedlearn.errors import BudgetExhausted, ConfigError, NoUpdates, RoundError, TooFewReports
 from fedlearn.rounds.evaluation import Evaluator
 from fedlearn.rounds.records import (
@@ -146,6 +147,8 @@ class RunState:
 
     def note(self, collected: CollectedRound) -> "RunState":
         """Update :attr:`has_sent_tasks` and :attr:`has_updates` after a round."""
+        if self.has_sent_tasks and self.has_updates:
+            return self
         has_reports = collected.count(Status.REPORTED) > 0 or bool(collected.staleness)
         return replace(
             self,
@@ -158,8 +161,15 @@ def _always() -> bool:
     return True
 
 
-#: Returns further metrics for the record of a finished round, by name.
-ExtraMetrics: TypeAlias = Callable[[], Mapping[str, float]]
+class ExtraMetrics(Protocol):
+    """Returns further metrics for the record of a finished round, by name."""
+
+    def __call__(self, *, is_last: bool) -> Mapping[str, float]:
+        """Return those that are known now, or all of them if the round is the last of the run."""
+
+
+def _no_metrics(*, is_last: bool) -> Mapping[str, float]:  # noqa: ARG001 - whichever round it is
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +230,7 @@ class RunPlan:
     checkpoint_every_s: float
     clock: Clock
     resumed: ResumedRound | None = None
-    extra_metrics: ExtraMetrics = dict
+    extra_metrics: ExtraMetrics = _no_metrics
     read_num_rounds: Callable[[], int] = int
     can_afford_round: Callable[[], bool] = _always
 
@@ -287,28 +297,31 @@ def train(
     is_over = plan.is_over(state)
     record: RoundRecord | None = None
     while not is_over:
-        started_s = plan.clock.now_s()
-        try:
-            state, record = _run_next_round(state, plan, started_s)
-        except BudgetExhausted:
-            store.commit(_build_checkpoint(state))  # keep the rounds that the budget has paid for
-            raise
-        # The last figures of a run are those of its last model, whatever ends it.
-        is_evaluated = plan.is_evaluated(state.server.round_num)
-        if not is_evaluated and not plan.can_afford_round():
-            state, record = _evaluate(state, record, plan)
-            is_evaluated = True
-        # Custom code first: it sees the last round, too.
-        is_ended = after_round(record, state.server.params)
-        if is_ended and not is_evaluated:
-            state, record = _evaluate(state, record, plan)
-        store.append(record)
-        # The operator may have asked for more rounds: look before the run is found to be over.
-        plan = plan.with_extension(state)
-        is_over = is_ended or plan.is_over(state)
-        if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
-            store.commit(_build_checkpoint(state))
-            committed_s = plan.clock.now_s()
+        with round_span(state.server.round_num):
+            started_s = plan.clock.now_s()
+            try:
+                state, record = _run_next_round(state, plan)
+            except BudgetExhausted:
+                store.commit(
+                    _build_checkpoint(state)
+                )  # keep the rounds that the budget has paid for
+                raise
+            # The last figures of a run are those of its last model, whatever ends it.
+            is_last = plan.is_over(state) or not plan.can_afford_round()
+            state, record = _complete(state, record, plan, is_last=is_last)
+            record = replace(record, seconds=plan.clock.now_s() - started_s)
+            # Custom code first: it sees the last round, too.
+            is_ended = after_round(record, state.server.params)
+            if is_ended and not is_last:
+                state, record = _complete(state, record, plan, is_last=True)
+            store.append(record)
+            # The operator may have asked for more rounds: look before the run is found to be over.
+            plan = plan.with_extension(state)
+            is_over = is_ended or plan.is_over(state)
+            if plan.clock.now_s() - committed_s >= plan.checkpoint_every_s or is_over:
+                with span("round.commit"):
+                    store.commit(_build_checkpoint(state))
+                committed_s = plan.clock.now_s()
     if state.has_sent_tasks and not state.has_updates:
         failures = "" if record is None else _summarize_failures(record.participations)
         raise NoUpdates(num_rounds=state.server.round_num, failures=failures)
@@ -316,9 +329,8 @@ def train(
     return state
 
 
-def _run_next_round(
-    state: RunState, plan: RunPlan, started_s: float
-) -> tuple[RunState, RoundRecord]:
+def _run_next_round(state: RunState, plan: RunPlan) -> tuple[RunState, RoundRecord]:
+    """Run a round, and evaluate its model if that is due."""
     server, first = state.server, 0
     # Only the round that was open at the crash continues with a later attempt.
     if plan.resumed is not None and plan.resumed.round_num == server.round_num:
@@ -350,28 +362,39 @@ def _run_next_round(
         train_loss=collected.participations.mean_loss(),
         duration_s=duration_s,
         virtual_s=state.virtual_s,
-        seconds=0.0,  # set below, since the evaluation counts
-        metrics={**plan.extra_metrics(), **metrics},
+        seconds=0.0,  # set by the caller, since all that follows counts
+        metrics=metrics,
         train_metrics=collected.train_metrics,
         staleness=collected.staleness,
     )
     if plan.is_evaluated(server.round_num):
+        return _evaluate(state, record, plan)
+    return state, record
+
+
+def _complete(
+    state: RunState, record: RoundRecord, plan: RunPlan, *, is_last: bool
+) -> tuple[RunState, RoundRecord]:
+    """Add the extra metrics to a record and, if it is the last, what the evaluation measures."""
+    if is_last and not plan.is_evaluated(state.server.round_num):
         state, record = _evaluate(state, record, plan)
-    return state, replace(record, seconds=plan.clock.now_s() - started_s)
+    if extra := plan.extra_metrics(is_last=is_last):
+        record = replace(record, metrics={**extra, **record.metrics})
+    return state, record
 
 
 def _evaluate(state: RunState, record: RoundRecord, plan: RunPlan) -> tuple[RunState, RoundRecord]:
     """Evaluate the model after a round, and add the result to the record of the round."""
     server = state.server
-    evaluated = plan.evaluator.evaluate(
-        GlobalModel(
-            params=server.params,
-            round_num=server.round_num,
-            client_states=server.client_states,
-            counted=server.counted,
-            sent_once=select_sent_once(plan.round.strategy, server.strategy_state, server.params),
-        )
+    model = GlobalModel(
+        params=server.params,
+        round_num=server.round_num,
+        client_states=server.client_states,
+        counted=server.counted,
+        sent_once=select_sent_once(plan.round.strategy, server.strategy_state, server.params),
     )
+    with span("round.evaluate"):
+        evaluated = plan.evaluator.evaluate(model)
     if both := sorted(record.metrics.keys() & evaluated.metrics.keys()):
         raise RoundError(
             f"the strategy's step names a metric {both[0]!r}, and so does the evaluation; give "

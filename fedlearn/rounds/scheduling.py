@@ -6,9 +6,16 @@ priority keep coming, one of a lower priority waits. Its operator sees this in t
 ahead of it, and can give it another priority.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+#: How the name of a file of weights ends.
+WEIGHTS_SUFFIX: Final = ".safetensors"
+_AT_ROUND: Final = re.compile(r"(?P<run>[^@]+)@(?P<round>\d+)")
 
 
 class QueueState(StrEnum):
@@ -38,8 +45,9 @@ class Submission:
         config: The resolved configuration tree, JSON values only, as in the run's record.
         priority: Higher ones start first.
         after: Name of the run that must be done before this one starts; empty: none.
-        start_from: Where the initial weights come from, JSON values only: ``{"run": NAME}`` or
-            ``{"file": PATH}``; empty: the model's own.
+        start_from: Where the initial weights come from, JSON values only: ``{"run": NAME}``,
+            ``{"run": NAME, "round": ROUNDS}`` or ``{"file": PATH}``; empty: the model's own. Once
+            they are copied beside the queue, it has their ``sha256``, too.
         study: Name of the study that the run belongs to; empty: none.
     """
 
@@ -74,6 +82,20 @@ class QueuedRun(Submission):
     ended_utc: str
 
 
+def parse_start(text: str) -> Mapping[str, str]:
+    """Parse the value of ``--from``: ``RUN``, ``RUN@ROUND`` or a path to a safetensors file.
+
+    It is empty if ``text`` is.
+    """
+    if not text:
+        return {}
+    if text.endswith(WEIGHTS_SUFFIX):
+        return {"file": str(Path(text).absolute())}
+    if (found := _AT_ROUND.fullmatch(text)) is not None:
+        return {"run": found["run"], "round": str(int(found["round"]))}
+    return {"run": text}
+
+
 def choose_next(queue: Sequence[QueuedRun], *, max_concurrent_runs: int) -> list[str]:
     """Return the names of the runs to start now, in this order."""
     num_running = sum(each.state is QueueState.RUNNING for each in queue)
@@ -82,8 +104,12 @@ def choose_next(queue: Sequence[QueuedRun], *, max_concurrent_runs: int) -> list
     return ready[: max(0, max_concurrent_runs - num_running)]
 
 
-def explain_waits(queue: Sequence[QueuedRun]) -> dict[str, str]:
+def explain_waits(queue: Sequence[QueuedRun], *, hidden: Collection[str] = ()) -> dict[str, str]:
     """Say for each queued run what it waits for, by name.
+
+    Args:
+        queue: The whole queue.
+        hidden: Runs whose names must not be told.
 
     Example:
         >>> from fedlearn.rounds.scheduling import QueuedRun, QueueState, explain_waits
@@ -102,7 +128,12 @@ def explain_waits(queue: Sequence[QueuedRun]) -> dict[str, str]:
             waits[run.name] = _describe_place(num_ahead)
             num_ahead += 1
     blocked = [each for each in _in_order(queue) if each.name not in waits]
-    return waits | {each.name: _explain_block(each, states[each.after]) for each in blocked}
+    return waits | {
+        each.name: f"after a run of another study, which is {states[each.after]}"
+        if each.after in hidden
+        else _explain_block(each, states[each.after])
+        for each in blocked
+    }
 
 
 def _in_order(queue: Sequence[QueuedRun]) -> list[QueuedRun]:

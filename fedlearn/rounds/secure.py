@@ -15,6 +15,7 @@ continues, as its policy says.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -45,6 +46,7 @@ from fedlearn.core.messages import (
 )
 from fedlearn.core.params import Layout
 from fedlearn.core.participations import MAX_REASON, Participation, Participations, Status
+from fedlearn.core.tracing import span
 from fedlearn.errors import AggregationAborted, ProtocolError
 from fedlearn.identity.lineage import newest_key, truncate_lineage
 from fedlearn.secagg import keys, messages
@@ -223,6 +225,7 @@ class SecureCollector:
             participations=Participations.of(rows),
             duration_s=session.elapsed_s,
             culprits=culprits,
+            dropouts=session.dropouts,
         )
 
     def _warn_if_clipped(self, released: Aggregate, request: RoundRequest) -> None:
@@ -418,6 +421,7 @@ class SessionRun:
         masked_s: When each client's vector arrived.
         accusers: By client, the clients that report its packets as unusable.
         lineages: Identity keys of other clients, to send to the clients that deal with them.
+        dropouts: Number of clients lost, by stage.
     """
 
     channel: Channel
@@ -430,6 +434,7 @@ class SessionRun:
     masked_s: dict[ClientId, float] = field(default_factory=dict)
     accusers: dict[ClientId, set[ClientId]] = field(default_factory=dict)
     lineages: Mapping[ClientId, bytes] = field(default_factory=dict)
+    dropouts: Counter[str] = field(default_factory=Counter)
 
     def broadcast(
         self,
@@ -484,22 +489,23 @@ class SessionRun:
         deadline_s = self.stage_deadline_s if deadline_s is None else deadline_s
         round_state = self._open_stage(list(requests), num_wanted or len(requests), deadline_s)
         now_s, is_over = 0.0, False
-        for arrival in ask_once(self.channel, requests, deadline_s=deadline_s):
-            client_id, now_s = arrival.client_id, arrival.elapsed_s
-            reason = self._hand_over(stage, arrival, kind, receive)
-            if not round_state.awaits(client_id):  # a second answer: the first one counts
+        with span(f"secure_aggregation.{stage}"):
+            for arrival in ask_once(self.channel, requests, deadline_s=deadline_s):
+                client_id, now_s = arrival.client_id, arrival.elapsed_s
+                reason = self._hand_over(stage, arrival, kind, receive)
+                if not round_state.awaits(client_id):  # a second answer: the first one counts
+                    if reason:
+                        self.lose(client_id, Status.FAILED, now_s, reason)
+                    continue
+                task = round_state.land(client_id)._replace(duration_s=now_s)
                 if reason:
-                    self.lose(client_id, Status.FAILED, now_s, reason)
-                continue
-            task = round_state.land(client_id)._replace(duration_s=now_s)
-            if reason:
-                round_state.settle(task, Status.FAILED, reason=reason)
-            else:
-                round_state.take(task, Participation(client_id, Status.REPORTED, now_s))
-            # Ask before `is_closed`: clients that are not needed any more are not late.
-            is_over = is_enough()
-            if is_over or round_state.is_closed:
-                break
+                    round_state.settle(task, Status.FAILED, reason=reason)
+                else:
+                    round_state.take(task, Participation(client_id, Status.REPORTED, now_s))
+                # Ask before `is_closed`: clients that are not needed any more are not late.
+                is_over = is_enough()
+                if is_over or round_state.is_closed:
+                    break
         if not is_over:
             now_s = now_s if round_state.is_closed else round_state.run_out(now_s)
             round_state.finish()
@@ -515,7 +521,8 @@ class SessionRun:
     ) -> str:
         """Pass an answer to ``receive``; return why it is unusable, or the empty string."""
         try:
-            receive(arrival.client_id, _decode_reply(arrival.reply, kind, self.round_num))
+            with span("round.validate", client_id=arrival.client_id):
+                receive(arrival.client_id, _decode_reply(arrival.reply, kind, self.round_num))
         except ProtocolError as error:
             reason = f"at the stage `{stage}`: {error}"
             if isinstance(arrival.reply, Accusation):
@@ -530,6 +537,7 @@ class SessionRun:
             if row.status is not Status.REPORTED:
                 reason = row.reason or f"late at the stage `{stage}`"
                 self.lose(row.client_id, row.status, row.duration_s, reason)
+                self.dropouts[stage] += 1
             elif stage is Stage.MASK:
                 self.masked_s[row.client_id] = self.elapsed_s + row.duration_s
 
@@ -568,12 +576,13 @@ class SessionRun:
             unmasking.receive,
             is_enough=lambda: unmasking.is_enough,
         )
-        return unmasking.close(num_threads=num_threads)
+        with span("secure_aggregation.sum"):
+            return unmasking.close(num_threads=num_threads)
 
     def take_over(self, other: "SessionRun") -> None:
         """Take the cohort, time and lost clients of an earlier session that replaces this one."""
         self.cohort, self.elapsed_s = other.cohort, other.elapsed_s
-        self.lost = other.lost
+        self.lost, self.dropouts = other.lost, other.dropouts
 
     def lose(self, client_id: ClientId, status: Status, after_s: float, reason: str) -> None:
         """Record that a client was lost, ``after_s`` seconds after the current stage began."""

@@ -3,6 +3,7 @@
 Each check fails with an error that names the method, instead of a failure later in the round.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -128,7 +129,7 @@ def _require_model(
         )
     # If the sum is finite, all values are, and a sum is cheaper than a test of each value. A sum of
     # finite values may overflow, so test each one only if the sum is not finite.
-    if not (torch.isfinite(vector.sum()) or torch.isfinite(vector).all()):
+    if not (math.isfinite(vector.sum()) or torch.isfinite(vector).all()):
         sound = all(torch.isfinite(lane).all() for lane in aggregate.lanes.values())
         cause = f"{who}.step" if sound else f"the aggregation {rule}"
         raise RoundError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import FullAggregation, combine, weights
+from fedlearn.algorithms.aggregations import combine, combines_all, weights
 from fedlearn.algorithms.bounds import refusal
 from fedlearn.algorithms.collector import RoundRequest
 from fedlearn.algorithms.compression import Target, restore_lanes, seed_of_round
@@ -45,7 +45,7 @@ class Fold:
         self._num_together = num_together
         self._waiting = list[tuple[ClientId, TrainReply, float]]()
         self._state: Any = None  # Any: each aggregation has its own type of state
-        if not isinstance(aggregation, FullAggregation):
+        if not combines_all(aggregation):
             lanes, layout = request.strategy.lanes, params.layout
             self._state = aggregation.init(lanes, layout, device=self._device)
 
@@ -76,7 +76,7 @@ class Fold:
 
     def close(self) -> Aggregate:
         """Return the aggregate; at least one update must have been added."""
-        if isinstance(self._aggregation, FullAggregation):
+        if combines_all(self._aggregation):
             aggregate = combine(self._aggregation, self._block())
         else:
             if self._waiting:
@@ -87,7 +87,7 @@ class Fold:
         return replace(aggregate, num_clipped=self._num_clipped)
 
     def _accumulate(self) -> None:
-        if not isinstance(self._aggregation, FullAggregation):
+        if not combines_all(self._aggregation):
             self._state = self._aggregation.accumulate(self._state, self._block())
             self._waiting.clear()
 
@@ -181,7 +181,7 @@ def _restore(reply: TrainReply, request: RoundRequest, *, client_id: ClientId) -
         return reply
     target = Target(
         client_ids=[client_id],
-        shapes=[spec.shape for spec in layout.trainable],
+        shapes=layout.trainable_shapes,
         dtype=layout.dtype,
         # The round of an older model, if the client began early.
         seed=seed_of_round(Seed(request.seed), transforms, round_num=reply.round_num),

@@ -208,6 +208,11 @@ class SecurePlan:
         num_lanes = int(self.has_model) + len(self.further)
         return self.noise_multiplier * math.sqrt(num_lanes / self.num_noisy)
 
+    @property
+    def further_bounds(self) -> dict[str, float]:
+        """The largest L2 norm of a client's part of each of the strategy's further lanes."""
+        return {lane.name: lane.bound for lane in self.further if lane.bound is not None}
+
     def vector_lanes(self, layout: Layout) -> dict[str, tuple[Lane, ...]]:
         """Return, for each lane of the strategy, the session's lanes that carry it end to end."""
         lanes = {DELTA.name: self._build_delta_lanes(layout)} if self.has_model else {}
@@ -230,6 +235,10 @@ class SecurePlan:
             num_clients = self.parameters.num_clients
             lanes.append(build_weight_lane(max_weight=self.max_examples, num_clients=num_clients))
         return tuple(lanes)
+
+    def upload_bytes(self, layout: Layout) -> int:
+        """Return the size of one client's masked update."""
+        return sum(lane.num_bytes for lane in self.lanes(layout))
 
     def terms(
         self, layout: Layout, *, run_id: bytes, round_num: int, attempt: int, request_hash: bytes
@@ -302,7 +311,7 @@ class SecurePlan:
     def _build_delta_lanes(self, layout: Layout) -> tuple[Lane, ...]:
         num_parameters, num_statistics = layout.num_trainable, layout.size - layout.num_trainable
         if self.compressor is not None:
-            shapes = [spec.shape for spec in layout.trainable]
+            shapes = layout.trainable_shapes
             num_parameters = self.compressor.count_summed(shapes, layout.dtype)
         if self.noise_multiplier is not None:
             # One lane for both: each lane more would multiply the noise (see `noise_share`).

@@ -36,6 +36,8 @@ from fedlearn.core.own_lines import describe_error
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import (
     AggregationAborted,
+    BundleEnded,
+    BundleRefused,
     Cancelled,
     FedlearnError,
     ModelMismatch,
@@ -107,7 +109,13 @@ def describe_publicly(error: BaseException) -> str:
     """
     if isinstance(
         error,
-        AggregationAborted | ModelMismatch | ProcessesParted | SettingsRefused | UnusableResult,
+        AggregationAborted
+        | BundleEnded
+        | BundleRefused
+        | ModelMismatch
+        | ProcessesParted
+        | SettingsRefused
+        | UnusableResult,
     ):
         return str(error)
     return type(error).__name__

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedlearn.algorithms.aggregations import (
     Aggregation,
-    FullAggregation,
     RobustAggregation,
     combine,
+    combines_all,
     min_updates,
 )
 from fedlearn.algorithms.bounds import UpdateBounds, refusal
@@ -118,7 +118,7 @@ class AttackedAggregation(RobustAggregation):
         places.sort(key=ids.__getitem__)
         if places and self.attack.forges:
             updates = self._keep_accepted(self._forge(updates, places), places)
-        if isinstance(self.rule, FullAggregation):
+        if combines_all(self.rule):
             aggregate = combine(self.rule, updates)
         else:
             device = updates.weights_B.device

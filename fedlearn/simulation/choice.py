@@ -33,6 +33,7 @@ from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import Objective
 from fedlearn.algorithms.settings import UPDATES
 from fedlearn.core.clock import Clock
+from fedlearn.core.features import list_tensors
 from fedlearn.core.params import Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import ConfigError, DataError, EngineError
@@ -67,7 +68,7 @@ _SIZES = (1.0, 0.5, 0.25, 2.0)
 _TIMES = 3
 #: Assumed slowdown of another executor than the usual one, to limit the time for measuring it.
 _SLOWER = 4.0
-#: Another executor replaces the usual one if it is faster by this factor.
+#: Another executor or block size replaces the usual one if it is faster by this factor.
 _CLEARLY = 1.1
 
 
@@ -354,21 +355,21 @@ def _choose_fastest(job: TrainingJob, speed: "_Speed", trial: Trial, not_fused: 
 def _tune_block_size(job: TrainingJob, usual: Choice, clock: Clock, path: Path) -> Choice:
     """Choose the fastest of several block sizes, if the run is long enough to time them.
 
-    The block size may change rounding. Training one client at a time is chosen only if it is
-    clearly faster.
+    The block size may change rounding. Another size than the usual one, or training one client at a
+    time, is chosen only if it is clearly faster: timings vary, and each block costs time outside of
+    the executor, too.
     """
     seconds = _load_timings(path)
     if not seconds:
         seconds = _time_block_sizes(job, usual, clock)
         if seconds:
             _save_timings(path, seconds)
-    rivals = {name: each for name, each in seconds.items() if not name.startswith(usual.kind.value)}
-    own = {name: each for name, each in seconds.items() if name not in rivals}
+    own = [name for name in seconds if name.startswith(usual.kind.value)]
     if not own:
         return usual
-    best = min(own, key=own.__getitem__)
-    for name, each in rivals.items():
-        best = name if _CLEARLY * each < seconds[best] else best
+    best = min(seconds, key=seconds.__getitem__)
+    if _CLEARLY * seconds[best] >= seconds[own[0]]:
+        best = own[0]
     kind, size = best.split()
     listed = ", ".join(f"{name}: {1e6 * each:.3g}" for name, each in seconds.items())
     reason = f"{usual.reason}; microseconds per example on this machine, by block size: {listed}"
@@ -376,7 +377,7 @@ def _tune_block_size(job: TrainingJob, usual: Choice, clock: Clock, path: Path) 
 
 
 def _time_block_sizes(job: TrainingJob, usual: Choice, clock: Clock) -> dict[str, float]:
-    """Time several block sizes: seconds per example, by "executor size".
+    """Time several block sizes: seconds per example, by "executor size", the usual one first.
 
     Empty if the run is too short, or if an executor or client fails; the usual size is used then.
     """
@@ -519,12 +520,14 @@ def _fingerprint(job: TrainingJob) -> str:
     # Building a model draws its initial weights; the run's own draws must not move.
     with preserve_generator(torch.default_generator):
         model = job.make_model()
+    clients = job.population.load(np.asarray([find_readable_client(job.population)]))
     parts = (
         torch.__version__,
         str(job.params.vector.device),
         torch.get_num_threads(),
         job.precision,
         repr(model),
+        [each.shape[1:] for each in list_tensors(clients.features)],
         job.params.layout,
         job.local,
         job.objective,

@@ -183,6 +183,9 @@ def _choose_features(
             for name in known
             if name not in taken and (name in roles.one_hot or _is_numeric(name, tables))
         ]
+        for name in known:
+            if name not in taken and name not in chosen:
+                _require_text(name, tables)
     if "" in chosen:
         raise DataError(
             f"{first.place(0)}: a column has no name, such as the row numbers that pandas writes; "
@@ -199,6 +202,23 @@ def _choose_features(
 def _is_numeric(name: str, tables: Sequence[NamedColumns]) -> bool:
     having = [each.columns[name] for each in tables if name in each.columns]
     return all(values.dtype.kind in "biuf" and values.ndim == 1 for values in having)
+
+
+def _require_text(name: str, tables: Sequence[NamedColumns]) -> None:
+    """Refuse a column of neither numbers nor texts, which may have been meant as a feature."""
+    for table in tables:
+        values = table.columns.get(name, np.empty(0))
+        if values.dtype.kind != "O":
+            continue
+        row, value = next(((n, v) for n, v in enumerate(values.tolist()) if v is not None), (0, ""))
+        if not isinstance(value, str):
+            # A period of pandas arrives as the integer that stands for it.
+            kind = "coded value" if isinstance(value, float | int) else type(value).__name__
+            raise DataError(
+                f"{table.place(row)}, column {name!r}: a {kind} is neither a number nor text;"
+                " make numbers of the column, such as days since a date, or leave "
+                f"it out with exclude=[{name!r}]"
+            )
 
 
 def _join(

@@ -9,6 +9,7 @@ grows with the block, not with the cohort or the population.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import cast
 
@@ -17,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedlearn.algorithms.aggregations import FullAggregation, weights
+from fedlearn.algorithms.aggregations import combines_all, weights
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.bounds import UpdateBounds
 from fedlearn.algorithms.client_state import (
@@ -138,7 +139,7 @@ class Engine:
         # Without bounds, clients add noise. A count of clipped updates would reveal data without
         # any noise, so there is none.
         clip_norm = None if bounds is None else last_clip(strategy.transforms)
-        if isinstance(aggregation, FullAggregation):
+        if combines_all(aggregation):
             return Gathered(aggregation, lanes, params, bounds=bounds, clip_norm=clip_norm)
         return Summed(aggregation, lanes, params, bounds=bounds, clip_norm=clip_norm)
 
@@ -149,17 +150,19 @@ class Engine:
         """
         return None if self.summing is not None else request.strategy.bounds
 
-    def describe_work(self, client_ids: NDArray[np.int64], request: RoundRequest) -> DeviceRound:
+    def describe_work(
+        self, client_ids: NDArray[np.int64], request: RoundRequest, *, attempt: int
+    ) -> DeviceRound:
         """Describe the work of a request to the model of these clients' devices."""
         updates = self._locals(client_ids, [request] * len(client_ids))
         num_examples = self.population.num_examples(client_ids)
         return DeviceRound(
             client_ids=client_ids,
             round_num=request.round_num,
-            attempt=request.attempt,
+            attempt=attempt,
             num_examples_processed=by_client(LocalWork.num_processed, updates, num_examples),
             download_bytes=request.download_bytes,
-            upload_bytes=request.upload_bytes,
+            upload_bytes=(self.summing or request).upload_bytes,
             seed=Seed(request.seed),
         )
 
@@ -173,7 +176,7 @@ class Engine:
         if not drawn:
             return []
         client_ids = np.asarray([each.client_id for each in drawn], np.int64)
-        work = self.describe_work(client_ids, replace(request, attempt=drawn[0].attempt))
+        work = self.describe_work(client_ids, request, attempt=drawn[0].attempt)
         forecasts = zip(
             drawn,
             self.behavior.durations_s(work).tolist(),
@@ -216,14 +219,12 @@ class Engine:
         client_states = dict[int, Mapping[str, Tensor]]()
         # At block size 1 the order of arrival is kept, as over a channel.
         mine = deal(steps if self.block_size > 1 else np.ones_like(steps), self.cluster)
-        work = list(zip(updates, requests, strict=True))
-        is_apart = not self._takes_apart(updates, requests)
-        blocks = _cut_blocks(mine, work, self.block_size, is_apart=is_apart)
-
-        def train(some: NDArray[np.int64]) -> tuple[TrainedBlock, Updates]:
-            block_requests = [requests[place] for place in some.tolist()]
-            return self._train_and_send(client_ids[some], block_requests, updates[some[0]])
-
+        groups = [mine]
+        if self.block_size > 1 and not (_is_one(updates) and _is_one(requests)):
+            is_apart = not self._takes_apart(updates, requests)
+            groups = _group_alike(mine, updates, requests, is_apart=is_apart)
+        blocks = _cut_blocks(groups, self.block_size)
+        train = partial(self._train_places, client_ids, requests, updates)
         # 2. Train each block, add its updates, and record what its clients report.
         attempted = chain.from_iterable(attempts(train, each, errors) for each in blocks)
         for block, (trained, left) in attempted:
@@ -239,17 +240,19 @@ class Engine:
                 bounds=bounds,
             )
             reasons |= {int(block[row]): reason for row, reason in refused.items()}
-            verdicts = np.full(len(block), REPORTED)
-            verdicts[list(refused)] = REFUSED
-            sound = verdicts == REPORTED
-            report[:, block] = trained.losses_K, trained.num_examples_K, verdicts
+            report[0, block], report[1, block] = trained.losses_K, trained.num_examples_K
+            report[2, block] = REPORTED
+            if refused:
+                report[2, block[list(refused)]] = REFUSED
             if trained.client_state or request.client_states:
+                sound = report[2, block] == REPORTED
                 client_states |= split_states(
                     client_ids[block][sound].tolist(), trained.client_state, mine=sound
                 )
             places = zip(block.tolist(), trained.metrics_K, strict=False)
             metrics |= {place: each for place, each in places if report[2, place] == REPORTED}
-        report[2, list(errors)] = RAISED
+        if errors:
+            report[2, list(errors)] = RAISED
         # 3. Share the outcome. One all-reduce for the aggregate and the report: in rounds of
         # milliseconds, each one counts.
         reduction.share(self.cluster, more=torch.from_numpy(report))
@@ -267,13 +270,15 @@ class Engine:
             everyone = gather(metrics, self.cluster)
             metrics = {place: reported for each in everyone for place, reported in each.items()}
         # 4. Share the client state of those that count.
-        everything = share_client_states(
-            client_states,
-            client_ids[verdicts == REPORTED].tolist(),
-            sizes=self._state_sizes(request),
-            like=request.params.vector,
-            cluster=self.cluster,
-        )
+        everything: ClientStates = client_states
+        if self.cluster.world_size > 1:
+            everything = share_client_states(
+                client_states,
+                client_ids[verdicts == REPORTED].tolist(),
+                sizes=self._state_sizes(request),
+                like=request.params.vector,
+                cluster=self.cluster,
+            )
         num_examples = report[1].astype(np.int64)
         return Wave(report[0], num_examples, verdicts, reasons, metrics, everything)
 
@@ -281,7 +286,7 @@ class Engine:
         """Return the size of each client state by name."""
         shared, parts, sizes = request.params.layout, self.local_parts, dict[str, int]()
         if (compressor := find_compressor(request.strategy.transforms)) is not None:
-            kept = compressor.list_kept_sizes([spec.shape for spec in shared.trainable])
+            kept = compressor.list_kept_sizes(shared.trainable_shapes)
             sizes = join_kept({}, kept)
         whole = shared if parts is None else parts.whole
         for name, spec in request.strategy.local.memory.items():
@@ -345,11 +350,11 @@ class Engine:
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest]
     ) -> Sequence[LocalUpdate]:
         """Return each client's local update, by the request that it was sent."""
-        # By identity: clients of one round share the object, and comparing strategies is slow.
-        strategies = {id(each.strategy): each.strategy for each in requests}
-        if len(strategies) == 1:
+        if _is_one(requests):
             strategy = requests[0].strategy
             return strategy.locals_for(cast("list[ClientId]", client_ids.tolist()))
+        # By identity: clients of one round share the object, and comparing strategies is slow.
+        strategies = {id(each.strategy): each.strategy for each in requests}
         places, locals_ = dict[int, list[int]](), dict[int, LocalUpdate]()
         for place, each in enumerate(requests):
             places.setdefault(id(each.strategy), []).append(place)
@@ -357,6 +362,17 @@ class Engine:
             ids = cast("list[ClientId]", client_ids[some].tolist())
             locals_ |= zip(some, strategies[key].locals_for(ids), strict=True)
         return [locals_[place] for place in range(len(requests))]
+
+    def _train_places(
+        self,
+        client_ids: NDArray[np.int64],
+        requests: Sequence[RoundRequest],
+        updates: Sequence[LocalUpdate],
+        places: NDArray[np.int64],
+    ) -> tuple[TrainedBlock, Updates]:
+        """Train the clients at some places of a wave, which have the same local update."""
+        block_requests = [requests[place] for place in places.tolist()]
+        return self._train_and_send(client_ids[places], block_requests, updates[places[0]])
 
     def _train_and_send(
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest], local: LocalUpdate
@@ -367,7 +383,9 @@ class Engine:
         trained = self._train_block(client_ids, requests, local, own_state)
         summed = None if self.summing is None else self.summing.plan.compressor
         sent, kept = _build_sent_updates(client_ids, trained, requests, before, summed=summed)
-        return replace(trained, client_state=join_kept(trained.client_state, kept)), sent
+        if kept:
+            trained = replace(trained, client_state=join_kept(trained.client_state, kept))
+        return trained, sent
 
     def _train_block(
         self,
@@ -378,8 +396,8 @@ class Engine:
     ) -> TrainedBlock:
         request, apart = requests[0], None
         params, parts = request.params, self.local_parts
-        own = [request.client_states.get(each, {}) for each in client_ids.tolist()]
         if parts is not None or not _is_one(requests):
+            own = [request.client_states.get(each, {}) for each in client_ids.tolist()]
             starts = [
                 each.params.vector if parts is None else parts.start(each.params, kept.get(LOCAL))
                 for each, kept in zip(requests, own, strict=True)
@@ -390,7 +408,7 @@ class Engine:
             )
         if parts is not None:
             params = params.complete()
-            if len(own) == 1:  # also for a trainer of the user's own
+            if len(client_ids) == 1:  # also for a trainer of the user's own
                 assert apart is not None
                 params, apart = params.with_vector(apart.starts_KP[0]), None
         task = LocalTask(
@@ -478,7 +496,7 @@ def _build_sent_updates(
         lanes={**{lane.name: trained.deltas_KP for lane in of_model}, **trained.lanes},
         based_on=[each.round_num for each in requests],
         num_trained=layout.num_trainable,
-        shapes=[spec.shape for spec in layout.trainable],
+        shapes=layout.trainable_shapes,
     )
     transforms = strategy.transforms
     reported = (*of_model, *strategy.local.lanes) if transforms else strategy.lanes
@@ -497,8 +515,10 @@ def _build_sent_updates(
 
 def _rebase(updates: Updates, requests: Sequence[RoundRequest], params: Params) -> Updates:
     """Make the updates' statistics relative to the model of the round in which they count."""
-    are_current = all(each.params is params for each in requests)
-    if not params.layout.statistics or (are_current and not params.layout.others):
+    layout = params.layout
+    if not layout.statistics:
+        return updates
+    if not layout.others and all(each.params is params for each in requests):
         return updates
     sent = {id(each): each.params.round_statistics() for each in requests}
     current_S = params.current_statistics()
@@ -530,15 +550,14 @@ def _attach_weights(
     *,
     factors: NDArray[np.float64] | None,
 ) -> Updates:
-    counts_B = torch.from_numpy(trained.num_examples_K)
-    num_examples_B = _list_sent_numbers(counts_B.to(trained.deltas_KP), requests[0])
-    weights_B = weights(reduction.aggregation, num_examples_B)
+    losses_B = torch.from_numpy(trained.losses_K)
+    counts_B = _list_sent_numbers(torch.from_numpy(trained.num_examples_K), requests[0])
+    if _hides_metrics(requests[0]):
+        losses_B = torch.full_like(losses_B, math.nan)
+    weights_B = weights(reduction.aggregation, counts_B.to(trained.deltas_KP))
     if factors is not None:
         weights_B = weights_B * torch.from_numpy(factors).to(weights_B)
-    counts_B, losses_B = counts_B.double(), torch.from_numpy(trained.losses_K)
-    if _hides_metrics(requests[0]):
-        counts_B, losses_B = torch.ones_like(counts_B), torch.full_like(losses_B, math.nan)
-    metrics_B = dict(zip(METRICS, (losses_B, counts_B), strict=True))
+    metrics_B = dict(zip(METRICS, (losses_B, counts_B.double()), strict=True))
     return replace(sent, weights_B=weights_B, metrics_B=metrics_B)
 
 
@@ -552,18 +571,18 @@ def _fold_block(
     bounds: UpdateBounds | None,
 ) -> dict[int, str]:
     """Add a block to the aggregate; return the reason for each refused update, by row."""
-    refused, rows = dict[int, str](), np.arange(len(places))
-    if bounds is not None:
+    refused, rows = dict[int, str](), list(range(len(places)))
+    if bounds is not None and num_examples.max() > bounds.max_examples:
         is_heavy = num_examples > bounds.max_examples
-        heavy, rows = np.flatnonzero(is_heavy).tolist(), np.flatnonzero(~is_heavy)
+        heavy, others = np.flatnonzero(is_heavy).tolist(), np.flatnonzero(~is_heavy)
         refused = {row: bounds.too_heavy(int(num_examples[row])) for row in heavy}
-    if len(rows):
-        some, some_requests = select_rows(sent, rows), [requests[row] for row in rows.tolist()]
-        current = _rebase(some, some_requests, reduction.params)
-        reasons = reduction.fold(some, places[rows], current=current)
-        found = zip(rows.tolist(), reasons, strict=True)
-        refused |= {row: reason for row, reason in found if reason is not None}
-    return refused
+        if not len(others):
+            return refused
+        rows, places, sent = others.tolist(), places[others], select_rows(sent, others)
+        requests = [requests[row] for row in rows]
+    current = _rebase(sent, requests, reduction.params)
+    reasons = zip(rows, reduction.fold(sent, places, current=current), strict=True)
+    return refused | {row: reason for row, reason in reasons if reason is not None}
 
 
 def _require_declared(
@@ -604,7 +623,7 @@ def share_client_states(
         like: A tensor of the states' dtype and device.
         cluster: The workers.
     """
-    if cluster.world_size == 1 or not sizes or not client_ids:
+    if not sizes or not client_ids:
         return client_states
     rows = {}
     for name, size in sizes.items():
@@ -630,31 +649,34 @@ def by_client(
     return np.concatenate([num_examples[:0], *(count(u.work, own) for u, own in each)])
 
 
-def _cut_blocks(
+def _group_alike(
     mine: NDArray[np.int64],
-    work: Sequence[tuple[LocalUpdate, RoundRequest]],
-    block_size: int,
+    updates: Sequence[LocalUpdate],
+    requests: Sequence[RoundRequest],
     *,
     is_apart: bool,
-) -> Iterator[NDArray[np.int64]]:
-    """Cut clients into blocks with the same local update and transforms, in their order.
+) -> list[NDArray[np.int64]]:
+    """Group clients by local update and transforms, and keep their order within each group.
 
-    With ``is_apart``, clients that start from different models go into different blocks. With a
-    block size of 1, the order of all clients is kept.
+    With ``is_apart``, clients that start from different models are in different groups.
     """
-    groups = [mine]
-    if block_size > 1 and not all(_is_one(each) for each in zip(*work, strict=True)):
-        alike = list[tuple[LocalUpdate, Sequence[Transform]]]()
-        kinds = dict[tuple[int, int], list[int]]()
-        for index in mine.tolist():
-            update, request = work[index]
-            does = (update, request.strategy.transforms)
-            # A list, since the user's dataclasses need not be hashable.
-            if does not in alike:
-                alike.append(does)
-            model = request.round_num if is_apart else 0
-            kinds.setdefault((alike.index(does), model), []).append(index)
-        groups = [np.asarray(group, np.int64) for group in kinds.values()]
+    alike = list[tuple[LocalUpdate, Sequence[Transform]]]()
+    groups = dict[tuple[int, int], list[int]]()
+    for index in mine.tolist():
+        request = requests[index]
+        does = (updates[index], request.strategy.transforms)
+        # A list, since the user's dataclasses need not be hashable.
+        if does not in alike:
+            alike.append(does)
+        model = request.round_num if is_apart else 0
+        groups.setdefault((alike.index(does), model), []).append(index)
+    return [np.asarray(group, np.int64) for group in groups.values()]
+
+
+def _cut_blocks(
+    groups: Sequence[NDArray[np.int64]], block_size: int
+) -> Iterator[NDArray[np.int64]]:
+    """Cut each group of clients into blocks, in their order."""
     for group in groups:
         for start in range(0, len(group), block_size):
             yield group[start : start + block_size]

@@ -20,6 +20,7 @@ from torch import Tensor
 from fedlearn.algorithms.objectives import IGNORED
 from fedlearn.core.features import (
     Features,
+    list_tensors,
     name_inputs,
     require_finite,
     require_one_label_each,
@@ -37,6 +38,9 @@ from fedlearn.training.local_data import (
     read_rows,
     stack_pairs,
 )
+
+#: Examples that show how large those of a dataset are, and whether it augments them.
+_NUM_MEASURED = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,6 +251,21 @@ class UnreadRows:
             offsets_of(lengths),
             None if set(num_reads) == {1} else num_reads_K,
         )
+
+    def bytes_per_example(self, num_epochs: int) -> int:
+        """Return what an example takes that is read for some epochs, judged by a few of them.
+
+        Raises:
+            DataError: As for :meth:`read`.
+        """
+        some = self.rows[:_NUM_MEASURED]
+        batch = KeyedBatch(np.arange(len(some)), 0)
+        found = replace(self, rows=some, offsets=np.array([0, len(some)])).read_epochs(
+            lambda _: [[batch], [batch]]
+        )
+        num_bytes = sum(each.nbytes for each in (*list_tensors(found.features), found.labels))
+        each = num_bytes // len(found.rows)
+        return each if found.num_reads_K is None else each * num_epochs
 
     def _epoch(
         self,

@@ -2,13 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
-import pyarrow as pa
-import pyarrow.types as pt
-from numpy.typing import NDArray
 
 from fedlearn.core.calls import explain_calls
 from fedlearn.core.features import require_single_input
@@ -25,6 +21,7 @@ from fedlearn.simulation.federated_data import (
 from fedlearn.simulation.population import DatasetPopulation
 from fedlearn.simulation.sources import TrainTest
 from fedlearn.training.csv_columns import CsvFormat, NamedColumns, read_csv
+from fedlearn.training.frames import read_frame, with_one_type
 from fedlearn.training.local_data import Columns
 from fedlearn.training.scaling import FeatureScaling
 
@@ -99,9 +96,10 @@ def from_csv(
         standardize=standardize,
     )
     has_clients = client is not None or Path(path).is_dir()
+    read = partial(read_csv, csv_format=csv_format, ids=[] if client is None else [client])
     return _build(
-        read_csv(path, csv_format=csv_format),
-        read_csv(test, csv_format=csv_format) if isinstance(test, str | Path) else test,
+        read(path),
+        read(test) if isinstance(test, str | Path) else test,
         roles=roles,
         client=client,
         partition=_find_partition(partition, has_clients=has_clients),
@@ -309,59 +307,12 @@ def _build(
 
 def _read_frames(frames: Any, *, what: str) -> list[NamedColumns]:  # Any: not looked at yet
     if not isinstance(frames, Mapping):
-        return [read_frame(frames, client="", source=what)]
+        return with_one_type([read_frame(frames, client="", source=what)])
     if not frames:
         raise DataError(f"{what} is an empty mapping; give a frame for each client")
-    return [
-        read_frame(each, client=str(name), source=f"{what} of {name!r}")
-        for name, each in frames.items()
-    ]
-
-
-def read_frame(frame: Any, *, client: str, source: str) -> NamedColumns:
-    """Read the columns of a data frame of pandas, polars or pyarrow.
-
-    Args:
-        frame: The frame; an index of pandas is not read.
-        client: Name of its client.
-        source: Where it comes from, for messages.
-
-    Raises:
-        DataError: It is no frame, or a column has values of several types.
-    """
-    if not hasattr(frame, "__arrow_c_stream__") or not hasattr(frame, "columns"):
-        raise DataError(
-            f"{source} is a {type(frame).__name__}; give a data frame of pandas, polars or "
-            "pyarrow, or a mapping from clients' names to frames"
-        )
-    try:
-        table = pa.table(frame)
-    except pa.ArrowException as error:
-        raise DataError(f"{source}: {error}; give each column values of one type") from error
-    index = (table.schema.pandas_metadata or {}).get("index_columns", ())
-    columns = {
-        name: _to_numpy(values)
-        for name, values in zip(table.column_names, table.columns, strict=True)
-        if name not in index
-    }
-    return NamedColumns(
-        client=client,
-        source=source,
-        columns=columns,
-        place=lambda row: f"row {row} of {source}",
+    return with_one_type(
+        [
+            read_frame(each, client=str(name), source=f"{what} of {name!r}")
+            for name, each in frames.items()
+        ]
     )
-
-
-def _to_numpy(values: Any) -> NDArray[Any]:  # Any: pyarrow has no types
-    if pt.is_dictionary(values.type):
-        values = values.cast(values.type.value_type)
-    is_number = pt.is_integer(values.type) or pt.is_boolean(values.type)
-    if (
-        pt.is_floating(values.type)
-        or pt.is_decimal(values.type)
-        or (is_number and values.null_count)
-    ):
-        return np.array(values.cast(pa.float64()).to_numpy())
-    if is_number:
-        return np.array(values.to_numpy())
-    return np.asarray(values.to_pylist(), object)

@@ -40,7 +40,8 @@ class ClipCount:
 
     def begin(self) -> None:
         """Start a wave."""
-        self.wave.zero_()
+        if self._clip_norm is not None:
+            self.wave.zero_()
 
     def add(self, sent: Updates, reasons: Sequence[str | None]) -> None:
         """Count the clipped rows among the accepted rows of a block."""
@@ -54,7 +55,8 @@ class ClipCount:
 
     def end(self) -> None:
         """End a wave, after its count was summed over all workers."""
-        self._total += round(float(self.wave))
+        if self._clip_norm is not None:
+            self._total += round(float(self.wave))
 
     def attach_count(self, aggregate: Aggregate) -> Aggregate:
         """Add the count to an aggregate if updates are clipped."""
@@ -82,7 +84,7 @@ class Summed:
     ) -> None:
         self.aggregation, self._lanes, self.params = aggregation, lanes, params
         self._bounds, self._clipped = bounds, ClipCount(clip_norm)
-        self._total = self._empty()
+        self._total: Any = None  # until there is a block; Any: as above
 
     def begin(
         self,
@@ -93,7 +95,7 @@ class Summed:
         # Rank 0 continues with the sum of earlier waves, which it received from all workers. So a
         # single worker sums in the order of arrival, however the waves are cut.
         if cluster.rank != 0:
-            self._total = self._empty()
+            self._total = None
         self._clipped.begin()
 
     def fold(
@@ -126,7 +128,7 @@ class Summed:
             if any(reasons):
                 some = select_rows(current, _find_accepted(reasons))
                 block = self.aggregation.accumulate(self._empty(), some)
-        self._total = merge(self._total, block)
+        self._total = block if self._total is None else merge(self._total, block)
         self._clipped.add(sent, reasons)
         return reasons
 
@@ -142,12 +144,15 @@ class Summed:
 
     def share(self, cluster: Cluster, *, more: Tensor) -> None:
         """Sum the workers' totals, and ``more``, over all workers."""
+        if self._total is None:
+            self._total = self._empty()
         cluster.all_reduce([*self._total.tensors(), self._clipped.wave, more])
         self._clipped.end()
 
     def close(self) -> Aggregate:
-        """Return the aggregate of all waves, which have at least one client."""
-        aggregate: Aggregate = self.aggregation.finalize(self._total)
+        """Return the aggregate of all waves; a private round may have had none."""
+        total = self._empty() if self._total is None else self._total
+        aggregate: Aggregate = self.aggregation.finalize(total)
         return self._clipped.attach_count(aggregate)
 
     def _empty(self) -> Any:  # Any: as above
@@ -232,8 +237,7 @@ class Gathered:
         client_ids = [client_id for wave in waves for client_id in wave.client_ids]
         weights_B = torch.cat([wave.weights_B for wave in waves])
         lanes = {
-            name: torch.cat([stack_rows(each.lanes[name]) for each in waves])
-            for name in self._sizes
+            name: _join([stack_rows(each.lanes[name]) for each in waves]) for name in self._sizes
         }
         based_on = [each for wave in waves for each in wave.based_on]
         num_trained = self.params.layout.num_trainable
@@ -271,6 +275,11 @@ def _are_clearly_within(sent: Updates, bounds: UpdateBounds | None) -> bool:
         and float(torch.linalg.vector_norm(rows, dim=1).max()) <= _CLEARLY * max_norm
         for rows in sent.lanes.values()
     )
+
+
+def _join(stacks: Sequence[Tensor]) -> Tensor:
+    """Concatenate stacks of rows; a single one, as in most rounds, is not copied."""
+    return stacks[0] if len(stacks) == 1 else torch.cat(list(stacks))
 
 
 def _find_accepted(reasons: Sequence[str | None]) -> NDArray[np.int64]:

@@ -90,18 +90,13 @@ def policy_for(plan: SecurePlan) -> TermsPolicy:
         sigma_bits=given.sigma_bits,
         min_cohort=plan.num_assured,
         max_cohort=MAX_CLIENTS,
-        max_clip=max(plan.clip_norm, plan.statistics_norm, *_list_bounds(plan)),
+        max_clip=max(plan.clip_norm, plan.statistics_norm, *plan.further_bounds.values()),
         max_weight=plan.max_examples,
         # A simulated upload costs nothing, so no size is refused.
         max_upload_bytes=1 << 62,
         max_releases_per_round=1,
         max_draw_factor=1.0,  # has no effect without a roster
     )
-
-
-def _list_bounds(plan: SecurePlan) -> list[float]:
-    """List the bounds of the answers to a query, which have no clip norm in common."""
-    return [] if plan.has_model else [lane.bound for lane in plan.further if lane.bound is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -181,6 +176,11 @@ class ModularSum:
             num_examples=np.where(reported, num_examples, rows.num_examples),
             losses=np.where(reported, loss, rows.losses),
         )
+
+    @cached_property
+    def upload_bytes(self) -> int:
+        """Size of the masked update that a client would send."""
+        return self.plan.upload_bytes(self.layout)
 
     def num_capped(self, rows: Participations) -> int | None:
         """Count the reports whose loss or number of examples is above its bound.

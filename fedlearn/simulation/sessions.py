@@ -111,6 +111,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         make_trainer: Makes the trainer of a client, from its features and labels.
         work: A client's work, unless the request's settings say otherwise.
         further_bytes: Size of a client's upload in addition to the model's delta.
+        masked_bytes: Size of a client's upload in secure aggregation; ``None``: it is not used.
         identities: Keys of the clients for secure aggregation; ``None``: it is not used.
         transforms: Classes of custom transforms, which all clients know.
         dtype: The model's dtype.
@@ -126,6 +127,7 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
     _: KW_ONLY
     work: LocalWork
     further_bytes: int = 0
+    masked_bytes: int | None = None
     identities: SimulatedIdentities | None = None
     transforms: Collection[type[Transform]] = ()
     dtype: torch.dtype = torch.float32
@@ -234,6 +236,8 @@ class SimulatedSessions(Mapping[ClientId, Handler]):
         )
 
     def _count_upload_bytes(self, train: TrainRequest) -> int:
+        if self.masked_bytes is not None:
+            return self.masked_bytes
         shapes, all_sizes = train.trained_shapes, [train.tensors[n].numel() for n in train.order]
         delta = count_delta_bytes(
             transforms_from(train.settings, known=self.transforms),

@@ -230,12 +230,14 @@ class VirtualRound:
     def _close(self) -> CollectedRound:
         self.round_state.finish()
         participations = Participations.of(self.round_state.rows)
-        is_enough, num_capped = self.round_state.is_enough, None
-        if (summing := self.clients.summing) is not None:
-            num_capped = summing.num_capped(participations)
+        is_enough, summing = self.round_state.is_enough, self.clients.summing
+        num_capped = None if summing is None else summing.num_capped(participations)
+        if summing is not None:
             participations = summing.reduce_rows(participations)
             is_enough &= participations.num(Status.REPORTED) >= summing.min_survivors
-        aggregate = replace(self._aggregate(), num_capped=num_capped) if is_enough else None
+        aggregate = self._aggregate() if is_enough else None
+        if aggregate is not None and summing is not None:
+            aggregate = replace(aggregate, num_capped=num_capped)
         return self.round_state.close(
             aggregate,
             closed_s=self.now_s,

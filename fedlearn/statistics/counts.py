@@ -21,7 +21,7 @@ from fedlearn.statistics.statistic import (
     find_why_undefined,
     make_row,
 )
-from fedlearn.statistics.suppression import suppress_small_cells
+from fedlearn.statistics.suppression import suppress_small_cells, suppress_small_columns
 
 #: Most cells of a table of groups.
 _MAX_CELLS = 100_000
@@ -152,6 +152,17 @@ class CellCounts(Statistic):
         lengths = [len(cells) for _, cells in self.tables(schema)]
         shown = [suppress_small_cells(each, self.threshold) for each in sums.split(lengths)]
         return {"sums": torch.cat(shown)}
+
+    def show_clients(self, sums: Tensor, state: State, *, schema: Schema) -> Tensor:
+        """Suppress the cells that are small at any client, at all clients."""
+        lengths = [len(cells) for _, cells in self.tables(schema)]
+        shown = [
+            suppress_small_columns(of_clients, self.threshold, is_hidden=total.isnan())
+            for of_clients, total in zip(
+                sums.split(lengths, dim=1), state["sums"].split(lengths), strict=True
+            )
+        ]
+        return torch.cat(shown, dim=1)
 
     def rows(
         self, state: State, *, schema: Schema, sigmas: Sequence[float] | None

@@ -7,6 +7,7 @@ With the center :math:`c` and the radius :math:`h` of a column's range, a value 
 symbol                          here
 =============================== =========================================
 n, Σ u, Σ u²                    ``sums`` of a column
+n c + h Σ u                     ``total``
 μ = c + h Σ u / n               ``mean``
 σ² = h² (Σ u² / n - (Σ u / n)²) ``variance``, of the population (ddof 0)
 =============================== =========================================
@@ -43,7 +44,7 @@ _LEAST_SHARE = 1e-13
 
 @dataclass(frozen=True, kw_only=True)
 class MeanAndVariance(Statistic):
-    """Number of values, mean, variance and standard deviation of each column.
+    """Number of values, sum, mean, variance and standard deviation of each column.
 
     They are those of the population: ``df.var(ddof=0)`` of pandas. There is no minimum or maximum:
     they are no sums, and a single person decides them. Ask for quantiles instead.
@@ -72,7 +73,7 @@ class MeanAndVariance(Statistic):
     def rows(
         self, state: State, *, schema: Schema, sigmas: Sequence[float] | None
     ) -> Iterator[ResultRow]:
-        """Yield ``values``, ``mean``, ``variance`` and ``std`` of each column."""
+        """Yield ``values``, ``sum``, ``mean``, ``variance`` and ``std`` of each column."""
         sigma = None if sigmas is None else sigmas[0]
         for name, sums in zip(self.columns, state["sums"].split(3), strict=True):
             center, radius = _place(schema, name)
@@ -83,11 +84,13 @@ class MeanAndVariance(Statistic):
             def moments(sums: Tensor, center: float = center, radius: float = radius) -> Tensor:
                 mean = sums[1] / sums[0]
                 variance = sums[2] / sums[0] - mean.square()
-                return torch.stack([center + radius * mean, radius**2 * variance])
+                total = center * sums[0] + radius * sums[1]
+                return torch.stack([total, center + radius * mean, radius**2 * variance])
 
             note = find_why_undefined(count, sigma, what="values")
-            undefined: list[tuple[float, float | None]] = [(math.nan, None)] * 2
-            mean, variance = undefined if note else estimate(moments, known, sigma)
+            undefined: list[tuple[float, float | None]] = [(math.nan, None)] * 3
+            total, mean, variance = undefined if note else estimate(moments, known, sigma)
+            yield make_row((self.kind, name, "sum"), *total, note=note)
             yield make_row((self.kind, name, "mean"), *mean, note=note)
             row = make_row((self.kind, name, "variance"), *variance, note=note)
             # Noise and rounding may make it negative; the interval holds what is possible of it.

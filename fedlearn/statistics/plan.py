@@ -17,6 +17,7 @@ from fedlearn.statistics.counts import (
     MissingValues,
     RowCount,
 )
+from fedlearn.statistics.distinct import DistinctValues
 from fedlearn.statistics.moments import Correlation, MeanAndVariance
 from fedlearn.statistics.schema import COLUMNS, CategoryColumn, Column, NumberColumn, Schema
 from fedlearn.statistics.search import FrequentTexts, Quantiles
@@ -36,6 +37,7 @@ KINDS: Mapping[str, Sequence[type[Statistic]]] = {
             FrequentTexts,
             Correlation,
             GroupCounts,
+            DistinctValues,
         )
     ]
     for each in _ALL
@@ -56,6 +58,8 @@ class StatisticsPlan:
         statistics: What to compute.
         max_examples: Most rows of a client that count, which secure sums and privacy need; of a
             longer table, a fixed random choice of rows counts. ``None``: all count.
+        per_client: Whether the result shows the numbers of each client, too: of the statistics
+            that take one round.
 
     Raises:
         ConfigError: A statistic does not fit to the columns, or to another one.
@@ -72,6 +76,7 @@ class StatisticsPlan:
     columns: Schema
     statistics: tuple[Statistic, ...]
     max_examples: int | None = None
+    per_client: bool = False
 
     def __post_init__(self) -> None:
         if not self.columns:
@@ -92,6 +97,13 @@ class StatisticsPlan:
                     "noise budget for nothing; leave one out"
                 )
         self._require_no_margins()
+        if not isinstance(self.per_client, bool):
+            raise ConfigError(f"per_client is {self.per_client!r}; give true or false")
+        if self.per_client and not self.places_per_client:
+            raise ConfigError(
+                "per_client is true, but all statistics search in several rounds, which show only "
+                "the sums; ask for a histogram in place of quantiles, or leave per_client out"
+            )
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "StatisticsPlan":
@@ -102,7 +114,7 @@ class StatisticsPlan:
                 its place, such as ``statistics[2].edges``.
         """
         _require_mapping(values, "the plan")
-        _require_known(values, ("columns", "statistics", "max_examples"), place="the plan")
+        _require_known(values, [field.name for field in fields(cls)], place="the plan")
         for key in ("columns", "statistics"):
             if key not in values:
                 raise ConfigError(f"the plan has no {key}; give them")
@@ -115,7 +127,12 @@ class StatisticsPlan:
             _read_statistic(each, f"statistics[{place}]", schema)
             for place, each in enumerate(asked)
         )
-        return cls(columns=schema, statistics=statistics, max_examples=values.get("max_examples"))
+        return cls(
+            columns=schema,
+            statistics=statistics,
+            max_examples=values.get("max_examples"),
+            per_client=values.get("per_client", False),
+        )
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the plan as plain values, which :meth:`of` reads."""
@@ -123,7 +140,9 @@ class StatisticsPlan:
             "columns": {name: _to_mapping(column) for name, column in self.columns.items()},
             "statistics": [_to_mapping(each) for each in self.statistics],
         }
-        return found if self.max_examples is None else found | {"max_examples": self.max_examples}
+        if self.max_examples is not None:
+            found["max_examples"] = self.max_examples
+        return found | {"per_client": True} if self.per_client else found
 
     def to_json(self) -> str:
         """Return :meth:`to_mapping` as JSON."""
@@ -133,6 +152,15 @@ class StatisticsPlan:
     def num_rounds(self) -> int:
         """Rounds that the plan takes: those of its longest statistic."""
         return max(each.count_rounds(self.columns) for each in self.statistics)
+
+    @property
+    def places_per_client(self) -> list[int]:
+        """The places of the statistics that a client's own sums answer: those of one round."""
+        return [
+            place
+            for place, each in enumerate(self.statistics)
+            if each.count_rounds(self.columns) == 1
+        ]
 
     def active(self, round_num: int) -> list[int]:
         """Return the places of the statistics that a round asks, the longest ones first."""
@@ -182,8 +210,12 @@ class StatisticsPlan:
             reason: What needs it, such as ``"privacy"``.
 
         Raises:
-            ConfigError: It has none.
+            ConfigError: It has none, or the plan shows the sums of single clients.
         """
+        if self.per_client:
+            raise ConfigError(
+                f"per_client is true, but {reason} hides what single clients have; leave one out"
+            )
         if self.max_examples is None:
             raise ConfigError(
                 f"max_examples is missing, and {reason} needs a bound on what one client adds; "
@@ -209,6 +241,12 @@ class StatisticsPlan:
             ConfigError: What is hidden adds without a bound, or could show by other means.
         """
         self.require_bound(reason="privacy")
+        for place, statistic in enumerate(self.statistics):
+            if statistic.needs_no_noise:
+                raise ConfigError(
+                    f"statistics[{place}] ({statistic.kind}) cannot be private: "
+                    f"{statistic.needs_no_noise}; leave it out, or ask for it without privacy"
+                )
         if unit == EXAMPLE:
             self._require_answers_to_any_row()
 

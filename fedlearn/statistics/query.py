@@ -18,6 +18,7 @@ from fedlearn.algorithms.lanes import Lanes
 from fedlearn.algorithms.query import Query, SumSpec
 from fedlearn.algorithms.strategy import State
 from fedlearn.core.features import Features
+from fedlearn.core.messages import ClientId
 from fedlearn.errors import ConfigError
 from fedlearn.statistics.plan import CLIENT, EXAMPLE, StatisticsPlan
 from fedlearn.statistics.schema import ClientTable
@@ -28,6 +29,8 @@ ANSWERS = "answers"
 #: The metric that counts the statistics that need another round.
 NUM_OPEN = "unfinished"
 _ROUND = "round_num"
+#: In the state: the ids of the clients whose own numbers are shown, and prefix of those.
+_CLIENTS, _OF_CLIENTS = "clients", "of_clients/"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +59,17 @@ class StatisticsQuery(Query):
             _ = self.parsed
         except ConfigError as error:  # at a client, the coordinator's settings are wrong
             raise ValueError(f"plan: {error}") from error
+        # Clients judge the field, so it has to say what the plan does.
+        if self.per_client != self.parsed.per_client:
+            raise ValueError(
+                f"per_client is {self.per_client!r}, but the plan's is {self.parsed.per_client!r}; "
+                "use StatisticsQuery.of"
+            )
 
     @classmethod
     def of(cls, plan: StatisticsPlan, *, unit: str = CLIENT) -> "StatisticsQuery":
         """Build the query of a plan."""
-        return cls(plan=plan.to_json(), unit=unit)
+        return cls(plan=plan.to_json(), unit=unit, per_client=plan.per_client)
 
     @property
     def parsed(self) -> StatisticsPlan:
@@ -122,7 +131,44 @@ class StatisticsQuery(Query):
             not each.is_done(own, schema=plan.columns, round_num=round_num)
             for each, own in zip(plan.statistics, states, strict=True)
         ]
-        return _join(states, round_num=round_num + 1), {NUM_OPEN: float(sum(is_open))}
+        of_clients = {
+            name: value for name, value in state.items() if name.startswith((_CLIENTS, _OF_CLIENTS))
+        }
+        after = _join(states, round_num=round_num + 1)
+        return {**after, **of_clients}, {NUM_OPEN: float(sum(is_open))}
+
+    def conclude_clients(self, answers: Mapping[ClientId, Lanes], state: State) -> State:
+        """Add the numbers of single clients after the first round, which asks all statistics."""
+        if int(state[_ROUND]) > 1:
+            return state
+        plan, scales = self.parsed, self.parsed.scales(0)
+        rows = torch.stack([each[ANSWERS] for each in answers.values()]).double()
+        states, found = _split(state, len(plan.statistics)), dict[str, Tensor]()
+        for place, part in self._parts(0):
+            if place in plan.places_per_client:
+                statistic, sums = plan.statistics[place], rows[:, part] / scales[place]
+                shown = statistic.show_clients(sums, states[place], schema=plan.columns)
+                found[f"{_OF_CLIENTS}{place}"] = shown
+        return {**state, **found, _CLIENTS: torch.tensor(list(answers))}
+
+    def client_rows(self, state: State) -> dict[ClientId, list[ResultRow]]:
+        """Return the numbers of each client, by id; empty if the plan asks for none.
+
+        Args:
+            state: The run's last state.
+        """
+        plan, found = self.parsed, dict[ClientId, list[ResultRow]]()
+        if not plan.per_client:
+            return found
+        for row, client_id in enumerate(state[_CLIENTS].tolist()):
+            found[ClientId(client_id)] = [
+                each
+                for place in plan.places_per_client
+                for each in plan.statistics[place].rows(
+                    {"sums": state[f"{_OF_CLIENTS}{place}"][row]}, schema=plan.columns, sigmas=None
+                )
+            ]
+        return found
 
     def result_rows(self, state: State, *, sigma: float | None) -> Iterator[ResultRow]:
         """Yield the numbers of all statistics from the state after the last round.
@@ -176,6 +222,6 @@ def _split(state: State, num_statistics: int) -> list[State]:
     found = [dict[str, Tensor]() for _ in range(num_statistics)]
     for key, value in state.items():
         place, _, name = key.partition("/")
-        if name:
+        if place.isdecimal():
             found[int(place)][name] = value
     return list[State](found)

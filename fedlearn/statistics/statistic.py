@@ -39,7 +39,7 @@ class ResultRow:
         standard_error: Of the noise, which privacy adds; ``None`` without noise, and where only an
             interval is known.
         low: Lower end of a 95 % interval of the noise; of a quantile without noise, of the interval
-            that has it.
+            that has it; of a number of distinct values, of the estimate.
         high: Upper end.
         suppressed: Whether the value is withheld, since too few examples are behind it or a
             neighboring value.
@@ -75,6 +75,9 @@ class Statistic(Ranged):
         CategoryColumn,
         TextColumn,
     )
+
+    #: Why privacy refuses it; empty: its noise leaves an estimate.
+    needs_no_noise: ClassVar[str] = ""
 
     columns: Annotated[tuple[str, ...], doc("Names of the columns.")] = ()
     weight: Annotated[
@@ -120,6 +123,18 @@ class Statistic(Ranged):
         The state is saved, so what must not be published may not be in it.
         """
         return {"sums": sums}
+
+    def show_clients(self, sums: Tensor, state: State, *, schema: Schema) -> Tensor:
+        """Return what may be shown of the sums of single clients; by default all.
+
+        It is saved, so what must not be published may not be in it.
+
+        Args:
+            sums: The sums of each client: float64 [clients, size].
+            state: The state after the round, with what is shown of the total.
+            schema: The columns.
+        """
+        return sums
 
     def is_done(self, state: State, *, schema: Schema, round_num: int) -> bool:
         """Return whether no later round can add to the result."""

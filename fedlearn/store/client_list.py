@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import ColumnElement, Text, cast, func, or_, select
+from sqlalchemy import ColumnElement, Text, case, cast, func, or_, select
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Status
@@ -95,10 +95,45 @@ def count_clients(database: Database) -> dict[ClientFilter, int]:
         }
 
 
-def has_clients(database: Database) -> bool:
-    """Whether any client has enrolled."""
+@dataclass(frozen=True, kw_only=True)
+class SoftwareCount:
+    """How many clients that are not revoked last connected with a software; empty: none ever."""
+
+    software: str
+    num_clients: int
+    num_connected: int
+
+
+def count_software(database: Database, *, most: int) -> list[SoftwareCount]:
+    """Return the ``most`` frequent software of clients, the most frequent first."""
+    software = func.coalesce(ContactRow.software, "")
+    connected = func.sum(case((ContactRow.is_connected.is_(True), 1), else_=0))
+    joined = ContactRow.client_id == ClientRow.client_id
+    counted = (
+        select(software, func.count(), connected)
+        .select_from(ClientRow)
+        .outerjoin(ContactRow, joined)
+        .where(ClientRow.status == "active")
+        .group_by(software)
+        .order_by(func.count().desc(), software)
+        .limit(most)
+    )
     with database.reading() as session:
-        return session.scalar(select(ClientRow.client_id).limit(1)) is not None
+        return [
+            SoftwareCount(software=name, num_clients=num, num_connected=int(num_connected))
+            for name, num, num_connected in session.execute(counted)
+        ]
+
+
+def list_expiring(database: Database, *, before_utc: str) -> list[EnrolledClient]:
+    """Return the clients that are not revoked and whose certificate ends before an instant."""
+    ending = (
+        select(ClientRow)
+        .where(ClientRow.status == "active", ClientRow.certificate_expires_utc < before_utc)
+        .order_by(ClientRow.certificate_expires_utc, ClientRow.client_id)
+    )
+    with database.reading() as session:
+        return [build_record(row, EnrolledClient) for row in session.scalars(ending)]
 
 
 def read_names(database: Database, clients: Collection[int]) -> dict[int, str]:

@@ -14,6 +14,7 @@ from fedlearn.core.locks import open_lock, wait_for_lock
 from fedlearn.core.redaction import redact
 from fedlearn.errors import NewerStore, NoSpace, StoreError, StoreUnavailable
 from fedlearn.store import migrations
+from fedlearn.store.schema import Base
 
 _LOCK_WAIT_S = 30.0
 _MIGRATION_LOCK = 7_306_087_429  # PostgreSQL's advisory locks are named by a number
@@ -117,22 +118,28 @@ def explain_errors(engine: Engine) -> Iterator[None]:
 
 
 def migrate(engine: Engine) -> None:
-    """Upgrade the schema to this version's; concurrent migrations wait for each other.
+    """Create this version's schema, or upgrade to it; concurrent migrations wait for each other.
 
     Raises:
         NewerStore: A later version of fedlearn has migrated the database.
     """
     known = migrations.revisions()
     with _lock_sqlite_file(engine):
-        revision = _read_revision(engine)
+        with engine.connect() as connection:
+            revision = _read_revision(connection)
         if revision == known[-1]:
             return
         if revision is not None and revision not in known:
             raise _describe_newer(engine, revision)
         with engine.execution_options(writes=True).begin() as connection:
             serialize_transactions(connection, _MIGRATION_LOCK)
-            # Reads the revision again under the lock: another process may have upgraded meanwhile.
-            migrations.upgrade(connection)
+            # Both read the revision again, under the lock: another process may have been faster.
+            if _read_revision(connection) is None:
+                # Revision by revision takes four times as long, without Alembic's own import.
+                Base.metadata.create_all(connection, checkfirst=False)
+                migrations.stamp(connection)
+            else:
+                migrations.upgrade(connection)
 
 
 def require_schema(engine: Engine) -> None:
@@ -145,7 +152,8 @@ def require_schema(engine: Engine) -> None:
     where, known = _redact_url(engine.url), migrations.revisions()
     if engine.dialect.name == "sqlite" and not Path(str(engine.url.database)).is_file():
         raise StoreError(f"{where}: there is no such file; `fedlearn simulate` makes a run")
-    revision = _read_revision(engine)
+    with engine.connect() as connection:
+        revision = _read_revision(connection)
     if revision is None:
         raise StoreError(f"{where} holds no runs; name the database of a runs folder")
     if revision not in known:
@@ -165,12 +173,11 @@ def _describe_newer(engine: Engine, revision: str) -> NewerStore:
     )
 
 
-def _read_revision(engine: Engine) -> str | None:
-    with engine.connect() as connection:
-        if not inspect(connection).has_table("alembic_version"):
-            return None
-        found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
-        return found
+def _read_revision(connection: Connection) -> str | None:
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    found: str | None = connection.scalar(text("SELECT version_num FROM alembic_version"))
+    return found
 
 
 def _require_url(url: str) -> URL:

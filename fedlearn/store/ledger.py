@@ -1,11 +1,16 @@
 """The privacy ledger, which records what was released about users' data, in the database."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
 
 from fedlearn.algorithms.cohorts import CyclicCohorts, FixedCohorts, PoissonCohorts
 from fedlearn.core.clock import utc_now
 from fedlearn.privacy.events import Cohorts, Event, ExampleCohorts, Spent
 from fedlearn.privacy.ledger import Charge
+from fedlearn.store.paging import Page
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ChargeRow
 
@@ -33,24 +38,25 @@ class StoredLedger:
 
     def load_spent(self) -> dict[Event, int]:
         """Return how often each event was charged, over all runs."""
-        return self._count_events(of_run=False)
+        with self.database.reading() as session:
+            return self._count_events(session, of_run=False)
 
     def load_spent_by_run(self) -> dict[Event, int]:
         """Return how often this run has charged each event."""
-        return self._count_events(of_run=True)
+        with self.database.reading() as session:
+            return self._count_events(session, of_run=True)
 
     def charge(self, charge: Charge, *, known: Spent) -> bool:
         """Record a charge, unless another process has charged since ``known`` was read."""
         sampling, users, expected, largest = _encode_cohorts(charge.event.cohorts)
         mine = ChargeRow.population == self.population
         with self.database.writing(lock=_LOCK) as session:
-            total, position = session.execute(
-                select(func.coalesce(func.sum(ChargeRow.count), 0), func.count()).where(mine)
-            ).one()
-            # Charges only accumulate, so an equal sum means that the ledger is as the caller knows
-            # it.
-            if total != sum(known.values()):
+            # By event: a run may have taken back what another one has charged since, so equal sums
+            # do not mean that the ledger is as the caller knows it.
+            found = self._count_events(session, of_run=False)
+            if found != {event: count for event, count in known.items() if count}:
                 return False
+            position = session.scalar(select(func.count()).where(mine)) or 0
             row = ChargeRow(
                 population=self.population,
                 position=position,
@@ -76,7 +82,7 @@ class StoredLedger:
         with self.database.writing(lock=_LOCK) as session:
             session.execute(update(ChargeRow).where(*mine).values(count=ChargeRow.count - count))
 
-    def _count_events(self, *, of_run: bool) -> dict[Event, int]:
+    def _count_events(self, session: Session, *, of_run: bool) -> dict[Event, int]:
         what = (
             ChargeRow.sampling,
             ChargeRow.num_users,
@@ -91,17 +97,70 @@ class StoredLedger:
         if of_run:
             query = query.where(ChargeRow.run == self.run)
         counted = dict[Event, int]()
-        with self.database.reading() as session:
-            for sampling, users, expected, largest, noise, run, count in session.execute(
-                query.group_by(*what)
-            ):
-                event = Event(_decode_cohorts(sampling, users, expected, largest), noise).for_run(
-                    run
-                )
-                # `int`: PostgreSQL sums integers to a Decimal. Add up: events of different runs
-                # may be equal.
-                counted[event] = counted.get(event, 0) + int(count)
-        return counted
+        for sampling, users, expected, largest, noise, run, count in session.execute(
+            query.group_by(*what)
+        ):
+            event = Event(_decode_cohorts(sampling, users, expected, largest), noise).for_run(run)
+            # `int`: PostgreSQL sums integers to a Decimal. Add up: events of different runs may be
+            # equal.
+            counted[event] = counted.get(event, 0) + int(count)
+        return {event: count for event, count in counted.items() if count}
+
+
+def find_ledgers(database: Database, prefix: str) -> list[str]:
+    """Return the names of the ledgers that begin with ``prefix``, in ascending order."""
+    with database.reading() as session:
+        names = select(ChargeRow.population).distinct().order_by(ChargeRow.population)
+        return [each for each in session.scalars(names) if each.startswith(prefix)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerLine:
+    """What one run has charged to a ledger.
+
+    Attributes:
+        population: Name of the ledger.
+        run: Name of the run, which may have been deleted since.
+        num_charged: Releases charged.
+        charged_utc: When it charged last.
+    """
+
+    population: str
+    run: str
+    num_charged: int
+    charged_utc: str
+
+
+def list_ledgers(
+    database: Database, *, prefix: str, page: int, size: int
+) -> Page[Sequence[LedgerLine]]:
+    """Return a page of the ledgers whose names begin with ``prefix``, by name.
+
+    Each is what its runs have charged, last charged first.
+
+    Raises:
+        StoreError: The database cannot be read.
+    """
+    row, last = ChargeRow, func.max(ChargeRow.charged_utc)
+    # Not LIKE, which ignores case on SQLite.
+    mine = func.substr(row.population, 1, len(prefix)) == prefix
+    names = select(row.population).where(mine).distinct().order_by(row.population)
+    with database.reading() as session:
+        total = session.scalar(select(func.count(row.population.distinct())).where(mine)) or 0
+        shown = session.scalars(names.offset((page - 1) * size).limit(size)).all()
+        charged = (
+            select(row.population, row.run, func.sum(row.count), last)
+            .where(row.population.in_(shown))
+            .group_by(row.population, row.run)
+            .order_by(last.desc(), row.run)
+        )
+        lines = dict[str, list[LedgerLine]]({name: [] for name in shown})
+        for population, run, num, charged_utc in session.execute(charged):
+            line = LedgerLine(
+                population=population, run=run, num_charged=int(num), charged_utc=charged_utc
+            )
+            lines[population].append(line)
+    return Page(rows=list(lines.values()), number=page, size=size, total=total)
 
 
 def _encode_cohorts(cohorts: Cohorts) -> tuple[str, int, int, int]:

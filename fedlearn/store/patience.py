@@ -111,6 +111,6 @@ class PatientCharges:
         """Whether another round can be charged; see :class:`~fedlearn.rounds.opening.Charges`."""
         return self.charges.can_afford_round()
 
-    def report_spending(self) -> Mapping[str, float]:
-        """Return the spending so far."""
-        return self.charges.report_spending()
+    def report_spending(self, *, is_last: bool) -> Mapping[str, float]:
+        """Return the spending so far; see :class:`~fedlearn.rounds.opening.Charges`."""
+        return self.charges.report_spending(is_last=is_last)

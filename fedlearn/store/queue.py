@@ -4,24 +4,33 @@ Every transition locks the run's row and checks its state, so that of two proces
 the other gets an error that says why.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from hashlib import sha256
+from pathlib import Path
 from typing import NoReturn
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from fedlearn.core.clock import WallClock, utc
+from fedlearn.core.files import explain_disk_errors, sync_folder, write_durably
 from fedlearn.core.words import did_you_mean
-from fedlearn.errors import DeploymentError
+from fedlearn.errors import DeploymentError, StoreError
 from fedlearn.identity.audit import Action
+from fedlearn.identity.bundles import Bundle
 from fedlearn.rounds.records import RunStatus
 from fedlearn.rounds.scheduling import QueuedRun, QueueState, Submission
+from fedlearn.store.bundles import describe_bundle, store_bundle
 from fedlearn.store.queue_rows import NAMES_LOCK, NameTaken, lock_row, queue_again
 from fedlearn.store.runs import Database, Guard, allow_writes, check_run_name
 from fedlearn.store.schema import DeploymentRow, QueueRow, RunRow, build_record, build_row
+from fedlearn.store.studies import require_open_study
 
 #: Why a run ended that its operator cancelled.
 CANCELLED_BY_OPERATOR = "cancelled by the operator"
+
+#: Name of the copy of the weights that a run starts from.
+WEIGHTS_FILE = "weights.safetensors"
 
 _REMEDIES = {
     QueueState.QUEUED: "`fedlearn cancel` removes it from the queue",
@@ -39,55 +48,97 @@ class RunQueue:
     written, and :class:`~fedlearn.errors.DeploymentError` if the queue has no such run or its state
     does not allow the change. :meth:`start` and :meth:`finish` are the service's, which passes the
     guard of its lease; they also raise :class:`~fedlearn.errors.Fenced` after a takeover, and may
-    be repeated after a crash. All other methods may be called by any process.
+    be repeated after a crash; so does :meth:`pin_weights`. All other methods may be called by any
+    process.
+
+    Attributes:
+        database: The service's database.
+        guard: Checks in each of the service's transactions that it still holds the lease.
     """
 
     def __init__(
         self, database: Database, clock: WallClock, *, guard: Guard = allow_writes
     ) -> None:
-        self._database = database
+        self.database = database
         self._clock = clock
-        self._guard = guard
+        self.guard = guard
 
-    def submit(self, submission: Submission) -> QueuedRun:
+    def submit(
+        self, submission: Submission, *, weights: bytes = b"", bundle: Bundle | None = None
+    ) -> QueuedRun:
         """Queue a run; its name is then reserved.
 
+        Args:
+            submission: The run.
+            weights: The safetensors file that it starts from, if ``start_from`` has its digest.
+            bundle: The bundle that its clients run, if its configuration has the digest.
+
         Raises:
-            DeploymentError: ``after`` or ``start_from`` names a run that does not exist.
+            DeploymentError: ``after`` or ``start_from`` names a run that does not exist, or there
+                is no such study, or it is closed.
             StoreError: The name is taken, or cannot name a run.
         """
+        with self.database.writing(lock=NAMES_LOCK) as session:
+            return self.submit_in(session, submission, weights=weights, bundle=bundle)
+
+    def submit_in(
+        self,
+        session: Session,
+        submission: Submission,
+        *,
+        weights: bytes = b"",
+        bundle: Bundle | None = None,
+        schedule: str = "",
+    ) -> QueuedRun:
+        """Queue a run in a transaction that holds :data:`~fedlearn.store.queue_rows.NAMES_LOCK`.
+
+        See :meth:`submit`; ``schedule`` is the name of the schedule that queues it, if one does.
+        """
         check_run_name(submission.name)
-        with self._database.writing(lock=NAMES_LOCK) as session:
-            _require_free(session, submission.name)
-            queued = set(session.scalars(select(QueueRow.name)))
-            if submission.after:
-                _require_known(submission.after, queued, where="in the queue", option="--after")
-            if source := submission.start_from.get("run", ""):
-                runs = queued.union(session.scalars(select(RunRow.name)))
-                _require_known(source, runs, where="in this database", option="--from")
-            new = {"reason": "", "started_utc": "", "ended_utc": ""}
-            row = build_row(
-                QueueRow,
-                submission,
-                state=QueueState.QUEUED,
-                submitted_by=self._database.actor.label,
-                submitted_utc=self._now_utc(),
-                **new,
-            )
-            session.add(row)
-            session.flush()  # it gives the row its id
-            self._record(session, Action.RUN_QUEUED, row, priority=row.priority, after=row.after)
-            return build_record(row, QueuedRun)
+        _require_free(session, submission.name)
+        if submission.study:
+            require_open_study(session, submission.study)
+        queued = set(session.scalars(select(QueueRow.name)))
+        if submission.after:
+            _require_known(submission.after, queued, where="in the queue", option="--after")
+        if source := submission.start_from.get("run", ""):
+            runs = queued.union(session.scalars(select(RunRow.name)))
+            _require_known(source, runs, where="in this database", option="--from")
+        new = {"reason": "", "started_utc": "", "ended_utc": ""}
+        row = build_row(
+            QueueRow,
+            submission,
+            state=QueueState.QUEUED,
+            submitted_by=self.database.actor.label,
+            submitted_utc=self._now_utc(),
+            **new,
+        )
+        session.add(row)
+        session.flush()  # it gives the row its id
+        if weights:
+            self._write_weights(session, row, weights)
+        if bundle is not None:
+            store_bundle(self.database, session, bundle)
+        facts = {"priority": row.priority, "after": row.after}
+        if row.study:
+            facts["study"] = row.study
+        if row.start_from:
+            facts["start_from"] = row.start_from
+        if schedule:
+            facts["schedule"] = schedule
+        facts |= describe_bundle(row.config, bundle)
+        self._record(session, Action.RUN_QUEUED, row, **facts)
+        return build_record(row, QueuedRun)
 
     def list(self) -> list[QueuedRun]:
         """Return all runs of the queue, in the order of submission."""
-        with self._database.reading() as session:
+        with self.database.reading() as session:
             rows = session.scalars(select(QueueRow).order_by(QueueRow.id))
             return [build_record(row, QueuedRun) for row in rows]
 
     def find(self, name: str) -> QueuedRun:
         """Return the run called ``name``; the error suggests the nearest name."""
-        with self._database.reading() as session:
+        with self.database.reading() as session:
             row = session.scalar(select(QueueRow).where(QueueRow.name == name))
             return _refuse_unknown(session, name) if row is None else build_record(row, QueuedRun)
 
@@ -103,7 +154,7 @@ class RunQueue:
         A queued run is cancelled at once. A running one is aborted: it is ``running`` until the
         service has ended it.
         """
-        with self._database.writing() as session:
+        with self.database.writing() as session:
             row = _lock(session, name)
             if row.state.is_over:
                 raise DeploymentError(f"{name} is {row.state}, so there is nothing to cancel")
@@ -119,12 +170,13 @@ class RunQueue:
 
         It resumes at its last checkpoint.
         """
-        with self._database.writing() as session:
+        with self.database.writing() as session:
             row = _lock(session, name)
             if row.state not in (QueueState.FAILED, QueueState.CANCELLED):
                 raise DeploymentError(
                     f"{name} is {row.state}, neither failed nor cancelled; {_REMEDIES[row.state]}"
                 )
+            _require_study_open(session, row)
             row.state, row.reason, row.ended_utc = QueueState.QUEUED, "", ""
             self._record(session, Action.RUN_RETRIED, row)
             return build_record(row, QueuedRun)
@@ -134,8 +186,9 @@ class RunQueue:
 
         A run that is done is queued again; all others keep their state.
         """
-        with self._database.writing() as session:
+        with self.database.writing() as session:
             row = _lock(session, name)
+            _require_study_open(session, row)
             run = session.scalar(select(RunRow).where(RunRow.name == name))
             before = row.config["num_rounds"] if run is None else run.num_rounds
             if num_rounds <= before:
@@ -166,14 +219,45 @@ class RunQueue:
 
         A run that is running or over stays as it is: it may have been cancelled meanwhile.
         """
-        with self._database.writing() as session:
-            self._guard(session)
+        with self.database.writing() as session:
+            self.guard(session)
             row = _lock(session, name)
             if row.state is QueueState.QUEUED:
                 row.state, row.started_utc = QueueState.RUNNING, self._now_utc()
                 # It may have been cancelled in an earlier life; a pause still holds.
                 _set_control(session, name, "run", instead_of="abort")
             return build_record(row, QueuedRun)
+
+    def pin_weights(self, name: str, start_from: Mapping[str, str], weights: bytes) -> None:
+        """Copy the weights that a running run starts from, unless it was done before.
+
+        Args:
+            name: Name of the run.
+            start_from: Where they come from, with their digest.
+            weights: The safetensors file.
+        """
+        with self.database.writing() as session:
+            self.guard(session)
+            row = _lock(session, name)
+            if "sha256" not in row.start_from:
+                row.start_from = start_from
+                self._write_weights(session, row, weights)
+
+    def read_weights(self, run: QueuedRun) -> bytes:
+        """Read the copy of the weights that a run starts from.
+
+        Raises:
+            StoreError: It is missing, or is not what was copied.
+        """
+        path = weights_folder(self.database.runs_dir, run.name) / WEIGHTS_FILE
+        with explain_disk_errors(path, raises=StoreError, doing="read"):
+            content = path.read_bytes()
+        if sha256(content).hexdigest() != run.start_from["sha256"]:
+            raise StoreError(
+                f"{path} was changed: its SHA-256 is not {run.start_from['sha256']}; restore it "
+                "from a backup, or submit the run again under another name"
+            )
+        return content
 
     def finish(self, name: str, state: QueueState, *, reason: str) -> QueuedRun:
         """Record how a running run ended, and return it; no-op if it is not running any more.
@@ -186,8 +270,8 @@ class RunQueue:
             reason: Why it failed or was cancelled; empty otherwise.
         """
         assert state.is_over
-        with self._database.writing() as session:
-            self._guard(session)
+        with self.database.writing() as session:
+            self.guard(session)
             row = _lock(session, name)
             if row.state is not QueueState.RUNNING:
                 return build_record(row, QueuedRun)
@@ -198,15 +282,30 @@ class RunQueue:
                 self._end(row, state, reason)
             return build_record(row, QueuedRun)
 
+    def _write_weights(self, session: Session, row: QueueRow, weights: bytes) -> None:
+        self.database.check_act(session)
+        # Inside the transaction that writes the digest: a row that has one has its file, too.
+        folder = weights_folder(self.database.runs_dir, row.name)
+        with explain_disk_errors(folder, raises=StoreError):
+            folder.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / WEIGHTS_FILE, weights, raises=StoreError)
+        with explain_disk_errors(folder, raises=StoreError):
+            sync_folder(folder.parent)
+
     def _record(self, session: Session, action: Action, row: QueueRow, **facts: object) -> None:
         session.flush()
-        self._database.record_act(session, action, subject=row.name, details=facts)
+        self.database.record_act(session, action, subject=row.name, details=facts)
 
     def _end(self, row: QueueRow, state: QueueState, reason: str) -> None:
         row.state, row.reason, row.ended_utc = state, reason, self._now_utc()
 
     def _now_utc(self) -> str:
         return utc(self._clock.unix_s())
+
+
+def weights_folder(runs_dir: Path, name: str) -> Path:
+    """Return the folder with the weights that the run called ``name`` starts from."""
+    return runs_dir / ".starts" / name  # no run can have a name that begins with a dot
 
 
 def _require_free(session: Session, name: str) -> None:
@@ -229,6 +328,11 @@ def _require_known(name: str, known: Collection[str], *, where: str, option: str
 def _lock(session: Session, name: str) -> QueueRow:
     row = lock_row(session, name)
     return _refuse_unknown(session, name) if row is None else row
+
+
+def _require_study_open(session: Session, row: QueueRow) -> None:
+    if row.study:
+        require_open_study(session, row.study)
 
 
 def _refuse_unknown(session: Session, name: str) -> NoReturn:

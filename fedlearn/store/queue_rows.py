@@ -23,8 +23,10 @@ def lock_row(session: Session, name: str) -> QueueRow | None:
     return session.scalar(select(QueueRow).where(QueueRow.name == name).with_for_update())
 
 
-def require_name(session: Session, name: str, *, from_queue: bool) -> None:
+def require_name(session: Session, name: str, *, from_queue: bool) -> QueueRow | None:
     """Check that a run may be created under ``name``; the caller holds :data:`NAMES_LOCK`.
+
+    Returns the run's row in the queue, if it comes from there.
 
     Args:
         session: The transaction that creates the run.
@@ -43,6 +45,7 @@ def require_name(session: Session, name: str, *, from_queue: bool) -> None:
     if from_queue and (row is None or row.state is not QueueState.RUNNING):
         stands = "is not in the queue" if row is None else f"is {row.state} in the queue"
         raise StoreError(f"run {name!r} {stands}, so it does not start")
+    return row
 
 
 def queue_again(session: Session, name: str) -> None:
@@ -68,7 +71,8 @@ def require_deletable(session: Session, name: str) -> None:
     for each in session.scalars(select(QueueRow).where(QueueRow.state != QueueState.DONE)):
         # A run that was done before lets those after it start, with or without its files.
         waits = each.after == name and row.state is not QueueState.DONE
-        if waits or each.start_from.get("run") == name:
+        starts = each.start_from.get("run") == name and "sha256" not in each.start_from
+        if waits or starts:
             raise StoreError(
                 f"{each.name}, which is {each.state} in the queue, needs {name}; let it end first"
             )

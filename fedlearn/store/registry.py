@@ -47,7 +47,7 @@ class StoredRegistry:
 
     def invite(self, name: str, *, tags: Sequence[str], valid_s: float) -> bytes:
         """Create an invitation, which replaces earlier ones, and return its token."""
-        check_name(name)
+        check_name(name, kind="client")
         token = SecretBytes.generate(_TOKEN_BYTES).reveal()
         record = InvitationRecord(
             name=name,

@@ -37,6 +37,7 @@ class StoredRelease:
     Attributes:
         run: Name of its run, which may have been deleted since.
         run_created_utc: When the run was created; another run may have had its name.
+        study: The run's study; empty: none.
         num_rounds: Finished rounds of the model.
         sha256: Of the file with the weights.
         num_bytes: Size of that file.
@@ -48,6 +49,7 @@ class StoredRelease:
 
     run: str
     run_created_utc: str
+    study: str
     num_rounds: int
     sha256: str
     num_bytes: int
@@ -73,13 +75,16 @@ class ReleaseStore:
         self._database = database
         self._folder = database.runs_dir / _FOLDER
 
-    def add(self, signed: SignedRelease, files: Mapping[str, bytes]) -> StoredRelease:
+    def add(
+        self, signed: SignedRelease, files: Mapping[str, bytes], *, study: str = ""
+    ) -> StoredRelease:
         """Record a release with its files, unless the same weights of this run are recorded.
 
         Args:
             signed: Its facts have ``run``, ``run_created_utc``, ``num_rounds``, ``sha256`` and
                 ``num_bytes``.
             files: Content by name, with the weights.
+            study: The run's study; empty: none.
         """
         facts = signed.facts
         place = {name: facts[name] for name in ("run", "run_created_utc", "num_rounds", "sha256")}
@@ -87,9 +92,10 @@ class ReleaseStore:
             row = session.scalar(select(ReleaseRow).filter_by(**place))
             if row is None:
                 more = {"num_bytes": facts["num_bytes"], "created_utc": utc_now()}
-                row = build_row(ReleaseRow, signed, **place, **more)
+                row = build_row(ReleaseRow, signed, study=study, **place, **more)
                 session.add(row)
                 session.flush()
+                self._database.check_act(session)
                 self._write(signed.id, files)
             self._record(session, Action.RELEASE_EXPORTED, row.id, **place)
             return self._build(session, row)

@@ -61,16 +61,25 @@ def list_runs(
     *,
     search: str,
     status: RunStatus | None,
-    order: RunOrder,
+    study: str | None = None,
+    order: RunOrder | Sequence[int],
     page: int,
     size: int,
 ) -> Page[RunLine]:
     """Return a page of the runs whose name contains ``search``, of this status if one is given.
 
+    Args:
+        database: Where the runs are.
+        search: Part of the name.
+        status: Status of the runs.
+        study: Study of the runs; ``None``: any, or none.
+        order: Order of the runs, or the keys of all of them in order: see :func:`find_runs`.
+        page: Number of the page, from 1.
+        size: Runs on a page.
+
     Raises:
         StoreError: The database cannot be read.
     """
-    which = [contains_text(RunRow.name, search)] if search else []
     finished = _num_finished().label("num_finished")
     keys = {
         RunOrder.NEWEST: RunRow.id.desc(),
@@ -78,17 +87,19 @@ def list_runs(
         RunOrder.NAME: RunRow.name,
         RunOrder.ROUNDS: finished.desc(),
     }
+    first = (page - 1) * size
+    statement = select(RunRow, finished, DeploymentRow.run_id).outerjoin(DeploymentRow)
     with database.reading() as session:
-        if status is not None:
-            which.append(_of_status(session, database, status))
-        total = session.scalar(select(func.count()).select_from(RunRow).where(*which)) or 0
-        statement = select(RunRow, finished, DeploymentRow.run_id).outerjoin(DeploymentRow)
-        found = session.execute(
-            statement.where(*which)
-            .order_by(keys[order], RunRow.id.desc())
-            .offset((page - 1) * size)
-            .limit(size)
-        ).all()
+        if isinstance(order, RunOrder):
+            which = _conditions(session, database, search, status)
+            which += [] if study is None else [RunRow.study == study]
+            total = session.scalar(select(func.count()).select_from(RunRow).where(*which)) or 0
+            ordered = statement.where(*which).order_by(keys[order], RunRow.id.desc())
+            found = session.execute(ordered.offset(first).limit(size)).all()
+        else:
+            total, shown = len(order), {key: at for at, key in enumerate(order[first:][:size])}
+            unordered = session.execute(statement.where(RunRow.id.in_(shown))).all()
+            found = sorted(unordered, key=lambda each: shown[each[0].id])
         seconds = _sum_seconds(session, [row.id for row, _, _ in found])
         lines = [
             RunLine(
@@ -100,6 +111,19 @@ def list_runs(
             for row, num_finished, deployment in found
         ]
     return Page(rows=lines, number=page, size=size, total=total)
+
+
+def find_runs(database: Database, *, search: str, status: RunStatus | None) -> dict[int, RunRecord]:
+    """Return the runs that :func:`list_runs` lists, by key, newest first.
+
+    Raises:
+        StoreError: The database cannot be read.
+    """
+    with database.reading() as session:
+        which = _conditions(session, database, search, status)
+        rows = session.scalars(select(RunRow).where(*which).order_by(RunRow.id.desc()))
+        folder = database.runs_dir
+        return {row.id: build_run_record(row, folder, is_deployed=False) for row in rows}
 
 
 def count_runs(database: Database) -> int:
@@ -138,6 +162,13 @@ def read_extremes(
     )
     with database.reading() as session:
         return {(key, name): (low, high) for key, name, low, high in session.execute(statement)}
+
+
+def _conditions(
+    session: Session, database: Database, search: str, status: RunStatus | None
+) -> list[ColumnElement[bool]]:
+    named = [contains_text(RunRow.name, search)] if search else []
+    return named if status is None else [*named, _of_status(session, database, status)]
 
 
 def _num_finished() -> ColumnElement[int]:

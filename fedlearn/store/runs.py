@@ -16,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import TYPE_CHECKING, Self, TypeAlias
 
-from sqlalchemy import URL, Engine, delete, func, select, update
+from sqlalchemy import URL, Engine, delete, func, insert, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
+from sqlalchemy.sql.base import ExecutableOption
 
 from fedlearn.core.files import sync_folder, write_durably
 from fedlearn.core.messages import ClientId
@@ -28,6 +29,7 @@ from fedlearn.core.words import did_you_mean
 from fedlearn.errors import Fenced, NoSpace, StoreError, StoreUnavailable, UnknownRun
 from fedlearn.identity.actors import Actor, local_operator
 from fedlearn.identity.audit import Action, AuditEntry
+from fedlearn.identity.roles import ALL_STUDIES, Studies
 from fedlearn.rounds.records import ALIAS, Checkpoint, RoundRecord, RunRecord, RunStatus
 from fedlearn.store.audit import append_entry
 from fedlearn.store.blockers import end_blockers, end_stalled_sessions
@@ -50,6 +52,7 @@ from fedlearn.store.queue_rows import (
     require_deletable,
     require_name,
 )
+from fedlearn.store.reach import build_restrictions, restrict
 from fedlearn.store.retention import DEFAULT_RETENTION
 from fedlearn.store.rounds import (
     RoundSummary,
@@ -68,6 +71,7 @@ from fedlearn.store.schema import (
     ParticipationRow,
     RoundRow,
     RunRow,
+    TrainerRow,
     build_record,
     build_row,
 )
@@ -108,6 +112,10 @@ class Database:
         runs_dir: The folder.
         actor: Who acts through this object, for the audit log; by default the user of this process.
 
+    Args:
+        check_act: Called in the transaction of each act of ``actor``; raises if the actor may not
+            do it, so that nothing of the act is stored.
+
     Every method that accesses the database raises :class:`~fedlearn.errors.StoreError` if it cannot
     be read or written.
 
@@ -120,14 +128,40 @@ class Database:
         []
     """
 
-    def __init__(self, engine: Engine, *, runs_dir: Path, actor: Actor | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        runs_dir: Path,
+        actor: Actor | None = None,
+        check_act: Guard = allow_writes,
+        restrictions: Sequence[ExecutableOption] = (),
+    ) -> None:
         self.runs_dir = runs_dir
         self.actor = local_operator() if actor is None else actor
         self._engine = engine
+        self._check_act = check_act
+        self._restrictions = restrictions
 
-    def acting_as(self, actor: Actor) -> "Database":
+    def acting_as(self, actor: Actor, *, check_act: Guard = allow_writes) -> "Database":
         """Return the same database for another actor; close only one of the two."""
-        return Database(self._engine, runs_dir=self.runs_dir, actor=actor)
+        return Database(self._engine, runs_dir=self.runs_dir, actor=actor, check_act=check_act)
+
+    def restrict_to(self, studies: Studies) -> "Database":
+        """Return the same database with what belongs to ``studies`` only, to read."""
+        if ALL_STUDIES in studies.names:
+            return self
+        return Database(
+            self._engine,
+            runs_dir=self.runs_dir,
+            actor=self.actor,
+            check_act=self._check_act,
+            restrictions=build_restrictions(studies),
+        )
+
+    def check_act(self, session: Session) -> None:
+        """Check that the actor may act now, before files are written in the same transaction."""
+        self._check_act(session)
 
     def record_act(
         self,
@@ -137,7 +171,11 @@ class Database:
         subject: str,
         details: Mapping[str, object] | None = None,
     ) -> AuditEntry:
-        """Add the actor's act to the audit log, as the last statement of its transaction."""
+        """Add the actor's act to the audit log, as the last statement of its transaction.
+
+        What the actor may do is checked here, since no act goes without an entry.
+        """
+        self._check_act(session)
         return append_entry(session, action, self.actor, subject=subject, details=details or {})
 
     @contextmanager
@@ -154,6 +192,7 @@ class Database:
             StoreUnavailable: The database is unreachable. If the connection was lost during the
                 commit, the transaction may have been committed.
         """
+        assert not self._restrictions, "what is seen in some studies only is not written"
         engine = self._engine.execution_options(writes=True)
         with (
             self.explain_errors(),
@@ -175,6 +214,8 @@ class Database:
             # anyway.
             engine = engine.execution_options(isolation_level="REPEATABLE READ")
         with self.explain_errors(), Session(engine) as session:
+            if self._restrictions:
+                restrict(session, self._restrictions)
             yield session
 
     @property
@@ -226,7 +267,21 @@ class Database:
             NewerStore: A later version of fedlearn has migrated the database.
             StoreError: As in :meth:`open`, or there is no store, or one of an earlier version.
         """
-        database = cls(open_engine(url, only_reads=True), runs_dir=runs_dir)
+        return cls._open_existing(url, runs_dir=runs_dir, only_reads=True)
+
+    @classmethod
+    def open_as_it_is(cls, url: str, *, runs_dir: Path) -> Self:
+        """Open an existing database to write, without migrating it.
+
+        Raises:
+            NewerStore: A later version of fedlearn has migrated the database.
+            StoreError: As in :meth:`open_to_read`.
+        """
+        return cls._open_existing(url, runs_dir=runs_dir, only_reads=False)
+
+    @classmethod
+    def _open_existing(cls, url: str, *, runs_dir: Path, only_reads: bool) -> Self:
+        database = cls(open_engine(url, only_reads=only_reads), runs_dir=runs_dir)
         try:
             with database.explain_errors():
                 require_schema(database._engine)
@@ -260,13 +315,20 @@ class Database:
         """
         check_run_name(record.name)
         with self.writing(lock=NAMES_LOCK) as session:
-            require_name(session, record.name, from_queue=from_queue)
+            queued = require_name(session, record.name, from_queue=from_queue)
+            if queued is not None:
+                record = replace(record, study=queued.study, start_from=queued.start_from)
             # Insert the row first: until the transaction ends, no other process can create a run
             # of this name, nor its folder.
             run_id = _insert_run(session, record=record)
             with _new_folder(self.runs_dir / record.name) as folder:
                 _write_config(folder, config=record.config)
-                details = {"config_hash": record.config_hash, "num_rounds": record.num_rounds}
+                details: dict[str, object] = {
+                    "config_hash": record.config_hash,
+                    "num_rounds": record.num_rounds,
+                    **({"study": record.study} if record.study else {}),
+                    **({"start_from": record.start_from} if record.start_from else {}),
+                }
                 self.record_act(session, Action.RUN_STARTED, subject=record.name, details=details)
         return StoredRun(self, run_id=run_id, name=record.name, guard=allow_writes)
 
@@ -378,7 +440,8 @@ class StoredRun:
         """
         if record.clients is not None:
             self._clients = record.clients
-        self._buffer.append(replace(record, clients=None))
+            record = replace(record, clients=None)
+        self._buffer.append(record)
 
     def commit(self, checkpoint: Checkpoint) -> None:
         """Make ``checkpoint`` and all records so far durable, together, before returning.
@@ -491,11 +554,21 @@ class StoredRun:
         """
         return self._require_checkpoint().select_tensors("clients/")
 
-    def _require_checkpoint(self) -> Checkpoint:
-        checkpoint = self.load()
+    def _require_checkpoint(self, num_rounds: int | None = None) -> Checkpoint:
+        checkpoint = self.load() if num_rounds is None else self._load_earlier(num_rounds)
         if checkpoint is None:
             raise StoreError(f"run {self.name!r} has no checkpoint yet; train it: `{self._resume}`")
         return checkpoint
+
+    def _load_earlier(self, num_rounds: int) -> Checkpoint:
+        files = {each.round_num: each for each in self.checkpoints()}
+        if num_rounds not in files:
+            kept = ", ".join(map(str, files)) or "none"
+            raise StoreError(
+                f"run {self.name!r} has no checkpoint after round {num_rounds}; it has: {kept} "
+                "(keys `store.keep_last` and `store.keep_every` say which are kept)"
+            )
+        return read_checkpoint(files[num_rounds], remedy="choose another round")
 
     def weights(self, *, best: bool) -> "dict[str, Tensor]":
         """Return a model's tensors by name: the best model, if one was measured, or the last.
@@ -507,25 +580,29 @@ class StoredRun:
         """
         return self.load_weights(best=best)[1]
 
-    def load_weights(self, *, best: bool) -> "tuple[int, dict[str, Tensor]]":
+    def load_weights(
+        self, *, best: bool, num_rounds: int | None = None
+    ) -> "tuple[int, dict[str, Tensor]]":
         """Return the finished rounds of the model that :meth:`weights` returns, and its tensors.
 
+        With ``num_rounds``, it is the model after so many rounds.
+
         Raises:
-            StoreError: As in :meth:`weights`.
+            StoreError: As in :meth:`weights`, or there is no checkpoint after ``num_rounds``.
         """
         if not self.record.has_model:
             raise StoreError(
                 f"run {self.name!r} is a query, which has no model; its result is what Run.state() "
                 "returns and `fedlearn export` writes"
             )
-        checkpoint = self._require_checkpoint()
+        checkpoint = self._require_checkpoint(num_rounds)
         found = checkpoint.select_tensors("best/") if best else {}
-        num_rounds = checkpoint.values.get("best_round") if found else checkpoint.round_num
+        finished = checkpoint.values.get("best_round") if found else checkpoint.round_num
         found = found or checkpoint.select_tensors("params/")
         for key, name in checkpoint.values.items():
             if key.startswith(ALIAS) and isinstance(name, str):
                 found[key.removeprefix(ALIAS)] = found[name].clone()  # a file has no shared memory
-        return int(num_rounds or 0), found
+        return int(finished or 0), found
 
     def rewind(self, *, to: int | None = None) -> Checkpoint:
         """Go back to an earlier checkpoint, discard everything after it, and return it.
@@ -562,7 +639,7 @@ class StoredRun:
         checkpoint = read_checkpoint(found[-1], remedy=remedy)
         with self._writing() as session:
             # Rounds last: the others refer to them.
-            for row in (MetricRow, ParticipationRow, RoundRow):
+            for row in (MetricRow, ParticipationRow, TrainerRow, RoundRow):
                 later = row.round_num >= checkpoint.round_num
                 session.execute(delete(row).where(row.run_id == self._run_id, later))
             session.execute(
@@ -640,6 +717,40 @@ class StoredRun:
         with self.database.reading() as session:
             return read_failing(session, self._run_id)
 
+    def save_trainers(self, trainers: Mapping[tuple[int, ClientId], str]) -> None:
+        """Record what clients ran, by round and client, replacing what was recorded before."""
+        if not trainers:
+            return
+        row, rounds = TrainerRow, {number for number, _ in trainers}
+        values = [
+            {"run_id": self._run_id, "round_num": number, "client_id": client, "trainer": trainer}
+            for (number, client), trainer in trainers.items()
+        ]
+        with self._writing() as session:
+            known = session.execute(
+                select(row.round_num, row.client_id).where(
+                    row.run_id == self._run_id, row.round_num.in_(rounds)
+                )
+            )
+            for number, client in known:
+                if (number, ClientId(client)) in trainers:
+                    session.execute(
+                        delete(row).where(
+                            row.run_id == self._run_id,
+                            row.round_num == number,
+                            row.client_id == client,
+                        )
+                    )
+            session.execute(insert(row), values)
+
+    def load_trainers(self) -> dict[tuple[int, ClientId], str]:
+        """Return what clients ran, by round and client."""
+        row = TrainerRow
+        mine = select(row.round_num, row.client_id, row.trainer).where(row.run_id == self._run_id)
+        with self.database.reading() as session:
+            found = session.execute(mine.order_by(row.round_num, row.client_id))
+            return {(number, ClientId(client)): trainer for number, client, trainer in found}
+
     def finish(self, status: RunStatus, *, error: str) -> None:
         """Record how the run ended, or that it is running again."""
         with self._writing() as session:
@@ -698,7 +809,15 @@ class StoredRun:
         """
         from fedlearn.store.audit_checkpoints import sign_checkpoint  # noqa: PLC0415 (cryptography)
 
-        kinds = (MetricRow, ParticipationRow, RoundRow, CheckpointRow, OpenRoundRow, DeploymentRow)
+        kinds = (
+            MetricRow,
+            ParticipationRow,
+            TrainerRow,
+            RoundRow,
+            CheckpointRow,
+            OpenRoundRow,
+            DeploymentRow,
+        )
         with self._writing() as session:
             counts = dict[str, int]()
             for kind in kinds:  # those that refer to others first

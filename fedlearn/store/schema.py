@@ -29,6 +29,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import STATUSES, Status
+from fedlearn.identity.operators import OperatorStatus
 from fedlearn.rounds.records import Outcome, RunStatus
 from fedlearn.rounds.scheduling import QueueState
 
@@ -153,6 +154,8 @@ class RunRow(Base):
     config: Mapped[Mapping[str, Any]]
     config_hash: Mapped[str] = mapped_column(String(64))
     versions: Mapped[Mapping[str, Any]]
+    study: Mapped[str] = mapped_column(String(64))
+    start_from: Mapped[Mapping[str, Any]]
 
 
 class RoundRow(Base):
@@ -204,6 +207,18 @@ class MetricRow(Base):
     round_num: Mapped[int] = mapped_column(primary_key=True)
     name: Mapped[str] = mapped_column(Text, primary_key=True)
     value: Mapped[float] = mapped_column(nullable=True)
+
+
+class TrainerRow(Base):
+    """What a client ran in a round, as it says."""
+
+    __tablename__ = "trainers"
+    __table_args__ = {"sqlite_with_rowid": False}  # noqa: RUF012 (SQLAlchemy's attribute)
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("runs.id"), primary_key=True)
+    round_num: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    client_id: Mapped[int] = mapped_column(BigInteger, primary_key=True, autoincrement=False)
+    trainer: Mapped[str] = mapped_column(String(100))
 
 
 class CheckpointRow(Base):
@@ -271,6 +286,55 @@ class QueueRow(Base):
     ended_utc: Mapped[str] = mapped_column(String(32))
 
 
+class ScheduleRow(Base):
+    """See :class:`fedlearn.store.schedules.RunSchedule`."""
+
+    __tablename__ = "schedules"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    cron: Mapped[str] = mapped_column(_PlainText)
+    timezone: Mapped[str] = mapped_column(_PlainText)
+    study: Mapped[str] = mapped_column(String(64))
+    priority: Mapped[int]
+    config: Mapped[Mapping[str, Any]]
+    created_by: Mapped[str] = mapped_column(_PlainText)
+    created_utc: Mapped[str] = mapped_column(String(32))
+    due_unix_s: Mapped[float]
+    num_runs: Mapped[int]
+    last_run: Mapped[str] = mapped_column(String(64))
+
+
+class StudyRow(Base):
+    """See :class:`fedlearn.store.studies.Study`."""
+
+    __tablename__ = "studies"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    description: Mapped[str] = mapped_column(_PlainText)
+    # Not `_Real`, which reads NULL as NaN: a study may have no budget.
+    epsilon: Mapped[float | None] = mapped_column(Double)
+    target_delta: Mapped[float | None] = mapped_column(Double)
+    data: Mapped[tuple[str, ...]]
+    created_by: Mapped[str] = mapped_column(_PlainText)
+    created_utc: Mapped[str] = mapped_column(String(32))
+    closed_utc: Mapped[str] = mapped_column(String(32))
+
+
+class StudyMemberRow(Base):
+    """See :class:`fedlearn.store.studies.StudyMember`.
+
+    A client may be invited to a study before it has enrolled, so it stores the client's name.
+    """
+
+    __tablename__ = "study_members"
+
+    study: Mapped[str] = mapped_column(ForeignKey("studies.name"), primary_key=True)
+    client: Mapped[str] = mapped_column(String(64), primary_key=True)
+    invited_utc: Mapped[str] = mapped_column(String(32))
+    consent: Mapped[str] = mapped_column(String(16))
+    consent_utc: Mapped[str] = mapped_column(String(32))
+
+
 class OpenRoundRow(Base):
     """See :class:`fedlearn.rounds.journal.OpenRound`."""
 
@@ -325,6 +389,37 @@ class InvitationRow(Base):
     tags: Mapped[tuple[str, ...]]
     expires_unix_s: Mapped[float]
     redeemed_by: Mapped[bytes] = mapped_column(LargeBinary)
+
+
+class OperatorRow(Base):
+    """See :class:`fedlearn.identity.operators.OperatorRecord`, and its newest invitation.
+
+    ``key_sha256`` is the digest of the key of the newest certificate; empty: unknown.
+    ``redeemed_by`` is that of the key that redeemed the token; empty while it is open.
+    """
+
+    __tablename__ = "operators"
+
+    name: Mapped[str] = mapped_column(String(64), primary_key=True)
+    status: Mapped[OperatorStatus] = mapped_column(String(8))
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    key_sha256: Mapped[str] = mapped_column(String(64), server_default="")
+    certificate_expires_utc: Mapped[str] = mapped_column(String(32))
+    token_sha256: Mapped[str] = mapped_column(String(64))
+    token_expires_unix_s: Mapped[float]
+    redeemed_by: Mapped[str] = mapped_column(String(64))
+    added_by: Mapped[str] = mapped_column(_PlainText)
+    added_utc: Mapped[str] = mapped_column(String(32))
+
+
+class GrantRow(Base):
+    """See :class:`fedlearn.identity.roles.Grant`."""
+
+    __tablename__ = "operator_grants"
+
+    operator: Mapped[str] = mapped_column(ForeignKey("operators.name"), primary_key=True)
+    role: Mapped[str] = mapped_column(String(16), primary_key=True)
+    study: Mapped[str] = mapped_column(String(64), primary_key=True)
 
 
 class ChargeRow(Base):
@@ -394,7 +489,7 @@ class AuditCheckpointRow(Base):
 class ReleaseRow(Base):
     """See :class:`fedlearn.store.releases.StoredRelease`; ``number`` is the order of recording.
 
-    A release outlives its run, so it stores the run's name and not a foreign key.
+    A release outlives its run, so it stores the run's name and study, and no foreign key.
     """
 
     __tablename__ = "releases"
@@ -403,6 +498,7 @@ class ReleaseRow(Base):
     id: Mapped[str] = mapped_column(String(64), unique=True)
     run: Mapped[str] = mapped_column(String(64))
     run_created_utc: Mapped[str] = mapped_column(String(32))
+    study: Mapped[str] = mapped_column(String(64))
     num_rounds: Mapped[int]
     sha256: Mapped[str] = mapped_column(String(64))
     num_bytes: Mapped[int] = mapped_column(BigInteger)

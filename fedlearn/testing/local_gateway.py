@@ -9,6 +9,7 @@ from fedlearn.core.secret_bytes import SecretBytes
 from fedlearn.errors import DeploymentError
 from fedlearn.gateway.authority import Authority
 from fedlearn.gateway.eligibility import Requirements
+from fedlearn.gateway.operations import OperatorAccess
 from fedlearn.gateway.server import Gateway, GatewaySettings, RunTerms
 from fedlearn.identity.identity import Invitation
 from fedlearn.identity.registry import EnrolledClient, Registry
@@ -39,6 +40,7 @@ class LocalGateway:
         eligible: Decides whether a client may be asked, from what it reports about itself.
         registry: The client registry; ``None`` creates an empty, temporary one.
         clock: The clock that invitations expire by.
+        operators: Who may give commands; ``None``: nobody.
 
     Attributes:
         authority: The certificate authority that certifies clients.
@@ -72,6 +74,7 @@ class LocalGateway:
         eligible: Callable[[EnrolledClient, Eligibility], bool] = _ADMIT_ALL,
         registry: Registry | None = None,
         clock: SystemClock | None = None,
+        operators: OperatorAccess | None = None,
     ) -> None:
         self.folder = folder
         self.run_id = run_id or SecretBytes.generate(_RUN_ID_BYTES).reveal().hex()
@@ -79,7 +82,7 @@ class LocalGateway:
         self.registry = registry or FreshRegistry(self.clock)
         self.authority = Authority(folder / "authority", host_names=())
         self.gateways: list[Gateway] = []
-        self._settings, self._eligible = settings, eligible
+        self._settings, self._eligible, self._operators = settings, eligible, operators
 
     def __enter__(self) -> Self:
         """Start the first server."""
@@ -111,6 +114,7 @@ class LocalGateway:
             registry=self.registry,
             runs=[terms],
             authority=self.authority,
+            operators=self._operators,
             is_leader=terms.is_leader,
             clock=self.clock,
         )

@@ -8,7 +8,14 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from fedlearn.rounds.records import RunRecord
-from fedlearn.trackers.tracker import RunStart, Tracker, Values, list_points, split_batches
+from fedlearn.trackers.tracker import (
+    RunStart,
+    Tracker,
+    Values,
+    list_points,
+    lock_files,
+    split_batches,
+)
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -40,26 +47,26 @@ class MLflowTracker(Tracker):
     experiment: str = "fedlearn"
 
     def open(self, start: RunStart) -> "_MLflowRun":
-        """Create the run, or find the one that an earlier process has created."""
-        # Rounds wait for a server that is down: not for MLflow's usual seven retries, some minutes.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        from mlflow import MlflowClient  # noqa: PLC0415 (slow to import)
-        from mlflow.entities import Param  # noqa: PLC0415 (likewise)
+        """Create the run, or find the one that an earlier process has created.
 
-        client = MlflowClient(tracking_uri=self.uri)
-        found = client.get_experiment_by_name(self.experiment)
-        place = found.experiment_id if found else client.create_experiment(self.experiment)
+        Rounds wait for a server that is down: not for MLflow's usual seven retries, some minutes.
+        """
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        import mlflow  # noqa: PLC0415 (slow)
+
+        with lock_files(self.uri or mlflow.get_tracking_uri(), start.folder):
+            client = mlflow.MlflowClient(tracking_uri=self.uri)
+            found = client.get_experiment_by_name(self.experiment)
+            place = found.experiment_id if found else client.create_experiment(self.experiment)
         if runs := client.search_runs([place], f"tags.`fedlearn.run` = '{start.key}'"):
-            run_id = runs[0].info.run_id
-            client.update_run(run_id, status="RUNNING")
+            client.update_run(run_id := runs[0].info.run_id, status="RUNNING")
             logged = client.get_metric_history(run_id, "seconds")
             return _MLflowRun(client, run_id, 1 + max((each.step for each in logged), default=-1))
-        tags = {"fedlearn.run": start.key}
-        run_id = client.create_run(place, run_name=start.name, tags=tags).info.run_id
-        params = (Param(key, str(it)[:_MOST_CHARACTERS]) for key, it in start.settings.items())
-        for batch in split_batches(params, _MOST_PARAMS):
-            client.log_batch(run_id, params=batch)
-        return _MLflowRun(client, run_id, 0)
+        created = client.create_run(place, run_name=start.name, tags={"fedlearn.run": start.key})
+        for batch in split_batches(start.settings.items(), _MOST_PARAMS):
+            params = [mlflow.entities.Param(key, str(it)[:_MOST_CHARACTERS]) for key, it in batch]
+            client.log_batch(created.info.run_id, params=params)
+        return _MLflowRun(client, created.info.run_id, 0)
 
 
 class _MLflowRun(NamedTuple):
@@ -71,12 +78,11 @@ class _MLflowRun(NamedTuple):
         """Write the values; MLflow ignores those that it has already, with the same time."""
         from mlflow.entities import Metric  # noqa: PLC0415 (slow to import)
 
-        metrics = (
-            Metric(_escape(each.name), each.value, round(1000 * each.unix_s), each.round_num)
-            for each in list_points(rounds)
-        )
-        for batch in split_batches(metrics, _MOST_METRICS):
-            self.client.log_batch(self.run_id, metrics=batch)
+        for batch in split_batches(list_points(rounds), _MOST_METRICS):
+            metrics = [
+                Metric(_escape(p.name), p.value, round(1000 * p.unix_s), p.round_num) for p in batch
+            ]
+            self.client.log_batch(self.run_id, metrics=metrics)
 
     def close(self, run: RunRecord, notes: Mapping[str, str]) -> None:
         """Record the status, and the notes as tags."""

@@ -4,6 +4,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from itertools import islice
@@ -15,6 +16,7 @@ from torch import nn
 
 from fedlearn.core.clock import RealClock, SystemClock
 from fedlearn.core.json_values import iterate_leaves
+from fedlearn.core.locks import open_lock, wait_for_lock
 from fedlearn.core.messages import Scalar
 from fedlearn.core.own_lines import describe_error
 from fedlearn.core.participations import Status
@@ -245,6 +247,23 @@ def split_batches(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
     left = iter(items)
     while batch := list(islice(left, size)):
         yield batch
+
+
+@contextmanager
+def lock_files(uri: str, folder: Path) -> Iterator[None]:
+    """Exclude processes with other runs in the same folder while a tracker opens its files.
+
+    Such as those of a sweep: two that create one database together leave it damaged.
+
+    Args:
+        uri: Where the tracker writes; nothing is locked for a server.
+        folder: Folder of the run.
+    """
+    with ExitStack() as stack:
+        if not uri.startswith(("http:", "https:")):
+            lock = stack.enter_context(open_lock(folder.parent / "tracker-lock"))
+            wait_for_lock(lock)
+        yield
 
 
 def _require_package(name: str, *, tracker: str) -> None:

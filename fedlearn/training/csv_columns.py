@@ -39,6 +39,8 @@ _MISSING = ("", "NA", "N/A", "#N/A", "n/a", "NaN", "nan", "-nan", "NULL", "null"
 _NUMBER = r"^[+-]?((\d+(D\d*)?|D\d+)([eE][+-]?\d+)?|(?i:inf(inity)?))$"
 _LOOKS_LIKE_NUMBER = _NUMBER.replace("D", "[.,]")
 _INTEGER = r"^[+-]?\d{1,18}$"  # fits into 64 bits; more digits are read as floats
+_DIGITS = r"^\d+$"
+_PLAIN_INTEGER = r"^(0|[1-9]\d{0,17})$"  # its text and its number are the same name
 _BOOLEAN = r"^(?i:true|false)$"
 #: A pyarrow array of strings. Any: pyarrow has no types.
 _Texts: TypeAlias = Any
@@ -136,7 +138,9 @@ class NamedColumns:
     place: Place
 
 
-def read_csv(path: Path | str, *, csv_format: CsvFormat | None = None) -> list[NamedColumns]:
+def read_csv(
+    path: Path | str, *, csv_format: CsvFormat | None = None, ids: Sequence[str] = ()
+) -> list[NamedColumns]:
     r"""Read a CSV file, or a folder of them, into named columns: one table for each file.
 
     A column is numbers if most of its values are in one of the files; any other value in it is then
@@ -147,6 +151,8 @@ def read_csv(path: Path | str, *, csv_format: CsvFormat | None = None) -> list[N
     Args:
         path: A file, or a folder.
         csv_format: How the files are written; ``None``: as :class:`CsvFormat` is by default.
+        ids: Columns that name something, such as the client. Their digits stay text if one has
+            leading zeros or does not fit into 64 bits, so that 007 and 7 are two clients.
 
     Raises:
         DataError: There is no such file, it cannot be read as text or has no header, a row has
@@ -166,7 +172,7 @@ def read_csv(path: Path | str, *, csv_format: CsvFormat | None = None) -> list[N
     """
     csv_format = csv_format or CsvFormat()
     files = [_read_texts(each, csv_format) for each in find_csv_files(Path(path))]
-    return _with_types(files, csv_format)
+    return _with_types(files, csv_format, ids)
 
 
 def list_columns(path: Path, *, csv_format: CsvFormat) -> list[str]:
@@ -358,7 +364,9 @@ def _describe_unreadable(
     return f"{path} cannot be read as CSV: {error}; write it again"
 
 
-def _with_types(files: Sequence[_TextFile], csv_format: CsvFormat) -> list[NamedColumns]:
+def _with_types(
+    files: Sequence[_TextFile], csv_format: CsvFormat, ids: Sequence[str]
+) -> list[NamedColumns]:
     """Convert each column to the type that it has in all files."""
     names = dict.fromkeys(name for file in files for name in file.columns)
     lacking = [name for name in csv_format.text_columns if name not in names]
@@ -366,7 +374,9 @@ def _with_types(files: Sequence[_TextFile], csv_format: CsvFormat) -> list[Named
         raise DataError(
             f"text_columns names {lacking[0]!r}, which no file has; they have {list(names)}"
         )
-    kinds = {name: _find_type(name, files, csv_format) for name in names}
+    codes = [name for name in ids if _has_codes(name, files)]
+    typed = csv_format.with_texts(codes)
+    kinds = {name: _find_type(name, files, typed) for name in names}
     return [
         NamedColumns(
             client=_client_of(file.path),
@@ -379,6 +389,12 @@ def _with_types(files: Sequence[_TextFile], csv_format: CsvFormat) -> list[Named
         )
         for file in files
     ]
+
+
+def _has_codes(name: str, files: Sequence[_TextFile]) -> bool:
+    """Return whether a column has digits only, and a number would not keep all of them."""
+    values = [pc.drop_null(file.columns[name]) for file in files if name in file.columns]
+    return _all_match(values, _DIGITS) and not _all_match(values, _PLAIN_INTEGER)
 
 
 class _Type(Enum):

@@ -65,6 +65,8 @@ class DataNames:
         feature_means: What was subtracted from each feature; ``None``: nothing.
         feature_stds: What each feature was then divided by; ``None``: nothing.
         encoding: How a table became features and labels; ``None``: the data are no table.
+        client_names: Names of simulated clients whose own numbers a plan of statistics shows, by
+            id; ``None``: there are no such numbers, or the clients have no names.
 
     Example:
         >>> DataNames(class_names=("healthy", "sick")).class_names[1]
@@ -76,3 +78,4 @@ class DataNames:
     feature_means: tuple[float, ...] | None = None
     feature_stds: tuple[float, ...] | None = None
     encoding: TableEncoding | None = None
+    client_names: tuple[str, ...] | None = None

@@ -885,7 +885,7 @@ class Training:
         affine = None
         if self._short_cut is not None:
             affine = self._short_cut(self._moment(batches, loss=loss))
-        if affine is not None and affine.keep == 1.0 and not (affine.pull or affine.shift):
+        if affine is not None and affine.is_plain:
             reached = (
                 self._model.trainable if is_whole else _select_reached(self._model.trainable, grads)
             )

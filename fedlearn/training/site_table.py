@@ -1,4 +1,4 @@
-"""Reads a site's own CSV file into the features and labels that a simulation had."""
+"""Reads a site's own CSV or Parquet file into the features and labels that a simulation had."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,8 +14,9 @@ from torch import Tensor
 from fedlearn.core.json_files import read_json
 from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DataError
-from fedlearn.training.csv_columns import CsvFormat, list_columns, read_csv
+from fedlearn.training.csv_columns import CsvFormat, NamedColumns, list_columns, read_csv
 from fedlearn.training.data_names import DataNames, TableEncoding
+from fedlearn.training.frames import is_parquet, read_parquet_table, with_one_type
 from fedlearn.training.scaling import FeatureScaling
 
 _NAMES = TypeAdapter(DataNames)
@@ -25,17 +26,17 @@ _log = structlog.get_logger(__name__)
 def read_examples(
     path: Path | str, *, names: Path | str | DataNames, csv_format: CsvFormat | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""Read a site's CSV file into features and labels, as the run that recorded ``names`` did.
+    r"""Read a site's CSV or Parquet file as the run that recorded ``names`` did.
 
     Columns are chosen, ordered, one-hot encoded, filled in and scaled as recorded, and text labels
     get the recorded numbers. So all sites encode alike, though none sees the data of another. Other
     columns of the file do not matter.
 
     Args:
-        path: The file.
+        path: The file: Parquet if its name ends in ``.parquet``, else CSV.
         names: ``data_names.json`` in the folder of a simulation with :func:`from_csv` or
             :func:`from_frame`, or the same as an object.
-        csv_format: How the file is written; ``None``: see :class:`CsvFormat`.
+        csv_format: How a CSV file is written; ``None``: see :class:`CsvFormat`.
 
     Returns:
         Features, float32 [N, F], and labels: int64 classes or float32 numbers, [N].
@@ -98,13 +99,9 @@ class _SiteRows:
     ) -> None:
         self._encoding = encoding
         used = [encoding.label, *encoding.columns]
-        there = _require_columns(path, used, csv_format)
-        # Texts such as "1" look like numbers at a site that has no others.
         texts = [name for name, known in encoding.categories.items() if _are_texts(known)]
         texts += [encoding.label] if class_names is not None else []
-        # Columns without a role may have any values.
-        texts += [name for name in there if name not in used]
-        [table] = read_csv(path, csv_format=csv_format.with_texts(texts))
+        table = _read_table(path, used, texts=texts, csv_format=csv_format)
         self._columns = {name: table.columns[name] for name in used}
         self._place: Callable[[int], str] = table.place
         if not len(self._columns[encoding.label]):
@@ -190,18 +187,37 @@ class _SiteRows:
         return np.array([numbers[value] for value in values], np.int64)
 
 
-def _require_columns(path: Path, names: list[str], csv_format: CsvFormat) -> list[str]:
-    """Return the columns of the file; raise DataError if it lacks one of ``names``."""
+def _read_table(
+    path: Path, used: list[str], *, texts: list[str], csv_format: CsvFormat
+) -> NamedColumns:
+    """Read the columns ``used``, of which those in ``texts`` are texts.
+
+    Raises:
+        DataError: The file is missing, cannot be read, or lacks a column.
+    """
     if not path.is_file():
         raise DataError(f"there is no file {path}; correct the path")
+    if is_parquet(path):
+        [table] = with_one_type([read_parquet_table(path)])
+        _require_columns(path, used, there=list(table.columns))
+        return table
     there = list_columns(path, csv_format=csv_format)
+    _require_columns(path, used, there=there)
+    # Texts such as "1" look like numbers at a site that has no others. Columns without a role may
+    # have any values.
+    unused = [name for name in there if name not in used]
+    [table] = read_csv(path, csv_format=csv_format.with_texts([*texts, *unused]))
+    return table
+
+
+def _require_columns(path: Path, names: list[str], *, there: list[str]) -> None:
+    """Raise DataError if one of ``names`` is not there."""
     for name in names:
         if name not in there:
             raise DataError(
                 f"{path.name} has no column {name!r}; {did_you_mean(name, there)}it has {there}: "
                 "name the columns as in the run"
             )
-    return there
 
 
 def _are_texts(known: tuple[int | str, ...]) -> bool:

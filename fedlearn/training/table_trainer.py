@@ -1,7 +1,7 @@
-"""Answers plans of statistics from a client's own table, such as a CSV file."""
+"""Answers plans of statistics from a client's own table, such as a CSV or Parquet file."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from fedlearn.errors import DataError, SettingsRefused, UnusableResult
 from fedlearn.statistics.query import StatisticsQuery
 from fedlearn.statistics.schema import CategoryColumn, ClientTable, Schema, TextColumn
 from fedlearn.training.csv_columns import CsvFormat, read_csv
+from fedlearn.training.frames import is_parquet, read_parquet_table
 from fedlearn.training.query_trainer import QueryTrainer
 from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl, TrainContext
 
@@ -28,16 +29,16 @@ class TableTrainer:
 
     Attributes:
         table: The client's columns by name: lists, arrays or a pandas frame; or the path of a CSV
-            file, which is read for each request.
+            or, if its name ends in ``.parquet``, Parquet file, which is read for each request.
         columns: The columns that it answers about; ``None``: all of the table.
-        csv_format: How the file is written; ``None``: as
+        csv_format: How a CSV file is written; ``None``: as
             :class:`~fedlearn.training.csv_columns.CsvFormat` is by default.
 
     Example:
         >>> table = {"age": [31, None, 47], "name": ["a", "b", "c"]}
         >>> trainer = TableTrainer(table, columns=["age"])
         >>> trainer.honors
-        ('StatisticsQuery', 'plan', 'unit')
+        ('StatisticsQuery', 'per_client', 'plan', 'unit')
     """
 
     table: Mapping[str, Iterable[Any]] | Path | str  # Any: values of the user
@@ -53,7 +54,7 @@ class TableTrainer:
     @property
     def honors(self) -> Collection[str]:
         """The query of statistics, and its settings."""
-        return (StatisticsQuery.__name__, "plan", "unit")
+        return (StatisticsQuery.__name__, *(field.name for field in fields(StatisticsQuery)))
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         """Answer the plan in the settings; there are no tensors to train.
@@ -92,6 +93,8 @@ class TableTrainer:
     def _read(self, schema: Schema) -> ClientTable:
         if not isinstance(self.table, Path | str):
             return ClientTable.of(self.table, schema)
+        if is_parquet(path := Path(self.table)):
+            return ClientTable.of(read_parquet_table(path).columns, schema)
         [found] = read_tables(self.table, schema, csv_format=self.csv_format).values()
         return found
 

@@ -91,8 +91,10 @@ def hash_stream(stream: BinaryIO) -> blake3:
     return found
 
 
-def encode_signed_reply(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes) -> bytes:
-    """Return the bytes that a client signs for a reply: its task, its client id and its digest.
+def encode_signed_reply(
+    key: wire_pb2.TaskKey, *, client_id: int, digest: bytes, trainer: str = ""
+) -> bytes:
+    """Return the bytes that a client signs for a reply: its task, client id, digest and trainer.
 
     Guarantees:
         Different arguments never give the same bytes (every field is of fixed length or
@@ -102,6 +104,7 @@ def encode_signed_reply(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes)
         key: The whole task, so that a signature is useless in another run, round or attempt.
         client_id: In [0, 2**64).
         digest: The digest of the reply.
+        trainer: What the client ran; empty: it does not say.
     """
     return b"".join(
         (
@@ -110,6 +113,7 @@ def encode_signed_reply(key: wire_pb2.TaskKey, *, client_id: int, digest: bytes)
             _prefix_length(key.kind.encode()),
             *(_encode_number(n) for n in (key.round_num, key.attempt, key.exchange, client_id)),
             _prefix_length(digest),
+            _prefix_length(trainer.encode()) if trainer else b"",
         )
     )
 

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import NamedTuple, NoReturn, Self, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError, Message
@@ -45,6 +45,10 @@ CONNECT_S = 8
 _STALL_TIMEOUT_S = 60.0
 #: Seconds within which the coordinator must answer a hello.
 _WELCOME_S = 15.0
+#: Seconds within which a command of an operator must be answered.
+_ANSWER_S = 600.0
+#: Most bytes of an answer to an operator.
+MAX_ANSWER_BYTES = 64 << 20
 #: Seconds between two checks of whether the coordinator is silent.
 _TICK_S = 1.0
 #: gRPC's own status of a failed write, which may hide the status that the coordinator gave.
@@ -117,6 +121,20 @@ class ComeBackLater(ConnectionError):
     def __init__(self, words: str, *, after_s: float) -> None:
         super().__init__(words)
         self.after_s = after_s
+
+
+class OperatorReply(NamedTuple):
+    """A coordinator's answer to an operator's command.
+
+    Attributes:
+        lines: JSON objects, one a line.
+        file: The file that comes with them; empty: none.
+        ending: Whether the command was carried out, or what went wrong.
+    """
+
+    lines: bytes
+    file: bytes
+    ending: wire_pb2.CommandEnding
 
 
 class GatewaySession:
@@ -274,6 +292,59 @@ class GatewayConnection:
             await call.write(request)
             await call.end_writing()
             await call.read(wire_pb2.LookReply, patiently=False)
+
+    async def wait_until_connected(self) -> None:
+        """Connect, so that a command that is then lost was sent at most once.
+
+        Raises:
+            ConnectionError: There is no connection within :data:`CONNECT_S`.
+        """
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                await self._channel.channel_ready()
+        except TimeoutError as error:
+            raise ConnectionError(f"{self._address} cannot be reached") from error
+
+    async def give(
+        self, command: wire_pb2.OperatorCommand, *, content: bytes = b""
+    ) -> OperatorReply:
+        """Give an operator's command, with the content of its file if it has one.
+
+        Raises:
+            ProtocolError: The answer has more than :data:`MAX_ANSWER_BYTES`, or its file more than
+                :data:`~fedlearn.transport.wire.MAX_FILE_BYTES`.
+        """
+        lines, file = bytearray(), bytearray()
+        # Patiently: building a model, or waiting for a coordinator to react, takes a while.
+        within_s = _ANSWER_S + len(content) / wire.SLOWEST_BYTES_PER_S
+        with self._call("Give", service=wire.OPERATIONS) as call:
+            await call.write(command)
+            # Beside reading: a coordinator that refuses the command does not read the file.
+            sending = asyncio.create_task(_send_content(call, content))
+            try:
+                while part := await call.read(wire_pb2.OperatorAnswer, within_s=within_s):
+                    if part.WhichOneof("what") == "ending":
+                        return OperatorReply(bytes(lines), bytes(file), part.ending)
+                    lines += part.data
+                    file += part.file
+                    if len(lines) > MAX_ANSWER_BYTES or len(file) > wire.MAX_FILE_BYTES:
+                        raise ProtocolError(f"{self._address} sends an answer without end")
+            finally:
+                sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
+        raise ConnectionError(f"{self._address} ended an answer half-way")
+
+    async def join_operators(
+        self, request: wire_pb2.OperatorJoinRequest
+    ) -> wire_pb2.OperatorJoinReply:
+        """Redeem an operator's invitation, or renew the certificate that is shown."""
+        with self._call("Join", service=wire.OPERATIONS) as call:
+            await call.write(request)
+            await call.end_writing()
+            reply = await call.read(wire_pb2.OperatorJoinReply, patiently=False)
+        if reply is None:
+            raise ConnectionError(f"{self._address} ended the call without an answer")
+        return reply
 
     async def download(self, digest: bytes, *, num_bytes: int, path: Path) -> None:
         """Download a request into ``path``, resuming after the bytes that are already there.
@@ -608,6 +679,14 @@ def _run_without_waiting(answer: Coroutine[None, None, T]) -> T:
         value: T = done.value
         return value
     raise AssertionError("the call has ended, and still its status must be waited for")
+
+
+async def _send_content(call: _Call, content: bytes) -> None:
+    """Send the content of a command's file in parts, and end writing."""
+    for begin in range(0, len(content), wire.CHUNK_BYTES):
+        data = content[begin : begin + wire.CHUNK_BYTES]
+        await call.write(wire_pb2.OperatorCommand(data=data))
+    await call.end_writing()
 
 
 async def _send_file(

@@ -16,6 +16,9 @@ MESSAGE_VERSIONS: Mapping[int, int] = {3: 5, 2: 4}
 #: The newest protocol. Peers that do not know it are offered the previous one.
 PROTOCOL = max(MESSAGE_VERSIONS)
 
+#: Most runs for which a client works at the same time; its limits of calls allow for so many.
+MAX_CONCURRENT_RUNS = 8
+
 #: Id of no run, in the welcome of a coordinator that has none.
 NO_RUN = "no-run"
 
@@ -49,6 +52,13 @@ SLOWEST_BYTES_PER_S = 16 << 10
 #: Full names of the services' methods.
 GATEWAY = "fedlearn.v1.Door"  # the name on the wire, older than that in the code
 ENROLMENT = "fedlearn.v1.Enrolment"
+OPERATIONS = "fedlearn.v1.Operations"
+
+#: Version of operators' commands.
+COMMANDS_VERSION = 1
+
+#: Largest file that comes with an operator's command, or with its answer.
+MAX_FILE_BYTES = 1 << 30
 
 
 def download_chunk_bytes(beat_s: float) -> int:

@@ -2,7 +2,8 @@
 
     python simulations/bench/check.py [SCRIPT ...]
 
-Each script runs in a fork of this process, so that imports, most of a short run, are paid once.
+Each script runs in a fork of this process, and so do the programs that it starts, so that
+imports, most of a short run, are paid once.
 """
 
 import multiprocessing
@@ -12,19 +13,22 @@ import sys
 import tempfile
 from pathlib import Path
 
-import harness  # noqa: F401 (prepares gRPC before anything imports it)
+import harness  # first: it prepares gRPC before anything imports it
+from forks import Nursery
 
 import fedlearn.experiment.simulate
+import fedlearn.gateway.server
 import fedlearn.testing
 import fedlearn.training.local_data  # noqa: F401 (as the others: for the forks)
 
 HERE = Path(__file__).parent
-_NO_BENCHMARKS = {"check.py", "harness.py"}
+_NO_BENCHMARKS = {"check.py", "forks.py", "harness.py"}
 
 
 def run(script: str, errors: int) -> None:
     """Run one script in this process, with its standard error in the file ``errors``."""
     os.dup2(errors, 2)
+    harness.start_program = Nursery().start
     sys.argv = [script, "--check"]
     runpy.run_path(script, run_name="__main__")
 

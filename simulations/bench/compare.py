@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import HERE, Row, in_turn, options, parse, part, ratio, report, timed
+from harness import HERE, Row, in_turn, options, parse, part, ratio, report, run_program, timed
 from parts.ours import load_workload
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -95,26 +95,28 @@ def clients_per_s(
     Raises:
         SystemExit: It failed; its output is shown.
     """
-    completed = subprocess.run(
-        [*competitor.command, *workload, "--save", str(weights)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=arguments.timeout_s,
-        env=os.environ | {"PEERS_DIR": str(arguments.peers_dir), "PYTHONPATH": str(HERE)},
-    )
-    lines = [line for line in completed.stdout.splitlines() if line.startswith('{"peer"')]
+    with tempfile.TemporaryFile() as errors:
+        written = run_program(
+            [*competitor.command, *workload, "--save", str(weights)],
+            os.environ | {"PEERS_DIR": str(arguments.peers_dir), "PYTHONPATH": str(HERE)},
+            errors=errors.fileno(),
+            timeout_s=arguments.timeout_s,
+            check=False,  # its errors are shown below
+        )
+        errors.seek(0)
+        told = errors.read().decode()
+    lines = [line for line in written.splitlines() if line.startswith('{"peer"')]
     if not lines:
-        raise SystemExit(f"{competitor.name} failed:\n{completed.stdout}\n{completed.stderr}")
+        raise SystemExit(f"{competitor.name} failed:\n{written}\n{told}")
     result: dict[str, Any] = json.loads(lines[-1])  # Any: JSON of the peers
     return float(result["clients_per_s"])
 
 
-def peak_flop_per_s() -> float:
-    """Return the machine's float32 matrix-multiplication rate with all cores, the best of 20."""
+def peak_flop_per_s(num_products: int) -> float:
+    """Return the machine's float32 rate with all cores, of the fastest of some matrix products."""
     torch.set_num_threads(os.cpu_count() or 1)
     a, b, out = torch.randn(2048, 2048), torch.randn(2048, 2048), torch.empty(2048, 2048)
-    return 2.0 * 2048**3 / min(timed(lambda: torch.mm(a, b, out=out)) for _ in range(20))
+    return 2.0 * 2048**3 / min(timed(lambda: torch.mm(a, b, out=out)) for _ in range(num_products))
 
 
 def flop_per_client(model: str, arguments: argparse.Namespace) -> float:
@@ -143,7 +145,7 @@ def compare(model: str, arguments: argparse.Namespace, folder: Path) -> Iterator
     workload = _workload(model, arguments.rounds, arguments.warmup, arguments)
     rates = in_turn(
         {
-            _LIMIT: peak_flop_per_s,
+            _LIMIT: partial(peak_flop_per_s, arguments.products),
             **{
                 each.name: partial(clients_per_s, each, workload, folder / "w.npz", arguments)
                 for each in everyone
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("--cohort", type=int, default=50)
     parser.add_argument("--samples", type=int, default=50)
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--products", type=int, default=20, help="matrix products for the limit")
     parser.add_argument("--ragged", action="store_true")
     parser.add_argument("--private", action="store_true", help="compare ours and pfl, with noise")
     parser.add_argument("--procs", type=int, default=os.cpu_count())
@@ -198,6 +201,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[], help="competitors to leave out")
     without = ["flower", "pfl", "fedlearn (compiled)", "fedlearn (sequential)"]
     small = {"models": ["mlp"], "turns": 1, "rounds": 2, "procs": 1, "without": without}
+    small |= {"clients": 50, "cohort": 5, "products": 2}
     arguments = parse(parser, check=small)
     arguments.peers_dir = arguments.peers_dir.resolve()
     if arguments.check and not arguments.peers_dir.exists():

@@ -9,7 +9,6 @@ steps after a warm-up. The plain program, ``parts/plain_ddp.py``, shares only th
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from harness import HERE, Row, in_turn, options, parse, ratio, report
+from harness import HERE, Row, in_turn, options, parse, ratio, report, run_program
 from torch import nn
 
 from fedlearn.algorithms.objectives import CrossEntropy
@@ -32,9 +31,8 @@ from fedlearn.parallel.task import Progress, Task
 from fedlearn.training.local_data import TensorData
 from fedlearn.training.trainer import UNATTENDED
 
-#: Steps per figure, and warm-up figures that do not count, since they touch memory for the first
-#: time.
-_EVERY, _WARMUP = 20, 2
+#: Warm-up figures that do not count, since they touch memory for the first time.
+_WARMUP = 2
 _EXAMPLES, _INPUTS, _WIDTH, _OUTPUTS = 4096, 256, 1024, 10
 
 
@@ -90,7 +88,7 @@ def ours(arguments: argparse.Namespace) -> float:
             arguments=workload,
             folder=Path(folder, "job"),
             checkpoint_every=0,
-            report_every=_EVERY,
+            report_every=arguments.every,
             max_restarts=0,
         )
         train(job, start=None, control=UNATTENDED, report=tell)
@@ -102,7 +100,7 @@ def plain(arguments: argparse.Namespace) -> float:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *(f"--nproc-per-node={arguments.processes}", "-m", "parts.plain_ddp"),
-        *(str(arguments.batch_size), str(arguments.steps), str(_EVERY)),
+        *(str(arguments.batch_size), str(arguments.steps), str(arguments.every)),
     ]
     threads = max(1, (os.cpu_count() or 1) // arguments.processes)
     environ = os.environ | {
@@ -110,8 +108,8 @@ def plain(arguments: argparse.Namespace) -> float:
         "GLOO_SOCKET_IFNAME": loopback() or "",
         "PYTHONPATH": str(HERE),
     }
-    done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
-    return statistics.median([float(line) for line in done.stdout.split()][_WARMUP:])
+    rates = run_program(command, environ).split()
+    return statistics.median([float(each) for each in rates][_WARMUP:])
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
@@ -130,7 +128,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--steps", type=int, default=200)
-    arguments = parse(parser, check={"turns": 1, "steps": 60})
+    parser.add_argument("--every", type=int, default=20, help="steps per figure")
+    small = {"turns": 1, "batch_size": 8, "steps": 6, "every": 2}
+    arguments = parse(parser, check=small)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
     report(rows(arguments), arguments)
 

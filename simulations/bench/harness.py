@@ -13,11 +13,12 @@ import resource
 import statistics
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.transport.grpc_environment import prepare_for_grpc
@@ -161,6 +162,81 @@ def report(rows: Iterable[Row], arguments: argparse.Namespace) -> None:
 # ---- Processes ----------------------------------------------------------------------------
 
 
+class Program(Protocol):
+    """What is used of a :class:`subprocess.Popen` whose streams are pipes of text."""
+
+    @property
+    def args(self) -> Any:  # Any: as there
+        """The command."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    @property
+    def stdin(self) -> IO[str] | None:
+        """The pipe to its standard input."""
+
+    @property
+    def stdout(self) -> IO[str] | None:
+        """The pipe from its standard output."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end; return its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: It runs on after ``timeout`` seconds.
+        """
+
+    def kill(self) -> None:
+        """Kill it."""
+
+
+def start_program(
+    command: Sequence[str | Path], environ: Mapping[str, str], errors: int = 2
+) -> Program:
+    """Start a program with pipes as standard input and output.
+
+    ``check.py`` replaces this function by one that forks, which saves the program's imports.
+
+    Args:
+        command: The interpreter and its arguments.
+        environ: Its environment.
+        errors: Descriptor of its standard error.
+    """
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=errors, env=dict(environ), text=True
+    )
+
+
+def run_program(
+    command: Sequence[str | Path],
+    environ: Mapping[str, str],
+    *,
+    errors: int = 2,
+    timeout_s: float = 3600.0,
+    check: bool = True,
+) -> str:
+    """Run a program to its end, or kill it after ``timeout_s``; return what it has written.
+
+    Raises:
+        subprocess.CalledProcessError: It failed, and ``check`` is true.
+    """
+    program = start_program(command, environ, errors)
+    assert program.stdin is not None
+    assert program.stdout is not None
+    killer = threading.Timer(timeout_s, program.kill)
+    killer.start()
+    with program.stdin, program.stdout:
+        written = program.stdout.read()
+    code = program.wait()
+    killer.cancel()
+    if check and code:
+        raise subprocess.CalledProcessError(code, list(map(str, command)))
+    return written
+
+
 @dataclass(frozen=True)
 class Process:
     """A program that answers each JSON line on its standard input with one.
@@ -169,7 +245,7 @@ class Process:
         popen: The process.
     """
 
-    popen: "subprocess.Popen[str]"
+    popen: Program
 
     def ask(self, do: str, **arguments: object) -> dict[str, Any]:  # Any: JSON of a script of ours
         """Send a command and return the answer.
@@ -199,9 +275,7 @@ class Process:
 @contextmanager
 def started(command: Sequence[str | Path]) -> Iterator[Process]:
     """Run a program that answers lines until the context is left."""
-    popen = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=_environ(), text=True
-    )
+    popen = start_program(command, _environ())
     try:
         yield Process(popen)
     finally:

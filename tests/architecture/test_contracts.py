@@ -46,6 +46,8 @@ VIOLATIONS = [
     ("Only one package knows Flower", "rounds/run.py", "import flwr"),
     ("Only telemetry speaks HTTP", "session/session.py", "import aiohttp"),
     ("Only the dashboard serves pages", "experiment/report.py", "import starlette"),
+    ("Only the dashboard signs users in", "dashboard/runs_page.py", "import authlib"),
+    ("Only one module knows OpenTelemetry", "rounds/run.py", "import opentelemetry"),
     (
         "The dashboard reads records and serves no clients",
         "dashboard/runs_page.py",

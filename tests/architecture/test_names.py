@@ -3,7 +3,9 @@
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -55,20 +57,49 @@ NOUNS = {
 }
 
 
-def modules(root: Path) -> Iterator[tuple[str, ast.Module]]:
-    """Parse the modules below a folder; skip generated code."""
-    for path in sorted(root.rglob("*.py")):
-        if not path.name.endswith("_pb2.py"):
-            yield str(path.relative_to(root)), ast.parse(path.read_text())
+class Definition(NamedTuple):
+    """A class or function of the package."""
+
+    name: str
+    place: str
+    is_class: bool
+    is_property: bool
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield all statements below a node: definitions stand in no expression."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for child in getattr(node, field, ()):
+            yield child
+            yield from statements(child)
+
+
+@cache
+def definitions(root: Path) -> list[Definition]:
+    """Find the classes and functions below a folder; skip generated code.
+
+    To keep the trees would cost more than to parse: garbage collection scans them again and again.
+    """
+    return [
+        Definition(
+            name=node.name,
+            place=f"{path.relative_to(root)}:{node.lineno}",
+            is_class=isinstance(node, ast.ClassDef),
+            is_property=any("property" in ast.unparse(each) for each in node.decorator_list),
+        )
+        for path in sorted(root.rglob("*.py"))
+        if not path.name.endswith("_pb2.py")
+        for node in statements(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def shared_class_names(root: Path) -> dict[str, list[str]]:
     """Find class names that are defined more than once, with their places."""
     places = defaultdict[str, list[str]](list)
-    for name, module in modules(root):
-        for node in ast.walk(module):
-            if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{name}:{node.lineno}")
+    for each in definitions(root):
+        if each.is_class:
+            places[each.name].append(each.place)
     return {name: found for name, found in places.items() if len(found) > 1}
 
 
@@ -80,14 +111,11 @@ def is_participle(name: str) -> bool:
 
 def participles(root: Path) -> dict[str, str]:
     """Find functions, other than properties, that are named by a participle."""
-    found = {}
-    for name, module in modules(root):
-        for node in ast.walk(module):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                is_value = any("property" in ast.unparse(each) for each in node.decorator_list)
-                if is_participle(node.name) and not is_value:
-                    found[node.name] = f"{name}:{node.lineno}"
-    return found
+    return {
+        each.name: each.place
+        for each in definitions(root)
+        if is_participle(each.name) and not each.is_class and not each.is_property
+    }
 
 
 def test_a_class_name_has_one_meaning() -> None:

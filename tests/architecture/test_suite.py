@@ -44,6 +44,15 @@ def test_a_process_has_no_descriptor_of_its_launcher(launcher: Launcher) -> None
     assert done.stdout.split() == ["0", "1", "2", "3"]  # the last is the folder's
 
 
+@pytest.mark.parametrize(("parent", "printed"), [("os.getppid()", "lives\n"), ("os.getpid()", "")])
+def test_a_process_whose_parent_has_exited_before_it_could_ask_for_a_signal_ends(
+    launcher: Launcher, parent: str, printed: str
+) -> None:
+    """Another process is its parent by then."""
+    script = f"import os; from tests.processes import end_with_parent; end_with_parent({parent})"
+    assert launcher.run(f"{script}; print('lives')").stdout == printed
+
+
 _SLEEP = "import time; time.sleep(1000)"
 
 

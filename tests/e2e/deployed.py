@@ -201,7 +201,8 @@ class Site:
         if "--config" in options:
             return options
         path = self.folder / "small.toml"
-        path.write_text(SMALL)
+        if not path.exists():  # a client that starts may be reading it
+            path.write_text(SMALL)
         return (*options, "--config", str(path))
 
     def invite(self, name: str) -> None:

@@ -358,7 +358,7 @@ def test_a_killed_training_process_comes_back_and_goes_on(
     with taking_part(application, coordinator) as agent:
         with training(coordinator) as replies:
             application.wait_for(EventKind.PROGRESS)
-            eventually((application.home / "task" / "checkpoint").exists)
+            eventually(lambda: any(application.home.glob("tasks/*/checkpoint")))
             os.kill(pid_of(agent), signal.SIGKILL)
             assert "exit code -9" in application.wait_for(EventKind.CRASHED).message
             eventually(lambda: len(application.begun()) == 2)
@@ -381,7 +381,7 @@ def test_an_agent_that_is_stopped_and_started_delivers_once(
         coordinator.wait_for(1, timeout_s=WAIT_S)
         with training(coordinator) as replies:
             application.wait_for(EventKind.PROGRESS)
-            eventually((application.home / "task" / "checkpoint").exists)
+            eventually(lambda: any(application.home.glob("tasks/*/checkpoint")))
             agent.stop()
             application.free()
             with application.agent(invitation):
@@ -411,7 +411,7 @@ def test_a_worker_ends_with_a_training_process_that_is_killed(
             finally:
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
-        assert not (application.home / "task").exists()
+        assert not any(application.home.glob("tasks/*"))
 
 
 @pytest.mark.slow
@@ -782,7 +782,7 @@ def test_consent_is_withdrawn_although_an_orphan_keeps_the_folder(
         agent = application.agent(coordinator.invite("again"))
         assert agent.revoke_consent(wait=WAIT_S)
         assert not is_alive(pid)
-        assert not (application.home / "task").exists()
+        assert not any(application.home.glob("tasks/*"))
 
 
 @pytest.mark.slow

@@ -40,11 +40,6 @@ DATA_DIR = Path(os.environ.get("FEDLEARN_DATA_DIR") or ROOT.parent / "shared" / 
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
 def _no_data_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove variables that the developer's environment may set."""
     monkeypatch.delenv("FEDLEARN_DATA", raising=False)

@@ -49,7 +49,7 @@ def joined(
 
 
 def lines(process: Process, event: str) -> list[dict[str, Any]]:  # Any: of JSON
-    return [each for each in process.log() if each["event"] == event]
+    return [each for each in process.log() if each["message"] == event]
 
 
 @pytest.mark.parametrize(

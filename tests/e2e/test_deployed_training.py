@@ -32,7 +32,7 @@ def site(launcher: Launcher, tmp_path: Path) -> Iterator[Site]:
 
 def steps(coordinator: Process) -> list[int]:
     """Return the steps of the coordinator's progress reports."""
-    return [line["step_num"] for line in coordinator.log() if line["event"] == "server_training"]
+    return [line["step_num"] for line in coordinator.log() if line["message"] == "server_training"]
 
 
 def test_a_training_is_parked_by_a_stop_and_goes_on(site: Site) -> None:

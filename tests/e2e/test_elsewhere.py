@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import fedlearn
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.messages import TrainReply
 from fedlearn.testing import FakeCoordinator
+from tests.processes import Launcher
 
 ELSEWHERE = Path(__file__).parents[1] / "elsewhere"
 ROOT = Path(fedlearn.__file__).parents[1]
@@ -168,11 +170,14 @@ def test_fedlearn_sees_what_a_system_has_and_others_see_linux(
 
 
 @pytest.fixture(scope="module")
-def digest_here(tmp_path_factory: pytest.TempPathFactory) -> str:
+def digest_here(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Digest of the simulation's model on this system, where workers are forks."""
-    folder = tmp_path_factory.mktemp("here")
-    (folder / "script.py").write_text(SIMULATION)
-    return output("", "script.py", cwd=folder).splitlines()[-1]
+    script = tmp_path_factory.mktemp("here") / "script.py"
+    script.write_text(SIMULATION)
+    stem = script.with_name("simulation")
+    with closing(launcher.launch(stem, script=script, environ=os.environ)) as process:
+        assert process.wait() == 0, process.tail()
+        return process.out().splitlines()[-1]
 
 
 @pytest.mark.slow

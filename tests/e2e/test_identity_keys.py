@@ -154,7 +154,8 @@ def test_clients_with_a_roster_are_asked_when_it_draws_them_and_refuse_other_rou
     policy = site.folder / "policy.toml"
     policy.write_text("[policy.secure_aggregation]\nmin_cohort = 2\nmax_draw_factor = 1.5\n")
     options = ("--roster", "all.roster", "--config", str(policy))
-    drawing = ("secure_aggregation.roster=all.roster", "secure_aggregation.draw_factor=1.5")
+    roster = f"secure_aggregation.roster={site.folder / 'all.roster'}"
+    drawing = (roster, "secure_aggregation.draw_factor=1.5")
     rounds = ("num_rounds=3", "cohort.num_wanted=2", "stragglers.over_selection=1")
     site.change("name=drawn", *rounds, *drawing)
     coordinator = site.serving()

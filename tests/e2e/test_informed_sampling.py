@@ -139,7 +139,14 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sampling", list(BUILT_IN))
+#: Samplers that keep what they have learned from earlier rounds.
+LEARNING = ("power_of_choice", "oort", "f3ast")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(each, marks=() if each in LEARNING else pytest.mark.slow) for each in BUILT_IN],
+)
 def test_a_resumed_run_of_each_sampling_draws_the_same_cohorts(sampling: str) -> None:
     """Each by its name in a file; and other cohorts than uniform ones."""
     settings = {"cohort": {"num_wanted": 4, "sampling": sampling, **BUILT_IN[sampling]}}

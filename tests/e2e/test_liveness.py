@@ -92,7 +92,15 @@ def test_all_that_a_coordinator_measures_has_its_meaning(site: Site) -> None:
     page = read_body(site, "/metrics")
     found = dict(re.findall(r"^# HELP fedlearn_(\w+?)(?:_total)? (.+)$", page, re.MULTILINE))
     assert found == {name: MEANINGS[name].text for name in found}
-    conditional = {"refused", "privacy_epsilon", "updates", "in_flight_limit", "check_in_seconds"}
+    conditional = {
+        "refused",
+        "privacy_epsilon",
+        "updates",
+        "secure_dropouts",
+        "privacy_epsilon_budget",
+        "in_flight_limit",
+        "check_in_seconds",
+    }
     trained = {name for name in MEANINGS if name.startswith("server_training")}
     of_services = {"runs_at_work", "runs_queued"}
     assert found.keys() == MEANINGS.keys() - conditional - trained - of_services

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 import fedlearn as fl
 from fedlearn.algorithms.strategy import StrategyWrapper
 from fedlearn.cli.app import main
-from fedlearn.cli.overview import run_object, run_page
+from fedlearn.cli.overview import run_page
 from fedlearn.core.params import Params
 from fedlearn.core.participations import Status
+from fedlearn.deployment.descriptions import describe_run
 from fedlearn.errors import BudgetExhausted, ConfigError, RoundError
 from fedlearn.experiment.spending import ledger_of, section_of
 from fedlearn.experiment.summary import Summary
@@ -179,7 +180,7 @@ def test_a_model_learns_behind_the_noise() -> None:
     assert f"{spent.epsilon:.3g}" in page
     assert f"{spent.epsilon_with_cohorts:.3g} for who saw the cohorts" in page
     assert spent.format() in run_page(found, width=None)
-    assert json.loads(run_object(found))["privacy"]["epsilon"] == spent.epsilon
+    assert describe_run(found)["privacy"]["epsilon"] == spent.epsilon
 
 
 @pytest.mark.slow

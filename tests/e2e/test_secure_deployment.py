@@ -65,8 +65,16 @@ def wait_until_finished(
         return stored.record.status, list(stored.rounds()), weights
 
 
-def test_a_secure_deployment_ends_in_the_model_of_plain_aggregation(site: Site) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [(), ('compression={method="shared_random_k", fraction=0.25, error_feedback=true}',)],
+    ids=["whole", "compressed"],
+)
+def test_a_secure_deployment_ends_in_the_model_of_plain_aggregation(
+    site: Site, changes: tuple[str, ...]
+) -> None:
     """Up to fixed-point errors. The plain simulation has the same clients and data."""
+    site.change(*changes)
     coordinator = site.serving()
     for number in range(NUM_CLIENTS):
         site.join(number)
@@ -146,7 +154,7 @@ def test_a_client_that_is_killed_between_download_and_reply_goes_on(site: Site) 
     for number in range(1, NUM_CLIENTS):
         site.join(number)
     assert dying.wait() is None, dying.tail()
-    request = site.folder / "client-0" / "task" / "request"
+    (request,) = site.folder.glob("client-0/tasks/*/request")
     assert request.stat().st_size > wire.MAX_INLINE_BYTES
     site.join(0, task=f"{task}:Dying")
     assert coordinator.wait() == 0, coordinator.tail()

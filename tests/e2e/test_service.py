@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ from fedlearn.config import for_service, load
 from fedlearn.config.serving import ServiceConfig, load_service
 from fedlearn.core.clock import SystemClock
 from fedlearn.experiment.simulate import new_record
+from fedlearn.privacy.accounting import epsilon_of_release
 from fedlearn.rounds.records import RunStatus
 from fedlearn.rounds.scheduling import QueueState, Submission
+from fedlearn.store.ledger import StoredLedger
 from fedlearn.store.queue import RunQueue
-from tests.e2e.deployed import Site, site_in, until_said
+from fedlearn.store.studies import NewStudy, StudyStore
+from tests.e2e.deployed import SMALL, Site, site_in, until_said
 from tests.processes import Launcher, Process, until
 
 pytestmark = pytest.mark.slow
@@ -30,6 +34,16 @@ RUN = (
 )
 
 
+PRIVATE = (
+    "num_rounds=40",
+    "cohort.sampling=poisson",
+    "privacy.mode=central",
+    "privacy.clip_norm=1.0",
+    "privacy.noise_multiplier=4.0",
+    "privacy.target_delta=1e-3",
+    f"privacy.num_users={NUM_CLIENTS}",
+    "privacy.population=wards",
+)
 SOUND_MODEL = """
 from torch import nn
 def make():
@@ -43,7 +57,7 @@ class Served(Site):
     def write_service(self) -> None:
         section = self.config.coordinator
         self.service_file.write_text(
-            f'name = "clinics"\n[coordinator]\naddress = "{section.address}"\n'
+            f'name = "clinics"\n[service]\n[coordinator]\naddress = "{section.address}"\n'
             f'http_address = "{section.http_address}"\nlease_ttl_s = 3.0\n'
             f'[store]\nruns_dir = "{self.folder / "runs"}"\n'
         )
@@ -51,6 +65,10 @@ class Served(Site):
     @property
     def service_file(self) -> Path:
         return self.folder / "service.toml"
+
+    @property
+    def of_it(self) -> tuple[str, str]:
+        return "--config", str(self.service_file)
 
     @property
     def service(self) -> ServiceConfig:
@@ -61,14 +79,14 @@ class Served(Site):
         until_said(process, "serving")
         return process
 
-    def submit(self, name: str, *overrides: str, after: str = "") -> None:
+    def submit(self, name: str, *overrides: str, after: str = "", study: str = "") -> None:
         experiment = load(self.folder / "experiment.toml", overrides=(f"name={name}", *overrides))
         config = for_service(experiment, self.service)
         components = assembly.build_deployment(config, data_dir=self.folder)
         tree = new_record(components, extra={}).config
         with self.database() as database:
             RunQueue(database, SystemClock()).submit(
-                Submission(name=name, config=tree, after=after, start_from={})
+                Submission(name=name, config=tree, after=after, start_from={}, study=study)
             )
 
     def states(self) -> dict[str, QueueState]:
@@ -77,6 +95,9 @@ class Served(Site):
 
     def until_state(self, name: str, state: QueueState, process: Process) -> None:
         until(lambda: self.states()[name] is state, told=process.tail)
+
+    def is_over(self, name: str) -> bool:
+        return self.states()[name].is_over
 
     def until_rounds(self, name: str, num_rounds: int, process: Process) -> None:
         until(lambda: self.num_rounds(name) >= num_rounds, told=process.tail)
@@ -170,3 +191,76 @@ def test_own_code_that_fails_ends_its_run_and_no_other(served: Served) -> None:
     served.until_state("sound", QueueState.DONE, service)
     with served.database() as database:
         assert "SystemExit" in RunQueue(database, SystemClock()).find("broken").reason
+
+
+def test_only_clients_whose_owners_consent_work_for_a_study(served: Served) -> None:
+    """One consents by command, one in its policy; a third does, too, but is not invited."""
+    with served.database() as database:
+        StudyStore(database, SystemClock()).create(NewStudy(name="tumours"))
+    policy = served.folder / "policy.toml"
+    policy.write_text(f'{SMALL}\n[policy]\nstudies = ["tumours"]\n')
+    service = served.serve()
+    served.join(0)
+    for number in (1, 2):  # there are data of two clients
+        served.join(number, "--config", str(policy), FEDLEARN_DEMO_CLIENT=str(number % 2))
+    served.type("study", "invite", "tumours", "client-0", "client-1", *served.of_it)
+    served.submit("one", study="tumours")
+    served.submit("other")  # in which all take part
+    served.until_state("other", QueueState.DONE, service)
+    assert served.num_rounds("one") == 0, "one client consents, and two are needed"
+    served.type("consent", "tumours", str(served.folder / "client-0"))
+    served.until_state("one", QueueState.DONE, service)
+    with served.database() as database:
+        run = database.run("one")
+        asked = {each.client_id for one in run.rounds() for each in one.participations}
+        study = StudyStore(database, SystemClock()).find("tumours")
+    assert (asked, run.record.study) == ({0, 1}, "tumours")
+    said = {each.client: each.consent for each in study.members}
+    assert said == {"client-0": "given", "client-1": "given"}
+    served.type("consent", "tumours", str(served.folder / "client-1"), "--withdraw")
+    until(lambda: "consent.withdrawn" in served.type("audit-log", *served.of_it), told=service.tail)
+
+
+def test_private_runs_of_a_study_stay_within_its_budget_through_kills(served: Served) -> None:
+    """Two are at work at the same time, and together could not afford all of their rounds."""
+    with served.database() as database:
+        StudyStore(database, SystemClock()).create(
+            NewStudy(name="tumours", epsilon=4.0, target_delta=1e-3, data=("wards",))
+        )
+    policy = served.folder / "policy.toml"
+    policy.write_text(f'{SMALL}\n[policy]\nstudies = ["tumours"]\n')
+    service = served.serve()
+    for number in range(NUM_CLIENTS):
+        served.join(number, "--config", str(policy))
+    served.type("study", "invite", "tumours", "client-0", "client-1", *served.of_it)
+    for name in ("one", "two"):
+        served.submit(name, *PRIVATE, study="tumours")
+    for num_rounds in (1, 2):
+        served.until_rounds("one", num_rounds, service)
+        service.kill()
+        service = served.serve()
+    for name in ("one", "two"):
+        until(partial(served.is_over, name), told=service.tail)
+    with served.database() as database:
+        spent = StoredLedger(database, population="tumours/wards", run="").load_spent()
+        num_released = sum(len(list(database.run(name).rounds())) for name in ("one", "two"))
+        reasons = [each.reason for each in RunQueue(database, SystemClock()).list()]
+    assert num_released <= sum(spent.values())
+    assert 0.0 < epsilon_of_release(spent, target_delta=1e-3) <= 4.0
+    assert any("budget of the study tumours is spent" in each for each in reasons), reasons
+
+
+def test_a_run_starts_from_the_model_of_another(served: Served) -> None:
+    service = served.serve()
+    for number in range(NUM_CLIENTS):
+        served.join(number)
+    experiment = str(served.folder / "experiment.toml")
+    served.type("submit", experiment, "--name", "one", *served.of_it)
+    served.type(
+        "submit", experiment, "--name", "two", "--after", "one", "--from", "one", *served.of_it
+    )
+    served.until_state("two", QueueState.DONE, service)
+    with served.database() as database:
+        first, second = (list(database.run(name).rounds()) for name in ("one", "two"))
+        assert database.run("two").record.start_from["round"] == str(NUM_ROUNDS)
+    assert second[0].train_loss < first[-1].train_loss

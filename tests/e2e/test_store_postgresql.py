@@ -8,9 +8,12 @@ import psycopg
 import pytest
 import torch
 
+from fedlearn.core.clock import SystemClock
 from fedlearn.core.participations import Participations
-from fedlearn.errors import StoreError
+from fedlearn.errors import NotPermitted, StoreError
+from fedlearn.identity.roles import Grant, Role
 from fedlearn.rounds.records import Checkpoint, Outcome, RoundRecord
+from fedlearn.store.operators import StoredOperators
 from fedlearn.store.runs import Database
 from tests.records import RUN
 
@@ -111,3 +114,28 @@ def test_a_database_that_does_not_exist_is_an_error_with_a_remedy(
     """Creating databases is left to the administrator."""
     with pytest.raises(StoreError, match=r"does not exist.*names a database this user may write"):
         Database.open(postgresql_server.format(database="nowhere"), runs_dir=tmp_path)
+
+
+def test_an_operator_keeps_its_roles_until_the_transaction_of_its_act_ends(
+    database: Database, postgresql_url: str, tmp_path: Path
+) -> None:
+    """A revocation, also of a role, waits for the act. Control: it does not wait afterwards."""
+    role = Grant(Role.ADMIN, "*")
+    operators = StoredOperators(database, SystemClock())
+    token = operators.invite("ann", grants=[role], valid_s=60.0)
+    certificate = (b"", "f", "2999-01-01T00:00:00Z")
+    who = operators.redeem("ann", token, key="k", certify=lambda: certificate, origin="")
+    check = operators.check_acts(who, authorise=lambda _: None)
+    url = f"{postgresql_url}&options=-c%20lock_timeout%3D100"
+    with Database.open(url, runs_dir=tmp_path) as impatient:
+        others = StoredOperators(impatient, SystemClock())
+        with database.writing() as session:
+            check(session)
+            with pytest.raises(StoreError):
+                others.revoke("ann")
+            with pytest.raises(StoreError):
+                others.revoke_grant("ann", role)
+        others.revoke_grant("ann", role)
+        others.revoke("ann")
+    with database.writing() as session, pytest.raises(NotPermitted, match="was revoked"):
+        check(session)

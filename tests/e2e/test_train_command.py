@@ -221,7 +221,8 @@ class Folder:
             assert code == (None if crash else 0), process.tail()
             assert process.has_crashed_itself() == (crash is not None), process.tail()
             lines = [*json_lines(process.out()), *json_lines(process.err())]
-        return [line for line in lines if line["event"] in ("training", "server_training")]
+        names = ("training", "server_training")
+        return [line for line in lines if line.get("event", line.get("message")) in names]
 
 
 @pytest.fixture

@@ -118,7 +118,6 @@ def test_whoever_is_killed_the_model_is_the_same_to_the_bit(
     tmp_path: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First the process that has started the job is killed, and then one of the ranks."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     done = launcher.run(dedent(KILLED), str(tmp_path))
     assert done.returncode == -signal.SIGKILL, done.stderr
     took_s = until(lambda: not list_left_processes(tmp_path))

@@ -101,7 +101,7 @@ def start(folder: Path, stem: Path, *command: str, environ: Mapping[str, str]) -
 
 def serve(address: str) -> None:
     """Serve requests, each with a fork, until this process is stopped."""
-    end_with_parent()
+    end_with_parent(os.getppid())
     for name in _HEAVY:
         importlib.import_module(name)
     # Imported here, since the test process itself does not need them.
@@ -119,9 +119,9 @@ def serve(address: str) -> None:
         while True:
             asking, _ = listening.accept()
             with asking:
-                pid = os.fork()
+                server, pid = os.getpid(), os.fork()
                 if pid == 0:
-                    end_with_parent()  # Flower leaves some of its processes running
+                    end_with_parent(server)  # Flower leaves some of its processes running
                     become(asking)
                     leave(exit_code(functions[Path(sys.argv[0]).name]))
                 with suppress(OSError):  # the replacement of a command does not wait for it

@@ -28,7 +28,6 @@ def _require(needed: int) -> None:
 def gpu() -> torch.device:
     """Return the first GPU."""
     _require(1)
-    torch.set_num_threads(1)
     return torch.device("cuda", 0)
 
 

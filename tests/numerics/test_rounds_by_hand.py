@@ -145,7 +145,7 @@ def measures(model: Linear) -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("transport", ["engine", "memory"])
+@pytest.mark.parametrize("transport", ["engine", pytest.param("memory", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", RUNS)
 def test_rounds_are_those_of_the_formulas(kind: str, transport: str) -> None:
     """Including how much each update counts in the model, the training loss and the metrics.

@@ -1,7 +1,6 @@
 """The walk detects deliberate faults: the control of ``test_walk.py``."""
 
 import pytest
-import torch
 
 from tests.oracle.faults import FAULTS, Fault, find_disagreement
 
@@ -12,5 +11,4 @@ pytestmark = pytest.mark.usefixtures("surroundings")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_the_walk_catches_a_fault(fault: Fault) -> None:
     """``python -m tests.oracle --faults`` prints the configurations that detect faults."""
-    torch.set_num_threads(1)
     assert find_disagreement(fault) is not None

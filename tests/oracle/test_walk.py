@@ -4,7 +4,6 @@ import itertools
 from collections import Counter
 
 import pytest
-import torch
 
 from tests.oracle.configuration import QUICK_OPTIONS, Configuration
 from tests.oracle.covering import build_covering, settle
@@ -31,7 +30,6 @@ def test_pairs_of_options_equal_the_reference(
     part: int, configurations: list[Configuration]
 ) -> None:
     """``python -m tests.oracle`` runs the longer walk."""
-    torch.set_num_threads(1)
     counts = Counter[str]()
     for c in configurations[part::NUM_PARTS]:
         verdict = judge(c)

@@ -7,7 +7,7 @@ to a module of cases, and that to ``test_shelf.py``.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -136,9 +136,15 @@ def examples(client: int) -> tuple[Tensor, Tensor]:
     return require_single_input(rows.features)[index].double(), rows.labels[index]
 
 
+@cache
+def skeleton() -> nn.Module:
+    """The model in float64, for calls with other parameters than its own."""
+    return make_model().double()
+
+
 def loss(x: Tensor, features: Tensor, labels: Tensor) -> Tensor:
     """The mean loss of the model with the parameters ``x``."""
-    model = make_model().double()
+    model = skeleton()
     sizes = [each.numel() for each in model.parameters()]
     parts = zip(model.named_parameters(), x.split(sizes), strict=True)
     tensors = {name: part.view_as(each) for (name, each), part in parts}

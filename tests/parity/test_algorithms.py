@@ -81,11 +81,6 @@ WORKERS = (1, 2, 4)
 every_algorithm = pytest.mark.parametrize("name", ALGORITHMS)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def without_dropout() -> nn.Module:
     """The same parameters, in a chain of layers that can be fused."""
     return nn.Sequential(nn.Linear(5, 8), nn.Identity(), nn.ReLU(), nn.Linear(8, 3))

@@ -67,11 +67,6 @@ class Places:
         return nn.functional.cross_entropy(outputs, labels, reduction="none")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def weights() -> Params:
     torch.manual_seed(0)
     return Params.of(nn.Sequential(nn.Linear(FEATURES, 8), nn.ReLU(), nn.Linear(8, NUM_CLASSES)))

@@ -207,11 +207,6 @@ class Simulation:
         return {"params": state.params.vector, "durations": durations_s, **found}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -1,18 +1,24 @@
 """Statistics in whole runs: secure sums, noise and its stated error, charges, resume, results."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from dp_accounting import GaussianDpEvent
+from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.rdp import RdpAccountant
 from torch import nn
 
 import fedlearn as fl
+from fedlearn.core.words import replace_unprintable
 from fedlearn.errors import BudgetExhausted, ConfigError, DataError
 from fedlearn.privacy.gaussian import gaussian_epsilon
 from fedlearn.statistics import ClientTable, StatisticsPlan
+from fedlearn.statistics.suppression import suppress_small_cells, suppress_small_columns
 from tests.e2e.noise import has_scale
 
 pytestmark = pytest.mark.usefixtures("ready_store")
@@ -269,6 +275,45 @@ def test_a_row_costs_what_one_gaussian_does_and_is_not_added_to_the_costs_of_cli
         fl.run_statistics(plan, tables, privacy=rows | {"unit": "client"}, **way)
 
 
+@cache
+def compose_losses(multiplier: float, num_rounds: int) -> float:
+    """Return the epsilon of rounds of one Gaussian each, by their privacy losses, to 1e-6."""
+    one = privacy_loss_distribution.from_gaussian_mechanism(
+        multiplier, value_discretization_interval=1e-3
+    )
+    return float(one.self_compose(num_rounds).get_epsilon_for_delta(1e-3))
+
+
+@pytest.mark.parametrize(
+    ("noise", "way", "distance"),
+    [
+        pytest.param({"mode": "central", "unit": "client"}, {}, 1.0, id="client added"),
+        pytest.param({"mode": "central", "unit": "example"}, {}, 1.0, id="row added"),
+        pytest.param({"mode": "distributed", "unit": "client"}, SECURE, 2.0, id="client replaced"),
+        pytest.param({"mode": "distributed", "unit": "example"}, SECURE, 1.0, id="shares, rows"),
+    ],
+)
+def test_two_other_accountants_agree_with_the_charge_of_a_plan(
+    noise: dict[str, Any], way: dict[str, Any], distance: float
+) -> None:
+    """Privacy losses say the same, and Rényi divergences, which are looser, a little more.
+
+    Each round is one Gaussian, and a client or row moves its sums by at most ``distance`` bounds.
+    The control: one round more, or noise a tenth smaller, is told apart.
+    """
+    plan, tables = plan_of(*ONE_ROUND, SEVERAL[0]), draw_many()
+    privacy = {**noise, "noise_multiplier": 3.0, "target_delta": 1e-3}
+    found = fl.run_statistics(plan, tables, privacy=privacy, **way)
+    assert found.charge is not None
+    assert found.charge.num_rounds == 3
+
+    accountant = RdpAccountant().compose(GaussianDpEvent(3.0 / distance), 3)
+    assert found.charge.epsilon == pytest.approx(compose_losses(3.0 / distance, 3), rel=1e-3)
+    assert 1.0 <= accountant.get_epsilon(1e-3) / found.charge.epsilon < 1.15
+    assert found.charge.epsilon != pytest.approx(compose_losses(3.0 / distance, 4), rel=0.05)
+    assert found.charge.epsilon != pytest.approx(compose_losses(2.7 / distance, 3), rel=0.05)
+
+
 def test_no_more_than_sums_over_rows_can_hide_one() -> None:
     """Neither the numbers of rows that clients have, nor a training or another query."""
     rows = private("central", 2.0, unit="example")
@@ -405,6 +450,134 @@ def test_a_result_is_json_a_table_and_html() -> None:
         _ = result["mean", "age"]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_distinct_values_are_counted_over_all_clients(way: dict[str, Any]) -> None:
+    """Numbers, known values and texts; values that several clients have count once."""
+    asked = {"kind": "distinct", "columns": ["age", "bmi", "sex", "dx"]}
+    found, frame = fl.run_statistics(plan_of(asked), draw_tables(), **way), pooled()
+    for name in ("age", "sex", "dx"):  # few values, of which no two share a bucket
+        assert found["distinct", name]["distinct"].value == frame[name].nunique()
+    bmi, count = found["distinct", "bmi"]["distinct"], frame["bmi"].nunique()
+    assert bmi.low is not None
+    assert bmi.high is not None
+    assert bmi.low <= count <= bmi.high
+    assert bmi.high - bmi.low < 0.1 * count
+    alone = [each["age"].nunique() for each in draw_tables().values()]
+    assert sum(alone) > frame["age"].nunique(), "the control: a sum would be larger"
+
+
+def test_the_interval_of_distinct_values_has_the_number() -> None:
+    """In about 95 of 100 cases, with more values than buckets and with fewer."""
+    for num_values in (300, 900):
+        num_inside = 0
+        for case in range(100):
+            values = np.random.default_rng(case).normal(size=num_values)
+            columns = {"x": {"kind": "number"}}
+            asked = {"kind": "distinct", "columns": ["x"], "num_buckets": 512}
+            plan = StatisticsPlan.of({"columns": columns, "statistics": [asked]})
+            table, [statistic] = ClientTable.of({"x": values}, plan.columns), plan.statistics
+            state = statistic.step(
+                statistic.measure(table, plan.columns, {}), {}, schema=plan.columns, round_num=0
+            )
+            assert state["sums"].shape == (1,), "which buckets they are is not kept"
+            [row] = statistic.rows(state, schema=plan.columns, sigmas=None)
+            assert row.low is not None
+            assert row.high is not None
+            num_inside += row.low <= num_values <= row.high
+        assert 88 <= num_inside <= 100
+
+
+def test_distinct_values_are_undefined_or_refused_where_nothing_can_be_said() -> None:
+    full = {"kind": "distinct", "columns": ["age"], "num_buckets": 4}
+    row = fl.run_statistics(plan_of(full), draw_tables())["distinct", "age"]["distinct"]
+    assert (row.value, row.note) == (None, "all buckets have values; raise num_buckets")
+    privacy = {"mode": "central", "noise_multiplier": 1.0, "target_delta": 1e-2}
+    with pytest.raises(ConfigError, match=r"statistics\[0\] \(distinct\) cannot be private"):
+        fl.run_statistics(plan_of(full), draw_tables(), privacy=privacy)
+
+
+@pytest.mark.parametrize("way", [WAYS[0], WAYS[1], WAYS[4]])
+def test_numbers_of_single_clients_are_those_of_their_tables(way: dict[str, Any]) -> None:
+    """Next to the same totals, which also take further rounds, and by the clients' names."""
+    tables, asked = draw_tables(), plan_of(*ONE_ROUND, *SEVERAL)
+    result = fl.run_statistics(asked | {"per_client": True}, tables, **way)
+    assert values_of(result) == pytest.approx(values_of(fl.run_statistics(asked, tables, **way)))
+    assert list(result.clients) == list(tables)
+    for name, frame in tables.items():
+        age = frame["age"]
+        assert result.of_client(name, ("mean", "age"))["mean"].value == pytest.approx(age.mean())
+        assert result.of_client(name, ("count", ""))["rows"].value == len(frame)
+        assert result.of_client(name, ("missing", "age"))["missing"].value == age.isna().sum()
+        bins = result.of_client(name, ("histogram", "age"))
+        assert bins["[0, 40)"].value == (age < 40).sum()
+        with pytest.raises(KeyError, match="there is no"):
+            result.of_client(name, ("quantiles", "bmi"))  # its rounds follow the total's
+    assert fl.StatisticsResult.from_json(result.to_json()) == result
+    header, *rows = result.client_table()
+    assert header[3:] == tuple(map(replace_unprintable, tables))
+    assert rows[0] == ("count", "", "rows", *(str(len(each)) for each in tables.values()))
+    assert fl.run_statistics(asked, tables).clients == {}, "the control"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"secure_aggregation": MODULAR}, "secure aggregation hides what single clients have"),
+        (
+            {"privacy": {"mode": "central", "noise_multiplier": 1.0, "target_delta": 1e-2}},
+            "privacy hides what single clients have",
+        ),
+    ],
+)
+def test_what_hides_single_clients_refuses_their_numbers(
+    settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        fl.run_statistics(plan_of(*ONE_ROUND) | {"per_client": True}, draw_tables(), **settings)
+
+
+def test_no_small_cell_of_a_client_follows_from_what_is_shown() -> None:
+    """By linear algebra, from totals, the clients' numbers of rows, and cells that are shown.
+
+    The control: with the cells of each client suppressed on their own, some follow.
+    """
+    rng, threshold, num_found = np.random.default_rng(0), 5, 0
+    for _ in range(300):
+        shape = (int(rng.integers(2, 5)), int(rng.integers(2, 6)))
+        counts = rng.poisson(rng.choice([0.5, 4.0, 12.0], shape)).astype(float)
+        total = suppress_small_cells(torch.tensor(counts.sum(0)), threshold)
+        shown = suppress_small_columns(
+            torch.tensor(counts), threshold, is_hidden=total.isnan()
+        ).numpy()
+        own = np.stack(
+            [suppress_small_cells(torch.tensor(row), threshold).numpy() for row in counts]
+        )
+        assert np.array_equal(counts[~np.isnan(shown)], shown[~np.isnan(shown)])
+        assert not find_small(counts, shown, total.numpy(), threshold)
+        num_found += find_small(counts, own, total.numpy(), threshold)
+    assert num_found > 0
+
+
+def find_small(counts: Any, shown: Any, total: Any, threshold: int) -> int:
+    """Count the cells in 1 to threshold - 1 that all solutions of the known sums agree on."""
+    cells, totals = np.isnan(shown), np.isnan(total)
+    for row in range(len(counts)):  # counts that add up to zero are all zero
+        if counts[row][cells[row]].sum() == 0:
+            cells[row] = False
+    places = [tuple(each) for each in np.argwhere(cells)]
+    sums = [[place[0] == row for place in places] for row in range(len(counts))]
+    sums += [[place[1] == column for place in places] for column in np.flatnonzero(~totals)]
+    sums += [[bool(totals[place[1]]) for place in places]]
+    known = np.array(sums, float).reshape(len(sums), len(places))
+    rank = np.linalg.matrix_rank(known) if places else 0
+    num_shown = int(((shown > 0) & (shown < threshold)).sum())
+    return num_shown + sum(
+        bool(0 < counts[place] < threshold)
+        and int(np.linalg.matrix_rank(np.vstack([known, np.eye(len(places))[number]]))) == rank
+        for number, place in enumerate(places)
+    )
+
+
 def test_suppressed_counts_are_counted_and_shown_as_such() -> None:
     tables = {
         "a": {"age": [1.0] * 12, "bmi": [20.0] * 12, "sex": ["f"] * 9 + ["m"] * 3, "dx": [""] * 12}
@@ -470,6 +643,7 @@ def train(privacy: Mapping[str, Any], *, num_rounds: int) -> fl.Run:
         num_rounds=num_rounds,
         cohort={"num_wanted": len(sizes)},
         evaluation={"clients": 0},
+        engine={"executor": "sequential"},  # to choose one takes longer than to train
         progress=False,
     )
 

@@ -28,13 +28,14 @@ from fedlearn.transport.memory import MemoryChannel
 from tests.parity import shelf
 from tests.parity import test_grpc as grpc
 from tests.parity import test_local_parts as parts
+from tests.parity.test_own_transforms import SignSgd
 from tests.security import test_releases as releases
 
 EVALUATION = {"clients": parts.NUM_CLIENTS, "fine_tune_epochs": 3}
 HEAD = ("3.*",)
 
 
-def measure_tuned(run: fl.Run, start: nn.Module) -> list[float]:
+def measure_tuned(run: fl.Run, start: nn.Module, *, rate: float = 0.2) -> list[float]:
     """Return each client's loss after three steps of SGD from its own model, in float64."""
     features, labels, owners = parts.draw_examples()
     losses = []
@@ -49,7 +50,7 @@ def measure_tuned(run: fl.Run, start: nn.Module) -> list[float]:
                     kept[name].copy_(part.view_as(kept[name]))
         x = torch.from_numpy(features[owners == client]).double()
         y = torch.from_numpy(labels[owners == client])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         for _ in range(3):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
@@ -70,6 +71,40 @@ def test_clients_are_measured_after_fine_tuning(way: Mapping[str, Any]) -> None:
         found = run.history[-1].metrics["clients/personal_loss_mean"]
         assert found == pytest.approx(np.mean(measure_tuned(run, start)), abs=1e-5)
         assert found < run.history[-1].metrics["clients/loss_mean"] - 0.01
+
+
+@pytest.mark.parametrize("engine", [{"executor": "sequential"}, {"transport": "memory"}])
+def test_clients_fine_tune_with_a_learning_rate_of_its_own(engine: Mapping[str, Any]) -> None:
+    """Training keeps that of the clients, here with clipped gradients around it."""
+    start = parts.build_initial_model(parts.make_plain_model)
+    evaluation = EVALUATION | {"fine_tune_learning_rate": 0.05}
+    run, usual = (
+        parts.simulate(
+            fl.FedBABU(parts.SGD, head_layers=HEAD),
+            make=parts.make_plain_model,
+            evaluation=each,
+            engine=engine,
+        )
+        for each in (evaluation, EVALUATION)
+    )
+    found = run.history[-1].metrics["clients/personal_loss_mean"]
+    assert found == pytest.approx(np.mean(measure_tuned(run, start, rate=0.05)), abs=1e-5)
+    assert found != pytest.approx(usual.history[-1].metrics["clients/personal_loss_mean"], abs=1e-3)
+    for name, value in usual.weights(best=False).items():
+        assert torch.equal(run.weights(best=False)[name], value)
+
+
+def test_a_learning_rate_that_nobody_would_use_is_refused() -> None:
+    """Without epochs, or with an optimizer that has none."""
+    with pytest.raises(ConfigError, match=r"learning_rate: is 0\.1, but no client fine-tunes"):
+        parts.simulate(
+            fl.FedAvg(parts.SGD),
+            make=parts.make_plain_model,
+            evaluation={"fine_tune_learning_rate": 0.1},
+        )
+    sign_sgd = SignSgd(epochs=1, batch_size=2, rate=0.1)
+    with pytest.raises(ConfigError, match=r"fine_tune_learning_rate: .*SignSgd has none"):
+        build_fine_tuning(sign_sgd, num_epochs=1, learning_rate=0.1, seed=fl.Seed(0))
 
 
 @pytest.mark.parametrize("engine", [{"executor": "sequential"}, {"transport": "memory"}])

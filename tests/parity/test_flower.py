@@ -330,11 +330,6 @@ def ran(
     return state, reported
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize("other", [in_memory, by_the_engine])
 @pytest.mark.parametrize(
     "algorithm",

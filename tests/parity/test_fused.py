@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.fedrep import HeadThenBody
 from fedlearn.algorithms.lanes import LaneSpec, Over
 from fedlearn.algorithms.local import (
@@ -28,6 +29,7 @@ from fedlearn.algorithms.local import (
 )
 from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.core.features import require_single_input
 from fedlearn.core.params import Layout, Params
@@ -195,6 +197,8 @@ def difference(one: TrainedBlock, other: TrainedBlock) -> float:
 class HalfAffine(LocalSgd):
     """SGD whose steps are not affine in the middle of a round."""
 
+    takes_flat: ClassVar[bool] = True
+
     def affine(self, moment: Moment) -> Affine | None:
         is_early = bool((moment.epochs_K < 1).any())
         return None if is_early is (moment.step % 2 == 0) else super().affine(moment)
@@ -219,6 +223,15 @@ RULES: dict[str, LocalUpdate] = {
     "control variates, pulled": Proximal(inner=CONTROLLED, proximal=0.5),
     "kept velocity": replace(PLAIN, momentum=0.7, keep_momentum=True),
     "some steps affine": HalfAffine(epochs=3, batch_size=4, learning_rate=0.1),
+    "some steps affine, momentum": HalfAffine(
+        epochs=3, batch_size=4, learning_rate=0.1, momentum=0.7
+    ),
+    "drift, momentum": DynamicRegularizer(
+        inner=replace(PLAIN, momentum=0.7, weight_decay=0.1, epochs=2), alpha=0.3
+    ),
+    "without a rate": ScheduledRate(
+        inner=replace(PLAIN, momentum=0.7, weight_decay=0.1, keep_momentum=True), cosine_rounds=2
+    ),
     "everything": Proximal(
         inner=replace(PLAIN, momentum=0.5, weight_decay=0.1, keep_momentum=True, epochs=2),
         proximal=0.2,
@@ -285,9 +298,10 @@ class NeverSteps(LocalSgd):
         raise AssertionError
 
 
-def test_parts_that_train_in_turn_take_affine_steps() -> None:
+@pytest.mark.parametrize("momentum", [0.0, 0.7])
+def test_parts_that_train_in_turn_take_affine_steps(momentum: float) -> None:
     """So no gradient is stored, and none is computed of what does not train."""
-    sgd = NeverSteps(epochs=2, batch_size=4, learning_rate=0.1)
+    sgd = NeverSteps(epochs=2, batch_size=4, learning_rate=0.1, momentum=momentum)
     local = HeadThenBody(inner=sgd, head="2.*", head_epochs=1)
     work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
     assert fused_executor("mlp", work).train(work).deltas_KP.ne(0).all()
@@ -307,6 +321,18 @@ def test_the_loss_of_a_batch_is_unknown_before_an_affine_step() -> None:
     work = work_for("mlp", local, num_examples=[9, 5], dtype=torch.float32)
     with pytest.raises(ValueError, match="not known in affine; read it in step"):
         fused_executor("mlp", work).train(work)
+
+
+def test_memory_is_reused_between_updates_with_and_without_velocities() -> None:
+    """Steps that are not affine need the memory of the velocities for their gradients."""
+    sgd = replace(PLAIN, momentum=0.7, keep_momentum=True)
+    half = HalfAffine(**{each.name: getattr(sgd, each.name) for each in fields(sgd)})
+    works = [
+        work_for("mlp", each, num_examples=[9, 5], dtype=torch.float32) for each in (sgd, half)
+    ]
+    fused = fused_executor("mlp", works[0])
+    for work in (*works, *works):
+        assert difference(fused.train(work), by_reference("mlp", work)) <= 1e-6
 
 
 @settings(max_examples=40)

@@ -277,11 +277,6 @@ def run(
     return state.params, orders, told
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -60,11 +60,6 @@ COUNTED = Counted(epochs=2, batch_size=4, learning_rate=0.1)
 SIGN = SignSgd(epochs=2, batch_size=4, learning_rate=0.01)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 8), nn.Identity(), nn.Tanh(), nn.Linear(8, 3))
 

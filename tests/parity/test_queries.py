@@ -223,6 +223,39 @@ def test_answers_are_weighted_by_examples_where_the_query_says_so(
     assert np.abs(by_clients - features.mean(axis=0)).max() > 0.01
 
 
+@dataclass(frozen=True, kw_only=True)
+class MeansOfEach(Means):
+    """Shows the mean of each client, too."""
+
+    def conclude_clients(self, answers: Mapping[ClientId, Lanes], state: State) -> State:
+        means = torch.stack([each["by_clients"] for each in answers.values()])
+        return {**state, "of_each": means, "ids": torch.tensor(list(answers))}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_query_may_show_the_answer_of_each_client(way: dict[str, Any]) -> None:
+    """The means over clients stay the same. Control: it does not, if it is not asked to."""
+    features, _, owners = draw_examples()
+    found = ask(MeansOfEach(per_client=True), num_rounds=1, **way).state()
+    of_clients = [features[owners == each].mean(axis=0) for each in range(NUM_CLIENTS)]
+    assert found["ids"].tolist() == list(range(NUM_CLIENTS))
+    np.testing.assert_allclose(found["of_each"], of_clients, rtol=0, atol=1e-12)
+    alone = ask(MeansOfEach(), num_rounds=1, **way).state()
+    assert alone.keys() == {"by_examples", "by_clients"}
+    for name, value in alone.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-12)
+
+
+def test_answers_of_single_clients_are_refused_where_they_are_hidden_or_not_used() -> None:
+    with pytest.raises(CallError, match="Means has no conclude_clients; define it"):
+        ask(Means(per_client=True), num_rounds=1)
+    with pytest.raises(ConfigError, match="must see each update"):
+        ask(MeansOfEach(per_client=True), num_rounds=1, **SECURE[0].values[0])
+    privacy = {"mode": "central", "noise_multiplier": 1.0, "target_delta": 1e-2, "clip_norm": 1.0}
+    with pytest.raises(ConfigError, match="ClientAnswers"):
+        ask(MeansOfEach(per_client=True), num_rounds=1, privacy=privacy)
+
+
 # ---- Secure aggregation and privacy -----------------------------------------------------------
 
 SECURE: Sequence[Any] = [

@@ -26,9 +26,11 @@ DATA = fl.from_arrays(FEATURES, LABELS, partition=fl.Iid(num_clients=9), test_fr
 #: Plain settings, so that each way of running is one argument.
 ENGINE = {"executor": "sequential", "block_size": 1, "num_workers": 1}
 WAYS: dict[str, dict[str, object]] = {
-    "blocks": {"executor": "vmap", "block_size": 4, "num_workers": 1},
+    "blocks": {"executor": "sequential", "block_size": 4, "num_workers": 1},
     "memory": {"transport": "memory"},
 }
+#: Clients that train in one tensor operation.
+TOGETHER = {"executor": "vmap", "block_size": 4, "num_workers": 1}
 RULES: dict[str, tuple[FullAggregation, Callable[[reference.Rows], reference.Rows]]] = {
     "trimmed": (
         fl.TrimmedMean(trimmed_share=0.2),
@@ -91,6 +93,12 @@ def test_a_run_equals_that_of_the_reference(name: str) -> None:
     assert float((mean_model() - vector(expected)).abs().max()) > 1e-4
 
 
+def test_clients_of_a_robust_rule_may_train_together() -> None:
+    """The rule has their updates as a block, as above."""
+    rule, _ = RULES["krum"]
+    assert difference(run(rule, engine=TOGETHER), run(rule, engine=ENGINE)) < 1e-5
+
+
 OTHERS = {
     "centered clipping": fl.CenteredClipping(clip_radius=0.01, num_iterations=2),
     "bucketing": fl.Bucketing(inner=fl.CoordinateMedian(), bucket_size=2),
@@ -101,7 +109,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+#: Rules whose parts are tested alone.
+COMBINED = ("trusted buckets", "centered buckets")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=pytest.mark.slow if each in COMBINED else ()) for each in OTHERS],
+)
 def test_other_rules_agree_in_blocks_and_sessions(name: str) -> None:
     """To 1e-6."""
     expected = run(OTHERS[name], engine=ENGINE)

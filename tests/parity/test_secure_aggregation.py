@@ -44,6 +44,12 @@ EVERYONE = [
     "secure_aggregation.clip_norm=1000",
 ]
 PRECISE = ["secure_aggregation.modulus_bits=40", "secure_aggregation.max_examples=100"]
+#: All clients take a millisecond an example, and a second for 10**6 bits.
+ONE_MBIT = [
+    "devices={kind='lognormal', median_ms_per_example=1.0, speed_sigma=0.0, dropout_rate=0.0}",
+    "devices.round_jitter_sigma=0.0",
+    "devices.bandwidth={kind='lognormal', median_mbit_per_s=1.0, sigma=0.0}",
+]
 NUM_ROUNDS = 2
 #: A clip norm below that of some updates in the first round.
 MIDDLE = 2.5
@@ -78,8 +84,14 @@ def trained(*overrides: str, num_rounds: int = NUM_ROUNDS) -> tuple[Tensor, floa
             ["algorithm.name=fedavg", "algorithm.weight_by_examples=false"],
             [MODULAR, "engine.executor=sequential"],
         ),
-        (["algorithm.name=fedprox", "algorithm.proximal=0.1"], [MEMORY]),
-        (["algorithm.name=fedavgm"], [MODULAR, "engine.executor=sequential"]),
+        pytest.param(
+            *(["algorithm.name=fedprox", "algorithm.proximal=0.1"], [MEMORY]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *(["algorithm.name=fedavgm"], [MODULAR, "engine.executor=sequential"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_secure_run_is_the_run_in_the_clear(algorithm: list[str], variant: list[str]) -> None:
@@ -145,6 +157,38 @@ def test_the_server_of_a_secure_scaffold_knows_the_mean_of_the_clients_controls(
         torch.testing.assert_close(state.strategy_state["control"], mean, rtol=0.0, atol=1e-6)
     changes = [own["control"].norm() for own in state.client_states.values()]
     assert any(float(change) == pytest.approx(0.3, rel=1e-5) for change in changes)
+
+
+@pytest.mark.parametrize("is_sum", [False, True])
+def test_simulated_clients_agree_to_bounds_that_deployed_ones_accept(*, is_sum: bool) -> None:
+    """The bound of a lane may exceed the clip norm, up to what a client's policy allows."""
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(40, 5)).astype(np.float32), rng.integers(0, 3, 40)
+    data = fl.from_arrays(features, labels, partition=fl.Iid(5), test=(features, labels), seed=0)
+    secure = {"mode": "complete", "dropout": 0.2, "clip_norm": 10.0}
+
+    def simulate(normalizer_bound: float) -> fl.Run:
+        algorithm = fl.QFedAvg(
+            fl.LocalSgd(epochs=1, batch_size=5, learning_rate=0.2),
+            fairness=1.0,
+            step_size=0.2,
+            normalizer_bound=normalizer_bound,
+        )
+        return fl.simulate(
+            lambda: nn.Linear(5, 3),
+            data,
+            algorithm,
+            num_rounds=1,
+            secure_aggregation=secure | ({"simulate_as": "modular_sum"} if is_sum else {}),
+            engine={} if is_sum else {"transport": "memory"},
+            cohort={"num_wanted": 5},
+            stragglers={"over_selection": 1.0, "deadline_s": "none"},
+        )
+
+    assert simulate(900.0).history[-1].participations.num(Status.REPORTED) == 5
+    refused = r"bound of 'normalizer' is 1100, and deployed clients refuse one above 1000"
+    with pytest.raises(ConfigError, match=refused):
+        simulate(1100.0)
 
 
 @pytest.mark.slow
@@ -213,6 +257,22 @@ def test_the_modular_sum_records_what_the_protocol_does(by_examples: str) -> Non
     assert modular.num_examples.tolist() == protocol.num_examples.tolist()
     assert len(set(modular.losses)) == 1
     assert modular.mean_loss() == pytest.approx(protocol.mean_loss(), abs=1e-4)
+
+
+def test_a_masked_update_takes_the_time_of_its_own_size() -> None:
+    """In virtual time, in both ways to simulate; in the clear, a number takes 32 bits."""
+    seconds = []
+    secure = [ON, "secure_aggregation.modulus_bits=24"]
+    for variant in ([MEMORY], [*secure, MEMORY], [*secure, MODULAR]):
+        config = load(None, overrides=[*variant, *EVERYONE, *ONE_MBIT])
+        components = assembly.build_simulation(config, data_dir=Path())
+        resolved = resolve(components, clock=SystemClock(), environ={}, cache_dir=Path())
+        plan, params = assemble(resolved, Alone(), device=torch.device("cpu"), clock=SystemClock())
+        rows = run_round(plan.round.init(params), plan.round, attempt=0).collected.participations
+        seconds.append(rows.durations_s.min())
+    clear, protocol, modular = seconds
+    assert protocol == modular
+    assert protocol - clear == pytest.approx(-8 * params.layout.size / 1e6, abs=64 * 8 / 1e6)
 
 
 def test_a_modular_sum_below_its_minimum_has_no_reports() -> None:

@@ -68,6 +68,7 @@ def test_an_algorithm_equals_its_reference_as_auto_chooses(name: str, tmp_path: 
     assert shelf.difference_of_engine(case, chosen) < shelf.TOLERANCE
 
 
+@pytest.mark.slow
 @every_case
 def test_what_is_new_in_an_algorithm_can_be_seen(name: str) -> None:
     """The control: without it, the models differ."""

@@ -17,6 +17,7 @@ from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.noised_gradients import NoisedGradients
 from fedlearn.algorithms.objectives import CrossEntropy, CustomLoss, MeanSquaredError, Objective
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.core.params import Layout, Params
 from fedlearn.core.randomness import Seed
 from fedlearn.errors import EngineError
@@ -37,11 +38,6 @@ PLAIN = LocalSgd(epochs=1, batch_size=4, learning_rate=0.1)
 RAGGED = (11, 8, 7, 3, 1)
 #: No client has a last batch of one example, which BatchNorm refuses, stacked or not.
 RAGGED_WITHOUT_ONES = (11, 10, 8, 7, 3)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def to_params(make_model: MakeModel) -> Params:
@@ -253,6 +249,11 @@ def test_kept_velocities_go_in_and_come_out() -> None:
     forgotten = replace(work, client_state={"velocity": torch.zeros_like(velocity_KQ)})
     expected = reference(mlp, work, CrossEntropy())
     assert distance(expected, executor(mlp, CrossEntropy()).train(forgotten)) > 1e-4
+    # In a round without a rate, the velocity still accumulates.
+    still = ScheduledRate(inner=replace(local, weight_decay=0.1), cosine_rounds=2)
+    work = replace(work, local=still)
+    found = executor(mlp, CrossEntropy()).train(work)
+    assert distance(reference(mlp, work, CrossEntropy()), found) < 1e-6
 
 
 @pytest.mark.slow

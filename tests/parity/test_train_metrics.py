@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from torch import Tensor, nn
 
 import fedlearn as fl
@@ -55,7 +54,6 @@ class Silent:
 @pytest.fixture(autouse=True)
 def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)
 
 
 def run(trainer: Any = make_client_trainer, **engine: Any) -> fl.Run:

@@ -106,11 +106,6 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @dataclass(frozen=True)
 class Case:
     """A simulation that any collector can run."""

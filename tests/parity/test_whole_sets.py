@@ -136,7 +136,6 @@ class Silent:
 def _runs_in_a_fresh_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    torch.set_num_threads(1)
 
 
 def run(**settings: Any) -> fl.Run:  # Any: keys and tables

@@ -176,7 +176,7 @@ def results(
 
 Results = Mapping[str, Mapping[str, Tensor]]
 
-pytestmark = pytest.mark.xdist_group("workers")  # they share a fixture that takes seconds
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("workers")]  # they share a slow fixture
 
 
 def test_one_worker_twice_is_the_same_to_the_last_bit(results: Results) -> None:

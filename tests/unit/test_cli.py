@@ -450,7 +450,11 @@ def test_logs_are_json_on_standard_error(capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr()
     event = json.loads(printed.err)
     assert printed.out == ""
-    assert (event["event"], event["client_id"], event["level"]) == ("request_failed", 3, "warning")
+    assert (event["message"], event["client_id"], event["level"]) == (
+        "request_failed",
+        3,
+        "warning",
+    )
 
 
 def test_a_quiet_worker_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,3 +462,11 @@ def test_a_quiet_worker_logs_nothing(capsys: pytest.CaptureFixture[str]) -> None
     configure_logs(level=logging.DEBUG, quiet=True)
     structlog.get_logger("fedlearn").critical("all_is_lost")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("typed", [["sho"], ["study", "lst"]])
+def test_a_mistyped_command_is_suggested_once(
+    typed: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(typed) == 2
+    assert capsys.readouterr().err.count("Did you mean") == 1

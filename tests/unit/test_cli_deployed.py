@@ -66,22 +66,24 @@ def test_without_a_configuration_it_is_said_where_it_was_looked_for(
     assert list(Path().iterdir()) == []
 
 
-@pytest.mark.parametrize("command", ["rounds", "why", "pause", "abort", "resume"])
-def test_before_the_first_start_there_is_no_run(
+@pytest.mark.parametrize(
+    "command", ["clients", "rounds", "why", "pause", "abort", "resume", "revoke a", "roster"]
+)
+def test_before_the_first_start_there_is_nothing_to_show(
     capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """The message says which command creates one."""
+    """The message says which commands begin, and looking creates no database."""
     run_command(capsys, "init")
-    told = run_command(capsys, command, code=2)
-    assert "no run called 'federation' is deployed" in told
-    assert "fedlearn coordinator" in told
+    told = run_command(capsys, *command.split(), code=2)
+    assert "nothing has been deployed with coordinator.toml" in told
+    assert "`fedlearn coordinator coordinator.toml`" in told
+    assert [each.name for each in Path().iterdir()] == ["coordinator.toml"]
 
 
 @pytest.mark.slow
 def test_clients_are_invited_before_the_first_start(capsys: pytest.CaptureFixture[str]) -> None:
     """The authority and the database exist by then."""
     run_command(capsys, "init")
-    assert "no clients yet" in run_command(capsys, "clients")
     run_command(capsys, "invite", "clinic-a", "--tag", "country=ch", "-o", "a.json")
     assert json.loads(Path("a.json").read_text())["name"] == "clinic-a"
     (listed,) = run_command(capsys, "clients", "--json").splitlines()
@@ -126,6 +128,9 @@ def test_a_coordinator_without_data_is_checked_and_not_simulated(
     missing = f"model.factory={CLIENTS / name / 'trainer.py'}:make_nothing"
     told = run_command(capsys, "check", str(file), "--set", missing, code=2)
     assert "no function make_nothing" in told
+    pattern = 'algorithm.keep_local=["nothing.*"]'
+    told = run_command(capsys, "check", str(file), "--set", pattern, code=2)
+    assert "'nothing.*', which matches no tensor" in told
 
 
 def test_a_tag_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,11 +141,10 @@ def test_a_tag_without_a_value_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "key=value" in told
 
 
-def test_joining_takes_a_trainer_and_an_invitation(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the missing one."""
-    assert "--task is missing" in run_command(capsys, "join", "a.invitation", code=2)
-    told = run_command(capsys, "join", "a.invitation", "--task", "m:T", code=2)
-    assert "a.invitation" in told
+def test_joining_takes_an_invitation(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the missing file; a trainer is not needed for runs that ship a bundle."""
+    for task in ((), ("--task", "m:T")):
+        assert "a.invitation" in run_command(capsys, "join", "a.invitation", *task, code=2)
 
 
 def test_a_client_with_a_wrong_file_joins_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -309,5 +313,6 @@ def test_new_keys_are_asked_for_while_the_client_runs(capsys: pytest.CaptureFixt
 def test_a_roster_needs_clients(capsys: pytest.CaptureFixture[str]) -> None:
     """An empty roster would admit no client."""
     run_command(capsys, "init")
+    run_command(capsys, "invite", "clinic-a")
     assert "no client has joined yet" in run_command(capsys, "roster", code=2)
     assert not Path("clients.roster").exists()

@@ -9,11 +9,15 @@ import pytest
 from fedlearn.cli.app import main
 from fedlearn.config import load_service
 from fedlearn.core.clock import SystemClock
+from fedlearn.deployment.hosted_run import keep_bundle
 from fedlearn.deployment.places import Places
 from fedlearn.deployment.submission import load_config
+from fedlearn.errors import ConfigError
+from fedlearn.store.bundles import bundle_path
 from fedlearn.store.lease import deploy, find_deployment
 from fedlearn.store.queue import RunQueue
 from fedlearn.store.runs import Database
+from tests.bundles import build
 from tests.records import RUN
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -40,6 +44,7 @@ def files(surroundings: None) -> None:
     Path("service.toml").write_text('name = "clinics"\n[service]\n[store]\nruns_dir = "runs"\n')
     Path("experiment.toml").write_text(EXPERIMENT)
     Path("mine.py").write_text(MINE)
+    Path("runs").mkdir()  # the service has been started once
 
 
 def call(capsys: pytest.CaptureFixture[str], command: str, code: int = 0) -> str:
@@ -92,6 +97,9 @@ def test_an_experiment_is_queued_with_everything_that_it_needs(
         ("--set store.runs_dir=elsewhere", "store.runs_dir is"),
         ("--after nobody", "--after nobody: there is no such run in the queue"),
         ("--name a/b", "a/b"),
+        ("--from nobody", "--from nobody: there is no such run in this database"),
+        ("--from mine.safetensors", "cannot read"),
+        ("--name clinics", "so is that of the service"),
         ("--set flower.client_apps=own --set client.epochs=2", "flower"),
     ],
 )
@@ -121,24 +129,64 @@ def test_commands_about_a_run_name_one_of_the_service(capsys: pytest.CaptureFixt
     """The only one at work may be left out."""
     for name in ("one", "two"):
         call(capsys, f"submit experiment.toml --name {name}")
-    service = "--config service.toml"
-    assert "one is queued: next" in call(capsys, f"why one {service}")
-    assert "one is queued; `fedlearn cancel`" in call(capsys, f"pause one {service}", code=2)
-    assert "none is at work" in call(capsys, f"why {service}", code=2)
+    assert "one is queued: next" in call(capsys, "why one")
+    assert "one is queued; `fedlearn cancel`" in call(capsys, "pause one", code=2)
+    assert "none is at work" in call(capsys, "why", code=2)
     begin("one")
-    assert "one has no coordinator" in call(capsys, f"why {service}")
-    assert "`fedlearn serve`" in call(capsys, f"why {service}")
-    assert "no round is finished yet" in call(capsys, f"rounds {service}")
-    assert "the next one will know" in call(capsys, f"pause {service}")
-    assert "the next one will know" in call(capsys, f"resume one {service}")
+    assert "one has no coordinator" in call(capsys, "why")
+    assert "`fedlearn serve`" in call(capsys, "why")
+    assert "no round is finished yet" in call(capsys, "rounds")
+    assert "the next one will know" in call(capsys, "pause")
+    assert "the next one will know" in call(capsys, "resume one")
     begin("two")
-    assert "at work: one, two" in call(capsys, f"abort {service}", code=2)
-    call(capsys, f"abort two {service}")
+    assert "at work: one, two" in call(capsys, "abort", code=2)
+    call(capsys, "abort two")
     assert "two is being ended" in call(capsys, "cancel two")
     with open_database() as database:
         controls = [find_deployment(database, name).control for name in ("one", "two")]
         assert controls == ["run", "abort"]
     assert "otherwise `fedlearn serve` continues it" in call(capsys, "extend one --rounds 40")
-    assert "no clients yet" in call(capsys, f"clients one {service}")
+    assert "no clients yet" in call(capsys, "clients one")
+    assert "max_concurrent_runs = 2" in call(capsys, "check service.toml")
     Path("coordinator.toml").write_text('name = "single"\n')
     assert "that of the run 'single', not of 'one'" in call(capsys, "why one", code=2)
+
+
+def test_a_schedule_is_made_listed_and_removed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no schedules" in call(capsys, "schedules")
+    made = ["schedule", "experiment.toml", "--name", "nightly", "--cron", "0 2 * * *"]
+    assert main([*made, "--timezone", "Europe/Berlim"]) == 2
+    assert "no such time zone" in capsys.readouterr().err
+    assert main(made) == 0
+    assert "nightly is first due at" in capsys.readouterr().out
+    listed = json.loads(call(capsys, "schedules --json"))
+    assert (listed["name"], listed["cron"], listed["timezone"]) == ("nightly", "0 2 * * *", "UTC")
+    assert "queue is empty" in call(capsys, "queue"), "only the service queues its runs"
+    assert "did you mean 'nightly'" in call(capsys, "unschedule nightli", code=2)
+    call(capsys, "unschedule nightly")
+    assert "no schedules" in call(capsys, "schedules")
+
+
+def test_a_run_keeps_the_bundle_that_it_was_submitted_with(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Whatever becomes of the file. Control: the copy was changed."""
+    first, other = build(tmp_path / "a"), build(tmp_path / "b", version="2.0")
+    Path("a.bundle").write_bytes(first.content)
+    call(capsys, "submit experiment.toml --name one --set client.bundle=a.bundle")
+    wrong = f"--set client.bundle=a.bundle --set client.bundle_digest={other.digest}"
+    told = call(capsys, f"submit experiment.toml --name two {wrong}", code=2)
+    assert "not that of client.bundle_digest" in told
+    with open_database() as database:
+        [queued] = RunQueue(database, SystemClock()).list()
+        runs_dir = database.runs_dir
+    section, stored = load_config(queued).client, bundle_path(runs_dir, first.digest)
+    assert section.bundle_digest == first.digest
+    Path("a.bundle").write_bytes(other.content)
+    for folder in ("one", "two"):
+        Path(folder).mkdir()
+    keep_bundle(section, Path("one"), runs_dir=runs_dir)
+    assert Path("one/trainer.bundle").read_bytes() == first.content
+    stored.write_bytes(other.content)
+    with pytest.raises(ConfigError, match="does not have the digest"):
+        keep_bundle(section, Path("two"), runs_dir=runs_dir)

@@ -14,6 +14,7 @@ from fedlearn.algorithms.stragglers import BelowMinimum
 from fedlearn.config import (
     Config,
     Section,
+    ServiceConfig,
     config_hash,
     from_mapping,
     load,
@@ -237,6 +238,19 @@ def test_fedsgd_brings_its_local_training() -> None:
     text = complaint(None, "algorithm.name=fedsgd", "client.epochs=3", "client.batch_size=8")
     assert "--set client.epochs=3: client.epochs: is 3, but FedSGD takes one step" in text
     assert "--set client.batch_size=8: client.batch_size: is 8, but FedSGD" in text
+
+
+@pytest.mark.parametrize("root", [Config, ServiceConfig])
+def test_a_key_that_is_described_as_a_file_holds_a_path(root: type[Section]) -> None:
+    """Its relative paths are then resolved, and other machines cannot name it freely."""
+    described = re.compile(r"(the |a )?(path|file|folder|directory)\b", re.IGNORECASE)
+    found = {
+        key.path: key.path_format()
+        for key in walk_keys(root)
+        if key.info is not None and described.match(key.info.description or "")
+    }
+    assert found
+    assert None not in found.values()
 
 
 def test_paths_are_relative_to_where_they_are_written(
@@ -684,14 +698,14 @@ def test_a_wrong_value_is_told_what_is_allowed(override: str, expected: str) -> 
         ),
         (
             ["secure_aggregation.roster=all.roster"],
-            'roster: is "all.roster", but no clients are drawn if secure aggregation is off',
+            'all.roster", but no clients are drawn if secure aggregation is off',
         ),
         (
             [
                 "secure_aggregation={mode='complete',adversary='honest-but-curious'}",
                 "secure_aggregation.roster=all.roster",
             ],
-            'roster: is "all.roster", but no clients are drawn if',
+            'all.roster", but no clients are drawn if',
         ),
         (
             ["secure_aggregation.mode=complete", "data.source=mnist-by-writer"],

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from fedlearn.client.backoff import Reconnection
+from fedlearn.client.bundle_policy import BundlePolicy
 from fedlearn.client.conditions import Conditions
 from fedlearn.client.policy import ExtraPolicy, Policy, PrivacyPolicy, SecureAggregationPolicy
 from fedlearn.config import ClientConfig, load_client
@@ -14,10 +15,13 @@ from fedlearn.errors import ConfigError
 
 WHOLE = """\
 [policy]
+max_concurrent_runs = 2
 max_epochs = 5
 max_tasks_per_day = 50
 max_evaluations_per_day = 20
 answer_queries = false
+answer_per_client = true
+studies = ["tumours"]
 train_ahead = false
 evaluate = false
 
@@ -46,6 +50,20 @@ texts = []
 truths = ["dry"]
 max_settings = 2
 max_characters = 0
+
+[policy.bundles]
+signers = ["98c7fb00fe8a2bb8e7b2b1ae8e5ef0a4c2a4b7dbd15e08fbe3bd2ab0e1b0d07e"]
+packages = ["numpy>=2"]
+parameter_changes = true
+data = ["/data"]
+variables = ["WARD"]
+isolation = "where possible"
+max_memory_bytes = 1_000_000_000
+max_processes = 100
+max_wall_s = 60.0
+max_cpu_s = 120.0
+num_cores = 2
+gpu_share = 0.5
 
 [conditions]
 on_power = true
@@ -110,16 +128,34 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
     extra = ExtraPolicy(
         numbers=("rate",), texts=(), truths=("dry",), max_settings=2, max_characters=0
     )
+    bundles = BundlePolicy(
+        signers=("98c7fb00fe8a2bb8e7b2b1ae8e5ef0a4c2a4b7dbd15e08fbe3bd2ab0e1b0d07e",),
+        packages=("numpy>=2",),
+        parameter_changes=True,
+        data=("/data",),
+        variables=("WARD",),
+        isolation="where possible",
+        max_memory_bytes=1_000_000_000,
+        max_processes=100,
+        max_wall_s=60.0,
+        max_cpu_s=120.0,
+        num_cores=2,
+        gpu_share=0.5,
+    )
     policy = Policy(
+        max_concurrent_runs=2,
         max_epochs=5,
         max_tasks_per_day=50,
         max_evaluations_per_day=20,
         answer_queries=False,
+        answer_per_client=True,
+        studies=("tumours",),
         train_ahead=False,
         evaluate=False,
         secure_aggregation=secure,
         privacy=privacy,
         extra=extra,
+        bundles=bundles,
     )
     assert config.to_policy() == policy
     conditions = Conditions(on_power=True, idle=True, unmetered=True, between=("22:00", "06:00"))
@@ -131,6 +167,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         (secure, SecureAggregationPolicy()),
         (privacy, PrivacyPolicy()),
         (extra, ExtraPolicy()),
+        (bundles, BundlePolicy()),
         (policy, Policy()),
         (conditions, Conditions()),
         (reconnection, Reconnection()),
@@ -150,6 +187,7 @@ def test_every_key_reaches_the_client(tmp_path: Path) -> None:
         ("[training]\nnum_workers = 0", "is 0; give an integer >= 1"),
         ("[training]\nshard = 2", "client.toml:2: training.shard: unknown key"),
         ("[policy]\nmax_epochs = -1", "is -1; give an integer >= 0"),
+        ("[policy]\nmax_concurrent_runs = 9", "is 9; give an integer >= 1 and <= 8"),
         ("[policy]\nevaluate = 1", "give true or false"),
         ('[policy.secure_aggregation]\nadversary = "activ"', 'did you mean "active"?'),
         ("[policy.secure_aggregation]\ncorruption = 1.0", "is 1.0; give a number >= 0 and < 1"),
@@ -191,4 +229,14 @@ def test_the_commented_file_loads_to_the_defaults(tmp_path: Path) -> None:
     keys |= {*PrivacyPolicy.__dataclass_fields__}
     keys |= {*Conditions.__dataclass_fields__}
     missing = {key for key in keys if f"\n{key} =" not in text and f"\n# {key} =" not in text}
-    assert missing == {"secure_aggregation", "privacy", "extra"}  # tables
+    assert missing == {"secure_aggregation", "privacy", "extra", "bundles"}  # tables
+
+
+def test_data_for_bundles_are_found_from_the_file(tmp_path: Path) -> None:
+    """A relative path is relative to it, as in other files; an absolute one stays."""
+    file = tmp_path / "client.toml"
+    file.write_text('[policy.bundles]\ndata = ["ward", "/srv/clinic"]\n')
+    assert load_client(file).to_policy().bundles.data == (str(tmp_path / "ward"), "/srv/clinic")
+    file.write_text("[policy.bundles]\ndata = [3]\n")
+    with pytest.raises(ConfigError, match=r"policy\.bundles\.data"):
+        load_client(file)

@@ -15,6 +15,7 @@ from fedlearn.config import (
     resolve_addresses,
 )
 from fedlearn.config.serving import KEYS_OF_A_RUN
+from fedlearn.config.submitted import follow_service
 from fedlearn.config.tables import TABLES, Use, tables_with
 from fedlearn.errors import ConfigError
 
@@ -106,7 +107,15 @@ def test_a_service_has_a_file_of_its_own(tmp_path: Path) -> None:
     found = load_service(service_in(tmp_path))
     assert (found.service.max_concurrent_runs, found.store.runs_dir) == (3, str(tmp_path / "kept"))
     assert load_serving(tmp_path / "service.toml") == found
-    assert load_service(service_in(tmp_path, "")).service.max_concurrent_runs == 2
+    assert load_service(service_in(tmp_path, "[service]")).service.max_concurrent_runs == 2
+
+
+@pytest.mark.parametrize("text", ["", 'name = "run"\n[coordinator]\nlease_ttl_s = 7.0'])
+def test_the_file_of_one_run_is_no_file_of_a_service(tmp_path: Path, text: str) -> None:
+    """Control: it says how that run is served."""
+    with pytest.raises(ConfigError, match=r"service\.toml: there is no table \[service\]"):
+        load_service(service_in(tmp_path, text))
+    assert type(load_serving(tmp_path / "service.toml")) is ServingConfig
 
 
 @pytest.mark.parametrize(
@@ -128,6 +137,11 @@ def test_what_is_no_file_of_a_service_is_refused(tmp_path: Path, text: str, told
             read(service_in(tmp_path, text))
 
 
+def test_an_experiment_is_not_the_file_of_a_service(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="service: unknown key; this is the file of a service"):
+        load(service_in(tmp_path, "[service]"), overrides=())
+
+
 def test_a_run_has_the_addresses_of_its_service(tmp_path: Path) -> None:
     """And everything else from its experiment."""
     service = load_service(service_in(tmp_path))
@@ -140,6 +154,18 @@ def test_a_run_has_the_addresses_of_its_service(tmp_path: Path) -> None:
     assert run.store.model_dump()["keep_last"] == 4
     same = load(None, overrides=[*given, "coordinator.lease_ttl_s=7.0"])
     assert for_service(same, service) == run
+
+
+def test_a_run_follows_a_service_that_has_moved(tmp_path: Path) -> None:
+    """It keeps what is its own."""
+    service = load_service(service_in(tmp_path))
+    given = ("coordinator.patience_s=3.0", "client.epochs=2")
+    run = for_service(load(None, overrides=given), service)
+    section = service.coordinator.model_copy(update={"folder": "/new", "address": "10.0.0.1:9440"})
+    moved = follow_service(run, service.model_copy(update={"coordinator": section}))
+    assert (moved.coordinator.folder, moved.coordinator.address) == ("/new", "10.0.0.1:9440")
+    assert (moved.coordinator.patience_s, moved.client.epochs) == (3.0, 2)
+    assert follow_service(moved, service) == run
 
 
 def test_an_experiment_cannot_move_its_service(tmp_path: Path) -> None:

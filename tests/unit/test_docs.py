@@ -44,6 +44,8 @@ from fedlearn.gateway.counters import GatewayCounters
 from fedlearn.gateway.meanings import MEANINGS
 from fedlearn.gateway.pace import Pace
 from fedlearn.identity.audit import Action
+from fedlearn.identity.bundle_folder import read_description
+from fedlearn.identity.roles import PERMISSIONS, Role
 from fedlearn.parallel.task import Progress
 from fedlearn.secagg.draw import find_max_accomplices
 from fedlearn.secagg.fixed_point import Lane
@@ -229,6 +231,36 @@ def test_the_guide_to_sweeps_compares(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "2/2 method=FedProx, cohort.num_wanted=3, seed 0: done" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_the_guide_to_lora_trains_adapters_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its accuracies are those that it tells, and the pretrained model stays as it was."""
+    example, save, only_b, personal = blocks(
+        (GUIDES / "fine-tune-with-lora.md").read_text(), "python"
+    )
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "guide"}  # Any: defined by the example
+    exec(example, names)  # noqa: S102 (our own page)
+    accuracies = [each.metrics["accuracy"] for each in names["run"].history]
+    assert (round(accuracies[0], 2), round(accuracies[-1], 2)) == (0.5, 0.85)
+    trained, inputs = names["run"].load_model(), torch.tensor(names["x"], dtype=torch.float32)
+    for name, value in names["pretrained"].items():
+        layer, kind = name.split(".")
+        kept = trained.state_dict()[f"base_model.model.{layer}.base_layer.{kind}"]
+        torch.testing.assert_close(kept, value, rtol=0.0, atol=0.0)
+    exec(save, names)  # noqa: S102 (likewise)
+    torch.testing.assert_close(names["whole"](inputs), trained(inputs))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 20_000
+    exec(only_b, names)  # noqa: S102 (likewise)
+    model = names["make_model_with_frozen_a"]()
+    sent = [name for name, each in model.named_parameters() if each.requires_grad]
+    assert [name.split(".")[3] for name in sent] == ["lora_B", "lora_B"]
+    exec(personal.replace("num_rounds=20", "num_rounds=4"), names)  # noqa: S102 (likewise)
+    metrics = names["run"].history[-1].metrics
+    assert metrics["clients/personal_accuracy_mean"] > metrics["accuracy"] + 0.2
+
+
 def test_the_guide_to_sweeps_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its search with Optuna: trials report each round, and some are pruned."""
     optuna = pytest.importorskip("optuna", reason="needs pip install fedlearn[optuna]")
@@ -394,12 +426,15 @@ def test_toml_of_the_documentation_loads(tmp_path: Path) -> None:
     for path, text in found:
         experiment = tmp_path / path.with_suffix(".toml").name
         experiment.write_text(text)
-        if text.startswith("# client.toml\n"):
+        name = text.partition("\n")[0]
+        if name == "# client.toml" or "\n[policy" in text:
             load_client(experiment)
-        elif text.startswith("# service.toml\n"):
+        elif name == "# service.toml":
             load_service(experiment)
-        elif text.startswith("# sweep.toml\n"):
+        elif name == "# sweep.toml":
             load_sweep(experiment)
+        elif name.endswith("bundle.toml"):
+            read_description(experiment)
         else:
             load(experiment, overrides=())
 
@@ -586,7 +621,14 @@ def _derive(
 def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     """Names from status, gateway and coordinator; the guides use no others."""
     measured = dict.fromkeys(MEASURED, 0.5)
-    live_status = LiveStatus(metrics=measured, epsilon=1.0, staleness={0: 1}, in_flight_limit=4)
+    live_status = LiveStatus(
+        metrics=measured,
+        epsilon=1.0,
+        epsilon_budget=2.0,
+        staleness={0: 1},
+        in_flight_limit=4,
+        secure_dropouts=dict.fromkeys(Stage, 0),
+    )
     live_status.record_training(
         DISTILLATION,
         Progress(
@@ -603,7 +645,7 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     of_service = {"runs_at_work", "runs_queued"}
     pace = Pace(VirtualClock(), share=0.5)
     pace.record_cost(cpu_s=0.1, num_check_ins=10)
-    of_gateway = {"connected", "eligible", "elsewhere", "set_aside", *pace.values()}
+    of_gateway = {"asked", "connected", "eligible", "elsewhere", "set_aside", *pace.values()}
     kinds = {
         "gauge": {*live_status.gauges(), *of_coordinator, *of_gateway, *of_service},
         "counter": {*live_status.counters(), *GatewayCounters().values(), "refused"},
@@ -616,7 +658,8 @@ def test_the_metrics_reference_is_what_a_coordinator_says() -> None:
     assert rows == [(_full(name), *meaning) for name, meaning in MEANINGS.items()]
     names = {_full(name) for name in MEANINGS}
     assert set(METRIC.findall(reference)) - {"fedlearn_"} == names
-    used = set(METRIC.findall((GUIDES / "monitor-a-coordinator.md").read_text()))
+    guides = ("watch-a-deployment.md", "monitor-a-coordinator.md")
+    used = {each for guide in guides for each in METRIC.findall((GUIDES / guide).read_text())}
     assert {re.sub(r"_(bucket|sum|count)$", "", name) for name in used} <= names
 
 
@@ -626,14 +669,6 @@ def _metric(name: str) -> str:
 
 def _full(name: str) -> str:
     return f"fedlearn_{name}" + ("_total" if MEANINGS[name].kind == "counter" else "")
-
-
-def test_yaml_of_the_documentation_parses() -> None:
-    """Each alert rule has an expression."""
-    yaml = pytest.importorskip("yaml")
-    (text,) = blocks((GUIDES / "monitor-a-coordinator.md").read_text(), "yaml")
-    (group,) = yaml.safe_load(text)["groups"]
-    assert all(rule["alert"] and rule["expr"] for rule in group["rules"])
 
 
 def test_every_public_name_stands_in_the_python_reference() -> None:
@@ -689,7 +724,28 @@ def test_each_component_is_found_from_the_page_that_helps_to_choose(table: OneOf
         assert call not in fedlearn.__all__ or re.search(rf"fl\.{call}\b", text), call
 
 
+def test_each_bound_of_an_algorithm_stands_where_protection_is_explained() -> None:
+    page = (GUIDES / "choose-an-algorithm.md").read_text()
+    (listed,) = re.findall(r"The bounds are (.*?)\. ", page)
+    keys = {key for section in ALGORITHMS.members for key in section.model_fields}
+    assert set(re.findall(r"`(\w+)`", listed)) == {key for key in keys if key.endswith("_bound")}
+
+
 def test_every_action_of_the_audit_log_is_explained() -> None:
     """In the guide's table, except for the first entry, which the explanation describes."""
     page = (ROOT / "docs/how-to/audit-log.md").read_text()
     assert [each for each in Action if f"`{each}`" not in page] == [Action.LOG_STARTED]
+
+
+def test_the_reference_of_roles_is_the_table_of_permissions() -> None:
+    page = (ROOT / "docs" / "reference" / "roles.md").read_text()
+    row = r"^\| `(.+)` \|" + 4 * r" (.+) \|" + r" (\w+) \|$"
+    rows = re.findall(row, page, re.MULTILINE)
+    assert rows == [
+        (
+            command.value,
+            *("yes" if role in each.roles else "-" for role in Role),
+            each.reach.name.lower(),
+        )
+        for command, each in PERMISSIONS.items()
+    ]

@@ -13,6 +13,7 @@ import pytest
 from fedlearn.cli.overview import clients_lines, clients_table, run_page, runs_table
 from fedlearn.config import Config
 from fedlearn.core.client_metrics import ClientMetrics
+from fedlearn.deployment.descriptions import describe_runs
 from fedlearn.errors import StoreError
 from fedlearn.experiment.clients import explain_absence
 from fedlearn.experiment.run import Run
@@ -117,7 +118,10 @@ def test_a_run_without_values_of_clients_says_why(
 
 def test_a_table_is_cut_for_a_narrow_terminal(stored: StoredRun) -> None:
     """Names are never cut, because users type them."""
-    table = runs_table([(stored.record, [])], width=50)
+    described = list(describe_runs([(stored.record, [])], []))
+    table = runs_table(described, width=50)
     assert max(map(len, table.splitlines())) <= 50
     assert "calm-otter-17" in table
-    assert "2026-01-02T03:04:05Z" in runs_table([(stored.record, [])], width=None)
+    assert "2026-01-02T03:04:05Z" in runs_table(
+        describe_runs([(stored.record, [])], []), width=None
+    )

@@ -363,9 +363,10 @@ def ask(trainer: LocalTrainer) -> Request | Reply:
 def test_a_client_reads_its_table_as_the_plan_says() -> None:
     """From its file or from memory, alone or next to a model that it trains."""
     alone, in_memory = TableTrainer("sites/aachen.csv"), TableTrainer(SITES["aachen"])
+    SITES["aachen"].to_parquet("aachen.parquet")
     features, labels = torch.zeros(3, 4), torch.zeros(3).long()
     both = TorchTrainer.of(lambda: nn.Linear(4, 2), features, labels, device="cpu", answers=alone)
-    for trainer in (alone, in_memory, both):
+    for trainer in (alone, in_memory, both, TableTrainer("aachen.parquet")):
         answer = ask(trainer)
         assert isinstance(answer, TrainReply), answer
         assert answer.lanes["answers"].tolist() == [1.0, 2.0]

@@ -17,6 +17,8 @@ from torch.func import grad_and_value, vmap
 
 from fedlearn.algorithms.local import (
     MODEL,
+    VELOCITY,
+    Affine,
     ClientLoss,
     LocalUpdate,
     Memory,
@@ -200,15 +202,9 @@ class GradientResult(NamedTuple):
             value.copy_(self.statistics[name])
         affine_at = find_affine_step(local)
         affine = None if affine_at is None else affine_at(moment)
-        if affine is not None and not affine.shift:
-            # A fused multiplication and step reads and writes the weights only once.
-            # w <- keep * w + scale * (left @ right) + pull * w_global.
-            for (name, own), model in zip(stack.trainable.items(), broadcast[MODEL], strict=True):
-                if name in self.factors:
-                    left, right = self.factors[name]
-                    own.baddbmm_(left, right, beta=affine.keep, alpha=affine.scale)
-                    if affine.pull:
-                        own.add_(model, alpha=affine.pull)
+        # Without a rate, a step with momentum says nothing of what the velocity accumulates.
+        if affine is not None and affine.scale and not affine.shift:
+            self._apply_factors(stack, affine, broadcast=broadcast)
             grads = dict(self.grads)
         else:
             grads = self.whole_gradients()
@@ -224,6 +220,29 @@ class GradientResult(NamedTuple):
             broadcast=along(broadcast, places),
             moment=moment,
         )
+
+    def _apply_factors(self, stack: Stack, affine: Affine, *, broadcast: Memory) -> None:
+        """Take the step of the parameters whose gradients are factors, in place on ``stack``.
+
+        A fused multiplication and step reads and writes the weights, or the velocity, only once.
+        """
+        keep, scale, pull, _, momentum = affine
+        for place, (name, own) in enumerate(stack.trainable.items()):
+            if name not in self.factors:
+                continue
+            left, right = self.factors[name]
+            if momentum:  # v <- momentum * v + d, then w <- w + scale * v
+                velocity = stack.memory[VELOCITY][place]
+                velocity.baddbmm_(left, right, beta=momentum, alpha=1.0)
+                if keep != 1.0:
+                    velocity.add_(own, alpha=(keep - 1.0) / scale)
+                if pull:
+                    velocity.add_(broadcast[MODEL][place], alpha=pull / scale)
+                own.add_(velocity, alpha=scale)
+            else:  # w <- keep * w + scale * (left @ right) + pull * w_global
+                own.baddbmm_(left, right, beta=keep, alpha=scale)
+                if pull:
+                    own.add_(broadcast[MODEL][place], alpha=pull)
 
 
 class BlockGradient:

@@ -9,9 +9,11 @@ from fedlearn.gateway import upload_store
 from fedlearn.gateway.channel import GatewayChannel, GatewayExchange
 from fedlearn.rounds.updates import Fold
 from fedlearn.secagg.client import SecureClient
+from fedlearn.secagg.messages import encode
 from fedlearn.secagg.server import Advertising
 from fedlearn.store.runs import StoredRun
 from fedlearn.transport import wire
+from fedlearn.transport.content import compute_digest
 from tests.e2e.survival.ballots import STAGE
 from tests.processes import Change, Function
 
@@ -103,14 +105,21 @@ def note_adverts(receive: Function) -> Function:
 
 
 def note_releases(release: Function) -> Function:
-    """Record the survivors for which a client has released shares, with round and attempt."""
+    """Record releases that a client computes: round, attempt, survivors and the answer's digest.
+
+    The client then waits while ``hold-release-K`` exists, before its answer is stored or sent.
+    """
 
     def noting(self: Any, message: Any, state: Any, step: Any) -> Any:
-        released = release(self, message, state, step)
+        answer, after = release(self, message, state, step)
         terms, ranks = step.session.terms, step.session.unpack_ranks(step.survivors, what="")
         survivors = step.session.find_clients(ranks.tolist())
-        note(f"released-{self.client_id}", terms.round_num, terms.attempt, *survivors)
-        return released
+        digest = compute_digest(encode(answer)).hex()
+        note(f"released-{self.client_id}", terms.round_num, terms.attempt, *survivors, digest)
+        hold = Path(os.environ[STAGE]) / f"hold-release-{self.client_id}"
+        while hold.exists():
+            SystemClock().sleep(0.02)
+        return answer, after
 
     return noting
 

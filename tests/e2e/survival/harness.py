@@ -180,9 +180,9 @@ class VotingSite(Site):
         found, failed = set[int](), set[int]()
         for path in sorted(self.folder.glob(f"client-{number}.*.err")):
             for line in json_lines(path.read_text()):
-                if line["event"] == "task_failed":
+                if line["message"] == "task_failed":
                     failed.add(line["round_num"])
-                elif line["event"] == "reply_settled" and line["kind"] == TrainRequest.__name__:
+                elif line["message"] == "reply_settled" and line["kind"] == TrainRequest.__name__:
                     if line["round_num"] in failed:
                         failed.remove(line["round_num"])
                     elif line["verdict"] == verdict:
@@ -195,7 +195,7 @@ class VotingSite(Site):
             line["round_num"]: line["based_on"]
             for path in self.folder.glob(f"client-{number}.*.err")
             for line in json_lines(path.read_text())
-            if line["event"] == "answered_with_work_ahead"
+            if line["message"] == "answered_with_work_ahead"
         }
 
 

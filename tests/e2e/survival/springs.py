@@ -40,7 +40,7 @@ class Spring:
 
     def train(self, tensors: Mapping[str, Tensor], *, context: TrainContext) -> LocalResult:
         place, me = tensors["place"], context.client_id
-        own = 2.0 * torch.rand(SIZE, generator=torch.Generator().manual_seed(me)) - 1.0
+        own = place_of(me)
         moved = place - RATE * (place - own)
         loss = float((place - own).square().mean())
         return LocalResult(
@@ -49,6 +49,11 @@ class Spring:
 
     def evaluate(self, tensors: Mapping[str, Tensor], *, control: TaskControl) -> LocalEvaluation:
         return LocalEvaluation(num_examples=1, metrics={})
+
+
+def place_of(client_id: int) -> Tensor:
+    """Return the place towards which a client pulls, with coordinates in [-1, 1]."""
+    return 2.0 * torch.rand(SIZE, generator=torch.Generator().manual_seed(client_id)) - 1.0
 
 
 def examples(client_id: int) -> int:

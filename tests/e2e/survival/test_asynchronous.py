@@ -14,6 +14,7 @@ import pytest
 from fedlearn.algorithms.asynchronous import Asynchrony
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.client.home import Home
+from fedlearn.client.task_folder import TaskFolder
 from fedlearn.core.participations import Status
 from fedlearn.gateway.exchanges import Exchanges
 from fedlearn.gateway.upload_store import PartialUpload, ReplyLog, remove_exchanges
@@ -65,8 +66,8 @@ PHASES = [
 CLIENT_PHASES = [
     Crash("a model is about to come ahead", Home.prepare_prefetch, "after"),
     Crash("work ahead is opened", Home.open_task, "after", 3),
-    Crash("in the middle of it", Home.begin_work, "after", 3),
-    Crash("it is done", Home.end_work, "after", 3),
+    Crash("in the middle of it", TaskFolder.begin_work, "after", 3),
+    Crash("it is done", TaskFolder.end_work, "after", 3),
     Crash("nothing is held", Home.hold, "before", 3),
     Crash("it is held", Home.hold, "after", 3),
     Crash("it is settled", Home.drop, "before", 3),

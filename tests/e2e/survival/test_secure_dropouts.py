@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -164,11 +165,31 @@ def record_of(site: VotingSite, round_num: int, coordinator: Process) -> RoundRe
     return site.rounds()[round_num]
 
 
-def list_releases(site: VotingSite, number: int) -> list[tuple[int, ...]]:
-    """Return round, attempt and survivors of each release of a client, over all its processes."""
+class Release(NamedTuple):
+    """Shares that a client has computed for a session's last stage.
+
+    They are the same for every attempt to answer, unless the client releases twice.
+
+    Attributes:
+        session: Round and attempt of the session.
+        survivors: The clients in its sum.
+        digest: Digest of the answer.
+    """
+
+    session: tuple[int, int]
+    survivors: tuple[int, ...]
+    digest: str
+
+
+def list_releases(site: VotingSite, number: int) -> list[Release]:
+    """Return the releases that a client has computed, over all its processes."""
     path = site.stage / f"released-{number}"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [tuple(int(each) for each in line.split()) for line in lines]
+    found = []
+    for *numbers, digest in map(str.split, lines):
+        round_num, attempt, *survivors = map(int, numbers)
+        found.append(Release((round_num, attempt), tuple(survivors), digest))
+    return found
 
 
 @dataclass(frozen=True)
@@ -256,8 +277,13 @@ def require_plain_model(site: VotingSite) -> None:
 
 
 def require_one_release_a_session(site: VotingSite) -> None:
+    """Check that no client has computed two different releases in one session.
+
+    It may compute the same one twice: a restarted coordinator asks again, and an answer that was
+    not sent by then is dropped.
+    """
     for number in range(site.config.straggler_policy().num_wanted):
-        sessions = Counter(each[:2] for each in list_releases(site, number))
+        sessions = Counter(each.session for each in set(list_releases(site, number)))
         assert max(sessions.values(), default=0) <= 1, number
 
 
@@ -308,7 +334,7 @@ def test_below_the_minimum_nothing_is_given_and_the_round_is_tried_with_fresh_ke
     lost = range(NUM_CLIENTS - MIN_SURVIVORS + 1)
     clients = populate(site, [Drop(number, 0, "mask", KILL) for number in lost])
     until_said(coordinator, "secure_aggregation_ended")
-    (ended,) = [e for e in coordinator.log() if e["event"] == "secure_aggregation_ended"]
+    (ended,) = [e for e in coordinator.log() if e["message"] == "secure_aggregation_ended"]
     assert "9 clients are left, min_survivors is 10" in ended["error"]
     assert site.rounds() == []
     assert not any(list_releases(site, number) for number in range(NUM_CLIENTS))
@@ -377,9 +403,41 @@ def test_a_coordinator_that_is_killed_at_each_stage_of_a_session_begins_another_
     fresh = [key for line in adverts for key in line[3:]]
     assert len(set(fresh)) == len(fresh)
     require_one_release_a_session(site)
-    most = Counter(each[0] for number in clients for each in set(list_releases(site, number)))
+    releases = {(number, each) for number in clients for each in list_releases(site, number)}
+    most = Counter(each.session[0] for _, each in releases)
     assert max(most.values()) == num_clients, "no round was summed twice"
     assert site.log().count("masked_sum_goes_on") == len(IN_THE_LAST_STAGE)
+    require_plain_model(site)
+
+
+def test_a_release_that_a_restart_overtakes_is_computed_again_to_the_same_shares(
+    site: VotingSite,
+) -> None:
+    """A client computes its shares while the coordinator is killed, which needs four of five.
+
+    The next coordinator asks in a new attempt, so the client drops the answer that it has not sent.
+    """
+    configure(site, num_rounds=2, num_clients=5)
+    slow, hold = 0, site.stage / "hold-release-0"
+    hold.touch()
+    coordinator = site.serving(crash=Crash("the sum is known", Unmasking.close, "after"))
+    clients = populate(site)
+    assert coordinator.wait() is None, coordinator.tail()
+    until(lambda: bool(list_releases(site, slow)), told=clients[slow].tail)
+    last = site.coordinator()
+    until_said(clients[slow], "task_called_off")
+    hold.unlink()
+    assert last.wait() == 0, last.tail()
+    assert last.said("masked_sum_goes_on") == 1
+    first, again, _ = list_releases(site, slow)
+    assert first == again
+    require_one_release_a_session(site)
+    # The control: shares for other survivors.
+    other = first._replace(survivors=first.survivors[:-1], digest="other")
+    with (site.stage / f"released-{slow}").open("a") as stream:
+        stream.write(" ".join(map(str, (*other.session, *other.survivors, other.digest))) + "\n")
+    with pytest.raises(AssertionError):
+        require_one_release_a_session(site)
     require_plain_model(site)
 
 
@@ -409,9 +467,9 @@ def test_a_client_that_is_killed_around_its_release_releases_the_same_once(
     assert coordinator.wait() == 0, coordinator.tail()
     assert [record.attempt for record in site.rounds()] == [0, 0]
     assert all(reporters(record) == [0, 1, 2] for record in site.rounds())
-    lines = list_releases(site, 1)
-    assert len(set(lines)) == 2, "one set of survivors a session"
-    assert Counter(lines)[0, 0, 0, 1, 2] == (2 if crash.function is SecureClient.release else 1)
+    sessions = [each.session for each in list_releases(site, 1)]
+    assert sessions.count((0, 0)) == (2 if crash.function is SecureClient.release else 1)
+    require_one_release_a_session(site)
     require_plain_model(site)
 
 

@@ -29,8 +29,11 @@ pytestmark = pytest.mark.slow
 
 #: Longer than stalls of the machine, so that a holder that only pauses is not taken over.
 _TTL_S = 4.0
-#: Seconds from the last beat until the takeover, and a deadline some time after that.
-_TAKEOVER_S, _DEADLINE_S = _TTL_S + 3.4, 16.0
+#: Longest time from the last beat until the takeover, and a deadline some time after that. A
+#: client that does not notice the silence needs a minute.
+_TAKEOVER_S, _DEADLINE_S = _TTL_S + 10.0, 20.0
+#: The same until the round has ended.
+_GOES_ON_S = _TTL_S + 25.0
 
 #: Slow enough that a model of 4 MB takes some seconds.
 _BYTES_PER_S = 1e6
@@ -136,7 +139,7 @@ def test_a_round_goes_on_soon_after_its_leader_stands_still(site: VotingSite) ->
             stopped_s = clock.now_s()
         until(lambda: len(site.rounds()) > 0)
         took_s = clock.now_s() - stopped_s
-    assert took_s < _TTL_S + 10.0 + stalled.seconds
+    assert took_s < _GOES_ON_S + stalled.seconds
     assert second.wait() == 0, second.tail()
     audit(site)
 
@@ -160,7 +163,7 @@ def test_a_transfer_goes_on_elsewhere_soon_after_its_leader_stands_still(
             assert site.trained(0) == ([] if way == "download" else [0])
             until(lambda: len(site.rounds()) > 0, told=client.tail)
             took_s = clock.now_s() - stopped_s
-    assert took_s < _TTL_S + 10.0 + stalled.seconds
+    assert took_s < _GOES_ON_S + stalled.seconds
     assert second.wait() == 0, second.tail()
     audit(site)
     assert site.trained(0) == [0]
@@ -249,7 +252,7 @@ def test_late_updates_outlive_a_leader_that_stands_still(
         with stalls() as stalled:
             until(lambda: site.told(2, "accepted") == {0}, told=clients[2].tail)
             took_s = clock.now_s() - stopped_s
-        assert took_s < _TTL_S + 10.0 + stalled.seconds
+        assert took_s < _GOES_ON_S + stalled.seconds
     assert second.wait() == 0, second.tail()
     first.send(signal.SIGCONT)
     assert first.wait() == RUN_FAILED, first.tail()

@@ -202,6 +202,7 @@ class _Open:
             arrivals=SimpleQueue(),
             started_s=0.0,
             deadline_s=60.0,
+            traceparent="",
         )
         self.exchanges.open(self.live)
 

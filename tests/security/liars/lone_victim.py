@@ -237,7 +237,7 @@ class LoneVictim:
 
     def _channel_of(self, run_id: str) -> GatewayChannel:
         gateway = self.site.gateway
-        if not gateway.serves(run_id):
+        if not gateway.status(run_id):
             gateway.open_run(self.site.terms(run_id))
         return gateway.channel(run_id)
 

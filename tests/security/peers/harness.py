@@ -1,9 +1,9 @@
 """A server behind mutual TLS, honest clients, and peers that may send anything."""
 
-import asyncio
 import socket
 import ssl
 import struct
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -139,42 +139,39 @@ class Site(LocalGateway):
         half_close: bool = False,
         first: Callable[[], object] = lambda: None,
     ) -> tuple[list[bytes], grpc.StatusCode]:
-        """Run :meth:`raw_call` and wait for its result."""
-        return self.run(self.raw_call(method, peer, *messages, half_close=half_close, first=first))
-
-    async def raw_call(
-        self,
-        method: str,
-        peer: Peer,
-        *messages: bytes,
-        half_close: bool = False,
-        first: Callable[[], object] = lambda: None,
-    ) -> tuple[list[bytes], grpc.StatusCode]:
         """Send any bytes as messages of a call; return the answers, and how the call ended.
 
         Without ``half_close`` the server has to end it. ``first`` runs between the start of the
-        call and its first message.
+        call and its first message. The call is a blocking one: a write that fails hides the
+        server's status in ``grpc.aio`` (grpc issue 36066).
         """
         tls = grpc.ssl_channel_credentials(
             peer.credentials.ca_pem,
             peer.credentials.tls_key_pem or None,
             peer.credentials.certificate_pem or None,
         )
+        ended = threading.Event()
+
+        def say() -> Iterator[bytes]:
+            first()
+            yield from messages
+            if not half_close:
+                ended.wait()
+
         options = [("grpc.ssl_target_name_override", SERVER_NAME)]
-        async with grpc.aio.secure_channel(self.gateway.address, tls, options) as channel:
-            start: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+        with grpc.secure_channel(self.gateway.address, tls, options) as channel:
+            start: grpc.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
                 f"/{wire.GATEWAY}/{method}"
             )
-            call = start()
-            # Read from the beginning: after the end of a call nothing can be read any more.
-            reading = asyncio.create_task(all_of(call))
-            await asyncio.to_thread(first)
-            with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                for message in messages:
-                    await call.write(message)
-                if half_close:
-                    await call.done_writing()
-            return await reading, await call.code()
+            call = start(say())
+            call.add_callback(ended.set)
+            timer = threading.Timer(WAIT_S, call.cancel)
+            timer.start()
+            answers = list[bytes]()
+            with suppress(grpc.RpcError):
+                answers.extend(call)
+            timer.cancel()
+            return answers, call.code()
 
     def refused(self, cause: str) -> int:
         return self.gateway.counters.refused[cause]
@@ -198,15 +195,6 @@ class Site(LocalGateway):
         while not holds():
             assert self.clock.now_s() < ends_s
             self.clock.sleep(0.02)
-
-
-async def all_of(call: grpc.aio.StreamStreamCall[bytes, bytes]) -> list[bytes]:
-    """Return all messages of a call."""
-    came = list[bytes]()
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        while isinstance(data := await call.read(), bytes):
-            came.append(data)
-    return came
 
 
 def request_of(round_num: int) -> TrainRequest:

@@ -198,7 +198,7 @@ def test_rounds_go_on_through_ten_thousand_half_open_connections(
     assert hindered_s < 5.0 * unhindered_s + 5.0  # relative to this machine; measured 2 to 3 times
     assert growth_bytes < MAX_GROWTH_BYTES
     assert metrics['fedlearn_participations_total{status="failed"}'] == 0.0
-    deployment.until(lambda: '"event": "strangers"' in deployment.log())
+    deployment.until(lambda: '"message": "strangers"' in deployment.log())
     assert "Traceback" not in deployment.log()
     assert len(deployment.log().splitlines()) < 100  # not one line per connection
     for client in clients:

@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Callable, MutableMapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -599,8 +599,8 @@ def test_only_what_a_client_is_asked_can_be_downloaded(site: Site) -> None:
 def test_a_client_moves_three_things_at_once_at_the_most(site: Site) -> None:
     peer = site.enrolled("clinic-a")
     site.open(replace(SETTINGS, stall_timeout_s=4.0))  # all five connect before the first stalls
-    first = [site.loop.call(site.raw_call("Upload", peer)) for _ in range(5)]
-    codes = [each.result(WAIT_S)[1] for each in first]
+    with ThreadPoolExecutor(5) as threads:
+        codes = [code for _, code in threads.map(lambda _: site.raw("Upload", peer), range(5))]
     assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 2
     assert codes.count(grpc.StatusCode.DEADLINE_EXCEEDED) == 3  # stalled: they sent nothing
     assert site.refused("transfers") == 2

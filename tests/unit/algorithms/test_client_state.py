@@ -60,12 +60,15 @@ def test_a_client_that_diverged_keeps_what_it_had() -> None:
     assert after[2]["velocity"].tolist() == [8.0, 8.0, 8.0]
 
 
-def test_what_is_kept_is_a_copy() -> None:
-    """Executors reuse the memory of the rows."""
-    rows = torch.ones(1, 3)
-    found = split_states([0], {"velocity": rows}, mine=np.ones(1, np.bool_))
+def test_what_is_kept_is_a_copy_of_one_clients_row() -> None:
+    """Executors reuse the memory of the rows, and a view would keep those of the whole block."""
+    rows = torch.ones(2, 3)
+    found = split_states([0, 1], {"velocity": rows}, mine=np.ones(2, np.bool_))
     rows.zero_()
-    assert found[0]["velocity"].tolist() == [1.0, 1.0, 1.0]
+    for client_id in (0, 1):
+        kept = found[client_id]["velocity"]
+        assert kept.tolist() == [1.0, 1.0, 1.0]
+        assert kept.untyped_storage().nbytes() == kept.nbytes
 
 
 def test_a_round_leaves_the_value_before_it_as_it_was() -> None:

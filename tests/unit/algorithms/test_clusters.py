@@ -40,21 +40,20 @@ def run(strategy: Any, **settings: Any) -> fl.Run:
         two_groups(),
         strategy,
         evaluation={"clients": 8},
+        engine={"num_workers": 1, "executor": "sequential"},  # parity tests compare the others
         **{"num_rounds": 6, "cohort": {"num_wanted": 8}, **settings},
     )
 
 
-@pytest.mark.parametrize("executor", ["vmap", "sequential"])
-def test_ifca_separates_clients_whose_labels_contradict_each_other(executor: str) -> None:
+def test_ifca_separates_clients_whose_labels_contradict_each_other() -> None:
     """Their personal models are right. Control: one model for all guesses."""
-    engine = {"num_workers": 1, "executor": executor}
-    found = run(fl.IFCA(SGD, num_clusters=2), engine=engine)
+    found = run(fl.IFCA(SGD, num_clusters=2))
     last = found.history[-1].metrics
     assert last["clients/personal_accuracy_mean"] > 0.95
     assert last["cluster_0_share"] == last["cluster_1_share"] == 0.5
     clusters = [float(found.client_state(client)["cluster"]) for client in range(8)]
     assert clusters in ([0.0, 1.0] * 4, [1.0, 0.0] * 4)
-    one = run(fl.IFCA(SGD, num_clusters=1), engine=engine)
+    one = run(fl.IFCA(SGD, num_clusters=1))
     assert one.history[-1].metrics["clients/accuracy_mean"] < 0.7
 
 
@@ -64,24 +63,23 @@ def test_ifca_of_one_model_is_fedavg() -> None:
 
 
 CLUSTERED = fl.ClusteredFL(SGD, max_clusters=2, largest_mean=0.25, least_update=0.3)
-ENGINE = {"num_workers": 1, "executor": "vmap"}
 
 
 def test_clusters_are_split_where_labels_contradict_each_other() -> None:
     """Not in the first round, whose mean is large. Control: thresholds that are not reached."""
-    found = run(CLUSTERED, engine=ENGINE)
+    found = run(CLUSTERED)
     assert [each.metrics["num_clusters"] for each in found.history] == [1, 2, 2, 2, 2, 2]
     assert found.history[-1].metrics["clients/personal_accuracy_mean"] > 0.95
     clusters = [float(found.client_state(client)["cluster"]) for client in range(8)]
     assert clusters in ([0.0, 1.0] * 4, [1.0, 0.0] * 4)
     for never in (replace(CLUSTERED, largest_mean=1e-3), replace(CLUSTERED, least_update=9.0)):
-        whole = run(never, engine=ENGINE)
+        whole = run(never)
         assert whole.history[-1].metrics["num_clusters"] == 1
 
 
 def test_clients_that_missed_the_split_join_the_half_that_is_like_them() -> None:
     """Four of eight take part in a round, so some come only after it."""
-    found = run(CLUSTERED, engine=ENGINE, cohort={"num_wanted": 4}, num_rounds=12)
+    found = run(CLUSTERED, cohort={"num_wanted": 4}, num_rounds=12)
     clusters = [float(found.client_state(client)["cluster"]) for client in range(8)]
     assert clusters in ([0.0, 1.0] * 4, [1.0, 0.0] * 4)
 
@@ -104,10 +102,10 @@ def test_clusters_are_in_the_checkpoint() -> None:
                 raise KeyError(record.round_num, model)
             return False
 
-    whole = run(CLUSTERED, engine=ENGINE)
+    whole = run(CLUSTERED)
     with pytest.raises(KeyError):
-        run(CLUSTERED, engine=ENGINE, name="cut", callbacks=[Cut()])
-    resumed = run(CLUSTERED, engine=ENGINE, resume="cut")
+        run(CLUSTERED, name="cut", callbacks=[Cut()])
+    resumed = run(CLUSTERED, resume="cut")
     for name, value in whole.weights(best=False).items():
         assert torch.equal(value, resumed.weights(best=False)[name])
     for client in range(8):

@@ -39,7 +39,7 @@ def test_the_first_round_is_fedprox_with_twice_the_step() -> None:
 def test_clients_that_differ_do_not_drift() -> None:
     """FedDyn converges to the minimum of the mean loss; federated averaging does not."""
     minimum = (quadratics.A * quadratics.B).sum(0) / quadratics.A.sum(0)
-    ours, _, _ = quadratics.run(feddyn(), num_rounds=100, collector=quadratics.engine())
+    ours, _, _ = quadratics.run(feddyn(alpha=1.0), num_rounds=45, collector=quadratics.engine())
     average = FedAvg(SGD, weight_by_examples=False)
     theirs, _, _ = quadratics.run(average, num_rounds=25, collector=quadratics.engine())
     torch.testing.assert_close(ours.vector, minimum, rtol=1e-4, atol=1e-4)
@@ -68,6 +68,7 @@ def test_the_short_cut_is_the_step(weight_decay: float) -> None:
     assert short is not None
     taken = short(moment)
     assert taken is not None
+    local.begin([x], memory, broadcast=broadcast, moment=moment)
     (drift,) = drift_of(local).drift(memory, broadcast=broadcast)
     expected = taken.keep * x + taken.scale * grad + taken.pull * model + taken.shift * drift
     local.step([x], [grad], memory, broadcast=broadcast, moment=moment)

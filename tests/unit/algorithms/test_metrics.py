@@ -167,6 +167,14 @@ def test_r2_is_one_minus_the_share_that_is_left() -> None:
     assert math.isnan(R2()(labels, torch.ones(3)))
 
 
+def test_r2_of_several_targets_is_the_mean_over_targets() -> None:
+    """Outputs that only know each target's mean explain nothing, however far the means are."""
+    labels = torch.tensor([[1.0, 1001.0], [2.0, 1002.0], [6.0, 1006.0]])
+    assert R2()(labels.mean(0).expand(3, 2), labels) == 0.0
+    half_right = torch.stack([labels[:, 0], labels[:, 1].mean().expand(3)], 1)
+    assert R2()(half_right, labels) == 0.5
+
+
 def test_the_auc_counts_pairs() -> None:
     """Compared with a count over all pairs, with ties; NaN without any pair."""
     generator = torch.Generator().manual_seed(0)

@@ -136,6 +136,24 @@ def test_updates_that_do_not_fit_together_are_refused(local: object, words: str)
         PerClient(fl.FedAvg(LOCAL), given).locals_for([ClientId(0)])
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "lacking"),
+    [
+        (fl.FedProx(LOCAL, proximal=0.5), "Proximal"),
+        (fl.PerFedAvg(LOCAL, adaptation_rate=0.1), "MetaGradient"),
+        (fl.FedBABU(LOCAL, head_layers=("2.*",)), "HeadThenBody"),
+        (fl.Scaffold(LOCAL, num_clients=6, server_learning_rate=1.0), "ControlVariates"),
+    ],
+)
+def test_an_algorithms_own_steps_are_not_replaced_silently(algorithm: Any, lacking: str) -> None:
+    """A bare update would train as in FedAvg. Control: one inside the algorithm's wrapper."""
+    once = replace(LOCAL, epochs=1)
+    with pytest.raises(ConfigError, match=f"without {lacking}, which is part"):
+        PerClient(algorithm, lambda _: once).locals_for([ClientId(0)])
+    whole = replace(algorithm.local, inner=once)
+    assert PerClient(algorithm, lambda _: whole).locals_for([ClientId(0)]) == [whole]
+
+
 def test_what_is_no_function_is_refused() -> None:
     """On construction, not in the first round."""
     given: Any = {0: LOCAL}

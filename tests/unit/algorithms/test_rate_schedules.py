@@ -108,11 +108,10 @@ class Reversed(LocalSgd):
 @pytest.mark.parametrize(
     "inner",
     [
-        MOMENTUM,
         ClippedGradients(inner=SGD, gradient_clip_norm=1.0),
         Reversed(epochs=1, batch_size=4, learning_rate=0.5),
     ],
-    ids=["momentum", "clipped", "own step"],
+    ids=["clipped", "own step"],
 )
 def test_what_has_no_short_cut_gets_none_by_a_schedule(inner: Any) -> None:
     """An affine form would skip the inner update's own step."""

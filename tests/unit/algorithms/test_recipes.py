@@ -41,11 +41,6 @@ CPU = torch.device("cpu")
 LOCAL = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def make_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 

@@ -186,6 +186,12 @@ def test_the_norm_bound_clips_and_weighs() -> None:
         np.testing.assert_allclose(rule.finalize(state).lanes["delta"], expected, atol=1e-5)
 
 
+def test_a_rule_must_define_combine() -> None:
+    without_combine = type("Rule", (RobustAggregation,), {})
+    with pytest.raises(TypeError, match="combine"):
+        without_combine()
+
+
 ATTACKED: dict[str, RobustAggregation] = {
     "median": fl.CoordinateMedian(),
     "trimmed": fl.TrimmedMean(trimmed_share=0.2),

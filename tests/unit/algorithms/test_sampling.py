@@ -1,7 +1,8 @@
 """Cohorts are reproducible, and have the distribution that their sampler claims."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from fedlearn.algorithms.sampling import (
     CohortSampler,
     CyclicSampler,
     PoissonSampler,
+    SeededSampler,
     UniformSampler,
 )
 from fedlearn.core.messages import ClientId
@@ -81,6 +83,23 @@ def test_uniform_sampling_asks_all_clients_alike(
     variance = num_rounds * rate * (1 - rate) * 20 / 19
     statistic = float(((counts - num_rounds * rate) ** 2).sum() / variance)
     assert (statistic < 43.8) is is_uniform  # 99.9 % quantile of chi-square with 19 degrees
+
+
+@dataclass(frozen=True)
+class Labeled(UniformSampler):
+    """A sampler of one's own that has no hash."""
+
+    labels: list[str]
+
+
+@pytest.mark.parametrize("sampler", [UniformSampler(), PoissonSampler(cap=1.5), Labeled(["a"])])
+def test_cohorts_that_are_drawn_together_are_those_of_each_round(sampler: SeededSampler) -> None:
+    """All clients are available as a range; a list is drawn from by itself."""
+    everyone = cast("Sequence[ClientId]", range(40))
+    for round_num in (0, 5, 300):
+        how: dict[str, Any] = {"round_num": round_num, "attempt": 0, "seed": Seed(3)}
+        together = sampler.sample(everyone, cohort_size=10, **how)
+        assert together == sampler.sample(list(everyone), cohort_size=10, **how)
 
 
 def test_poisson_cohorts_have_the_mean_and_spread_of_a_binomial() -> None:

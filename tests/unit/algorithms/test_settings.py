@@ -1,6 +1,7 @@
 """Local updates are sent as settings; settings that a trainer would ignore are refused."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -252,3 +253,13 @@ def test_classes_that_cannot_be_told_apart_by_their_names_are_refused() -> None:
     assert own_classes([mine, SGD, mine]) == [SignSgd]
     with pytest.raises(ConfigError, match="the name of another component, 'sgd'"):
         settings_of(type("sgd", (LocalSgd,), {})(epochs=1, batch_size=2, learning_rate=0.1))
+
+
+@pytest.mark.parametrize("honors", ["extra.width", "epochs", None])
+def test_names_of_settings_are_a_tuple(honors: Any) -> None:
+    """In the text ("extra.width"), a test for "extra" finds a part. Control: the tuple is exact."""
+    settings = {**settings_of(OwnTraining()), "extra.depth": 3}
+    with pytest.raises(SettingsRefused, match="give a tuple of names"):
+        require_honored(settings, honors, who="Mine")
+    with pytest.raises(SettingsRefused, match="free-form setting 'depth'"):
+        require_honored(settings, ("extra.width",), who="Mine")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedlearn.client.conversation import (
+    MOST_HELD,
     Action,
     Adopt,
     Begin,
@@ -63,12 +64,16 @@ def evaluation(round_num: int) -> OpenTask:
 
 
 def make_held(
-    round_num: int = 0, *, run_id: str = "run", expires_unix_s: float = math.inf
+    round_num: int = 0,
+    *,
+    run_id: str = "run",
+    expires_unix_s: float = math.inf,
+    num_bytes: int = 0,
 ) -> HeldReply:
     return HeldReply(
         key=key(round_num, run_id),
         digest=b"",
-        num_bytes=0,
+        num_bytes=num_bytes,
         expires_unix_s=expires_unix_s,
         max_inline_bytes=0,
         path=HERE,
@@ -158,7 +163,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             make_answer(),
             TaskOffered(task(2)),
             ModelFetched(ahead(1)),
-            WorkAbandoned(),
+            WorkAbandoned("run"),
         ),
         [*STARTED, Hold(make_answer()), Begin(task(2)), Disconnect()],
     ),
@@ -169,18 +174,18 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
     "work ahead that is too old is called off for the question": (
         (
             *(*WORKING, ModelFetched(ahead(1, last=3)), make_answer()),
-            *(TaskOffered(task(4)), WorkAbandoned()),
+            *(TaskOffered(task(4)), WorkAbandoned("run")),
         ),
         [
             *(*STARTED, Hold(make_answer()), Begin(ahead(1, last=3))),
-            *(Cancel(key(1), "the coordinator has moved on"), Erase(), Begin(task(4))),
+            *(Cancel(key(1), "the coordinator has moved on"), Erase("run"), Begin(task(4))),
         ],
     ),
     "work ahead is called off for an evaluation": (
-        (*OVERLAPPED, TaskOffered(evaluation(1)), WorkAbandoned()),
+        (*OVERLAPPED, TaskOffered(evaluation(1)), WorkAbandoned("run")),
         [
             *(*BEGUN, Cancel(key(1), "the coordinator has moved on")),
-            *(Erase(), Begin(evaluation(1))),
+            *(Erase("run"), Begin(evaluation(1))),
         ],
     ),
     "what is done ahead outlasts an evaluation": (
@@ -204,7 +209,7 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         ],
     ),
     "conditions call work ahead off, and forget what was told": (
-        (*OVERLAPPED, ModelAnnounced(ahead(2)), BROKEN, WorkAbandoned(), FINE, HELLO),
+        (*OVERLAPPED, ModelAnnounced(ahead(2)), BROKEN, WorkAbandoned("run"), FINE, HELLO),
         [*BEGUN, Cancel(key(1), "conditions"), Deliver(make_held())],
     ),
     "work ahead that failed before anybody asked is forgotten": (
@@ -219,14 +224,17 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         (*OVERLAPPED, SessionEnded(), SessionStarted(("run",)), TaskOffered(task(2)), DONE),
         [*BEGUN, Deliver(make_held()), Adopt(task(2)), Hold(HELD_FOR_2)],
     ),
-    "work ahead that ends in nothing costs no session": ((*OVERLAPPED, WorkAbandoned()), BEGUN),
+    "work ahead that ends in nothing costs no session": (
+        (*OVERLAPPED, WorkAbandoned("run")),
+        BEGUN,
+    ),
     "a question that took it over and ends in nothing is offered anew": (
-        (*OVERLAPPED, TaskOffered(task(2)), WorkAbandoned()),
+        (*OVERLAPPED, TaskOffered(task(2)), WorkAbandoned("run")),
         [*BEGUN, Adopt(task(2)), Disconnect()],
     ),
     "work ahead is withdrawn": (
-        (*OVERLAPPED, TaskWithdrawn(key(1), "over"), WorkAbandoned()),
-        [*BEGUN, Cancel(key(1), "over"), Erase()],
+        (*OVERLAPPED, TaskWithdrawn(key(1), "over"), WorkAbandoned("run")),
+        [*BEGUN, Cancel(key(1), "over"), Erase("run")],
     ),
     "what is done ahead is withdrawn": (
         (*OVERLAPPED, DONE, TaskWithdrawn(key(1), "over"), TaskOffered(task(2))),
@@ -237,9 +245,9 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             *OVERLAPPED,
             ModelAnnounced(ahead(3)),
             TaskWithdrawn(no_question(3), "limited"),
-            WorkAbandoned(),
+            WorkAbandoned("run"),
         ),
-        [*BEGUN, Cancel(key(1), "limited"), Erase()],
+        [*BEGUN, Cancel(key(1), "limited"), Erase("run")],
     ),
     "what is done ahead is withdrawn with a newer model that was sent ahead": (
         (*OVERLAPPED, DONE, TaskWithdrawn(no_question(3), "limited"), TaskOffered(task(4))),
@@ -270,6 +278,8 @@ AHEAD: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
 #: A client of two runs: it has held a reply to "run", and "other" is a run that goes on.
 BOTH = SessionStarted(("run", "other"))
 OTHER = replace(task(), key=key(0, "other"))
+HELD_OTHER = make_held(run_id="other")
+LARGE = make_held(num_bytes=1)
 AHEAD_OTHER = replace(ahead(1), key=key(1, "other"))
 
 MANY_RUNS: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
@@ -286,8 +296,8 @@ MANY_RUNS: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [Begin(OTHER)],
     ),
     "a task of another run waits for the end of work that was called off": (
-        (BOTH, TaskOffered(task()), TaskOffered(OTHER), WorkAbandoned()),
-        [*STARTED, Cancel(key(), "the coordinator has moved on"), Erase(), Begin(OTHER)],
+        (BOTH, TaskOffered(task()), TaskOffered(OTHER), WorkAbandoned("run")),
+        [*STARTED, Cancel(key(), "the coordinator has moved on"), Erase("run"), Begin(OTHER)],
     ),
     "calling one run's task off leaves the task of another": (
         (BOTH, TaskOffered(OTHER), TaskWithdrawn(key(), "over"), TaskOffered(OTHER)),
@@ -310,6 +320,32 @@ MANY_RUNS: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             *(SessionEnded(), SessionStarted(("other",))),
         ),
         [*SENT, Deliver(make_held()), Drop(make_held(), "its run is over")],
+    ),
+    "a reply is kept while another run's task is answered": (
+        (
+            *(BOTH, *FINISHED[1:], SessionEnded(), BOTH, TaskOffered(OTHER)),
+            *(WorkFinished(OTHER, b"reply", None), ReplyStored(HELD_OTHER), TaskOffered(task())),
+        ),
+        [
+            *(*SENT, Deliver(make_held()), Begin(OTHER), Hold(WorkFinished(OTHER, b"reply", None))),
+            *(Deliver(HELD_OTHER), Deliver(make_held(), is_requested_again=True)),
+        ],
+    ),
+    "each run's reply is delivered and settled by itself": (
+        (ReplyStored(make_held()), ReplyStored(HELD_OTHER), BOTH, ReplySettled(key())),
+        [Deliver(make_held()), Deliver(HELD_OTHER), Drop(make_held(), "settled")],
+    ),
+    "a newer reply replaces the one to its run": (
+        (ReplyStored(make_held()), ReplyStored(HELD_OTHER), ReplyStored(make_held(1)), BOTH),
+        [Deliver(HELD_OTHER), Deliver(make_held(1))],
+    ),
+    "the oldest of too many replies is dropped": (
+        tuple(ReplyStored(make_held(run_id=str(number))) for number in range(MOST_HELD + 1)),
+        [Drop(make_held(run_id="0"), "there are too many newer replies")],
+    ),
+    "a large reply waits in a new session until its task is offered again": (
+        (ReplyStored(LARGE), BOTH, TaskOffered(task())),
+        [Deliver(LARGE, is_requested_again=True)],
     ),
     "work in advance survives a session in which its run goes on": (
         (*OVERLAPPED, DONE, SessionEnded(), BOTH, ReplySettled(key()), TaskOffered(task(2))),
@@ -363,7 +399,7 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         ],
     ),
     "a task that is offered again while its last batch runs goes on if that was the end": (
-        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkAbandoned()),
+        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkAbandoned("run")),
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a reply waits for the next session": (
@@ -371,12 +407,12 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         SENT,
     ),
     "a withdrawn task is called off and erased": (
-        (*WORKING, TaskWithdrawn(key(), "closed"), WorkAbandoned()),
-        [*STARTED, Cancel(key(), "closed"), Erase()],
+        (*WORKING, TaskWithdrawn(key(), "closed"), WorkAbandoned("run")),
+        [*STARTED, Cancel(key(), "closed"), Erase("run")],
     ),
     "a task that was finished before it heard is dropped": (
         (*WORKING, TaskWithdrawn(key(), "closed"), make_answer()),
-        [*STARTED, Cancel(key(), "closed"), Erase()],
+        [*STARTED, Cancel(key(), "closed"), Erase("run")],
     ),
     "a reply whose task is withdrawn is dropped": (
         (*FINISHED, TaskWithdrawn(key(), "closed")),
@@ -387,20 +423,20 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         STARTED,
     ),
     "another task waits until the batch is over": (
-        (*WORKING, TaskOffered(task(1)), WorkAbandoned()),
+        (*WORKING, TaskOffered(task(1)), WorkAbandoned("run")),
         [
             *STARTED,
             Cancel(key(), "the coordinator has moved on"),
-            Erase(),
+            Erase("run"),
             Begin(task(1)),
         ],
     ),
     "a task that waited may be withdrawn before it begins": (
-        (*WORKING, TaskOffered(task(1)), TaskWithdrawn(key(1), "closed"), WorkAbandoned()),
-        [*STARTED, Cancel(key(), "the coordinator has moved on"), Erase()],
+        (*WORKING, TaskOffered(task(1)), TaskWithdrawn(key(1), "closed"), WorkAbandoned("run")),
+        [*STARTED, Cancel(key(), "the coordinator has moved on"), Erase("run")],
     ),
     "a broken condition calls the task off, keeps its checkpoint and leaves": (
-        (*WORKING, BROKEN, WorkAbandoned()),
+        (*WORKING, BROKEN, WorkAbandoned("run")),
         [*STARTED, Cancel(key(), "conditions"), Disconnect()],
     ),
     "a task that was finished when the condition broke is kept": (
@@ -408,11 +444,11 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Hold(make_answer())],
     ),
     "the task goes on when the condition holds again and it is still open": (
-        (*WORKING, BROKEN, SessionEnded(), WorkAbandoned(), FINE, HELLO, TaskOffered(task())),
+        (*WORKING, BROKEN, SessionEnded(), WorkAbandoned("run"), FINE, HELLO, TaskOffered(task())),
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that is offered again before the batch is over begins after it": (
-        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkAbandoned()),
+        (*WORKING, BROKEN, SessionEnded(), FINE, HELLO, TaskOffered(task()), WorkAbandoned("run")),
         [*STARTED, Cancel(key(), "conditions"), Disconnect(), Begin(task())],
     ),
     "a task that comes while a condition is broken is left": (
@@ -425,15 +461,15 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Disconnect()],
     ),
     "work whose download broke leaves and is offered again": (
-        (*WORKING, WorkAbandoned()),
+        (*WORKING, WorkAbandoned("run")),
         [*STARTED, Disconnect()],
     ),
     "work whose download broke with the session is offered again by the next": (
-        (*WORKING, SessionEnded(), WorkAbandoned(), HELLO, TaskOffered(task())),
+        (*WORKING, SessionEnded(), WorkAbandoned("run"), HELLO, TaskOffered(task())),
         [*STARTED, Begin(task())],
     ),
     "stopping calls the task off and keeps it": (
-        (*WORKING, StopRequested(), WorkAbandoned()),
+        (*WORKING, StopRequested(), WorkAbandoned("run")),
         [*STARTED, Cancel(key(), "stopped")],
     ),
     "stopping keeps a reply that was just finished": (
@@ -450,8 +486,8 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
         [*SENT, Drop(make_held(), "its run is over")],
     ),
     "work for a run that is over is called off": (
-        (*WORKING, SessionEnded(), SessionStarted(("another",)), WorkAbandoned()),
-        [*STARTED, Cancel(key(), "its run is over"), Erase()],
+        (*WORKING, SessionEnded(), SessionStarted(("another",)), WorkAbandoned("run")),
+        [*STARTED, Cancel(key(), "its run is over"), Erase("run")],
     ),
     "work long past its deadline is given up": (
         (
@@ -459,12 +495,12 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
             TaskOffered(task(expires_unix_s=9.0)),
             FINE,
             ConditionsChecked((), 10.0),
-            WorkAbandoned(),
+            WorkAbandoned("run"),
         ),
         [
             Begin(task(expires_unix_s=9.0)),
             Cancel(key(), "its deadline is long past"),
-            Erase(),
+            Erase("run"),
         ],
     ),
     "a reply long past its deadline is dropped": (
@@ -474,7 +510,79 @@ TABLE: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
 }
 
 
-TABLE |= AHEAD | MANY_RUNS
+#: The same runs and a third one, for a client that works for two at a time.
+TWO = SessionStarted(("run", "other", "third"), max_concurrent_runs=2)
+THIRD = replace(task(), key=key(0, "third"))
+MOVED_ON = "the coordinator has moved on"
+BOTH_AT_WORK: tuple[Event, ...] = (TWO, TaskOffered(task()), TaskOffered(OTHER))
+
+AT_A_TIME: dict[str, tuple[tuple[Event, ...], list[Action]]] = {
+    "two runs' tasks are worked on at a time, and answered in any order": (
+        (*BOTH_AT_WORK, WorkFinished(OTHER, b"reply", None), make_answer()),
+        [
+            Begin(task()),
+            Begin(OTHER),
+            Hold(WorkFinished(OTHER, b"reply", None)),
+            Hold(make_answer()),
+        ],
+    ),
+    "a third task means that the one that was offered first is closed": (
+        (*BOTH_AT_WORK, TaskOffered(THIRD), WorkAbandoned("run")),
+        [Begin(task()), Begin(OTHER), Cancel(key(), MOVED_ON), Erase("run"), Begin(THIRD)],
+    ),
+    "what is offered again in a new session is not closed": (
+        (*BOTH_AT_WORK, SessionEnded(), TWO, TaskOffered(task()), TaskOffered(THIRD)),
+        [Begin(task()), Begin(OTHER), Cancel(OTHER.key, MOVED_ON)],
+    ),
+    "a task waits for its own run's work only": (
+        (*BOTH_AT_WORK, TaskOffered(task(1)), WorkAbandoned("run")),
+        [Begin(task()), Begin(OTHER), Cancel(key(), MOVED_ON), Erase("run"), Begin(task(1))],
+    ),
+    "work that ends makes room for all that waits": (
+        (
+            *(*BOTH_AT_WORK, BROKEN, SessionEnded(), FINE, TWO),
+            *(TaskOffered(OTHER), TaskOffered(task()), WorkAbandoned("run")),
+            WorkAbandoned("other"),
+        ),
+        [
+            *(Begin(task()), Begin(OTHER), Cancel(key(), "conditions")),
+            *(Cancel(OTHER.key, "conditions"), Disconnect(), Begin(task()), Begin(OTHER)),
+        ],
+    ),
+    "work ahead gives way before tasks that were asked for": (
+        (*(TWO, *OVERLAPPED[1:]), TaskOffered(OTHER), TaskOffered(THIRD), WorkAbandoned("run")),
+        [*BEGUN, Begin(OTHER), Cancel(key(1), MOVED_ON), Erase("run"), Begin(THIRD)],
+    ),
+    "a model is not trained ahead while its run's task is in work": (
+        (*BOTH_AT_WORK, ModelFetched(ahead(1)), WorkFinished(OTHER, b"reply", None), make_answer()),
+        [
+            *(Begin(task()), Begin(OTHER), Hold(WorkFinished(OTHER, b"reply", None))),
+            *(Hold(make_answer()), Begin(ahead(1))),
+        ],
+    ),
+    "stopping calls all work off": (
+        (*BOTH_AT_WORK, StopRequested()),
+        [Begin(task()), Begin(OTHER), Cancel(key(), "stopped"), Cancel(OTHER.key, "stopped")],
+    ),
+    "a run that ends takes only its own work": (
+        (*BOTH_AT_WORK, SessionEnded(), SessionStarted(("other",), max_concurrent_runs=2)),
+        [Begin(task()), Begin(OTHER), Cancel(key(), "its run is over")],
+    ),
+    "a download that breaks leaves the other work alone": (
+        (*BOTH_AT_WORK, WorkAbandoned("run"), WorkFinished(OTHER, b"reply", None)),
+        [Begin(task()), Begin(OTHER), Disconnect(), Hold(WorkFinished(OTHER, b"reply", None))],
+    ),
+    "with a lower limit, work in progress goes on, and no more is begun": (
+        (
+            *(*BOTH_AT_WORK, SessionEnded(), SessionStarted(("run", "other"))),
+            *(TaskOffered(task()), WorkFinished(OTHER, b"reply", None)),
+        ),
+        [Begin(task()), Begin(OTHER), Hold(WorkFinished(OTHER, b"reply", None))],
+    ),
+}
+
+
+TABLE |= AHEAD | MANY_RUNS | AT_A_TIME
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -512,5 +620,5 @@ def test_a_process_ends_when_its_work_has() -> None:
     assert play(StopRequested())[0].is_done
     busy, _ = play(*WORKING, StopRequested())
     assert not busy.is_done
-    assert play(WorkAbandoned(), here=busy)[0].is_done
-    assert not play(*WORKING, WorkAbandoned())[0].is_done
+    assert play(WorkAbandoned("run"), here=busy)[0].is_done
+    assert not play(*WORKING, WorkAbandoned("run"))[0].is_done

@@ -1,5 +1,6 @@
 """The client's folder: consent, tasks, replies and keys, all of which survive crashes."""
 
+import json
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,7 +87,7 @@ def test_who_agrees_again_does_not_agree_to_what_a_revocation_has_left(
             if consent is None:
                 (home.folder / "consent").unlink()
         home.set_consent(granted=True)
-        assert (home.recover() is not None) is again
+        assert bool(home.recover()) is again
         assert home.load_state("run") == (b"state" if again else b"")
     assert home.has_consent()
 
@@ -110,7 +112,7 @@ def test_the_folder_is_private(home: Home) -> None:
     """Other users must not read models trained on private data."""
     home.set_consent(granted=True)
     home.open_task(task())
-    home.save_checkpoint(b"tensors")
+    home.task("run").save_checkpoint(b"tensors")
     held = home.hold(task(), reply=b"reply", state=b"state")
     for path in (home.folder, home.folder / "state", held.path.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -173,31 +175,64 @@ def test_a_process_that_is_ending_is_waited_for(home: Home) -> None:
 def test_an_interrupted_task_is_continued(home: Home) -> None:
     """Its request and checkpoint are kept; another task starts without any."""
     home.open_task(task())
-    home.request.write_bytes(b"requ")
-    home.save_checkpoint(b"half way")
+    home.task("run").request.write_bytes(b"requ")
+    home.task("run").save_checkpoint(b"half way")
     home.open_task(task())
-    assert (home.request.read_bytes(), home.load_checkpoint()) == (b"requ", b"half way")
+    assert (home.task("run").request.read_bytes(), home.task("run").load_checkpoint()) == (
+        b"requ",
+        b"half way",
+    )
     home.open_task(task(1))
-    assert (home.request.exists(), home.load_checkpoint()) == (False, b"")
+    assert (home.task("run").request.exists(), home.task("run").load_checkpoint()) == (False, b"")
+
+
+def test_each_run_has_a_task_of_its_own(home: Home) -> None:
+    """Those at work stay, those of runs that are over go, and of the others the newest stay."""
+    runs = [f"run-{number}" for number in range(20)]
+    for run_id in runs:
+        home.open_task(replace(task(), key=task().key._replace(run_id=run_id)))
+    home.task("run-3").save_checkpoint(b"half way")
+    assert home.task("run-4").load_checkpoint() == b""
+    home.forget_tasks(at_work=["run-0"], run_ids=runs[2:])
+    left = {path.name for path in (home.folder / "tasks").iterdir()}
+    assert len(left) == 9
+    assert "run-0" in left
+    assert "run-1" not in left
+    home.forget_tasks(at_work=[], run_ids=[])
+    assert list((home.folder / "tasks").iterdir()) == []
+
+
+def test_the_task_of_an_earlier_version_is_gone_on_with(home: Home) -> None:
+    """Control: what is no task is removed, as is one of a run whose id is no file's name."""
+    for run_id, is_kept in (("run", True), ("../identity", False)):
+        home.open_task(task())
+        home.task("run").save_checkpoint(b"half way")
+        earlier, file = home.folder / "task", home.folder / "task" / "task.json"
+        (home.folder / "tasks" / "run").rename(earlier)
+        file.write_text(file.read_text().replace('"run"', json.dumps(run_id)))
+        Home(home.folder).recover()
+        assert not earlier.exists()
+        assert bool(home.task("run").load_checkpoint()) == is_kept
+        home.task("run").close()
 
 
 def test_a_request_with_other_bytes_is_another_task(home: Home) -> None:
     """Even if it has the same key."""
     home.open_task(task())
-    home.save_checkpoint(b"half way")
+    home.task("run").save_checkpoint(b"half way")
     home.open_task(task(digest=b"\2" * 32))
-    assert home.load_checkpoint() == b""
+    assert home.task("run").load_checkpoint() == b""
 
 
 def test_crashes_inside_a_task_are_counted(home: Home) -> None:
     """Work that ends normally does not count; another task starts at zero."""
     assert home.open_task(task()) == 0
-    home.begin_work()
-    home.end_work()
+    home.task("run").begin_work()
+    home.task("run").end_work()
     assert home.open_task(task()) == 0
-    home.begin_work()
+    home.task("run").begin_work()
     assert home.open_task(task()) == 1
-    home.begin_work()
+    home.task("run").begin_work()
     assert home.open_task(task()) == 2
     assert home.open_task(task(1)) == 0
 
@@ -207,8 +242,8 @@ def test_a_reply_and_its_state_appear_together(home: Home) -> None:
     home.open_task(task())
     held = home.hold(task(), reply=b"reply", state=b"after")
     assert (held.path.read_bytes(), home.load_state("run")) == (b"reply", b"after")
-    assert not home.request.parent.exists()
-    assert Home(home.folder).recover() == held
+    assert not home.task("run").request.parent.exists()
+    assert Home(home.folder).recover() == [held]
 
 
 def test_a_reply_without_state_leaves_the_state_alone(home: Home) -> None:
@@ -219,14 +254,26 @@ def test_a_reply_without_state_leaves_the_state_alone(home: Home) -> None:
 
 
 def test_a_later_reply_replaces_an_earlier_one(home: Home) -> None:
-    """At most one reply is held, and none once it is settled."""
+    """At most one reply to a run is held, and none once it is settled."""
     home.hold(task(), reply=b"first", state=b"1")
     second = home.hold(task(1), reply=b"second", state=b"2")
-    assert home.recover() == second
+    assert home.recover() == [second]
     assert home.load_state("run") == b"2"
     home.drop(second)
-    assert home.recover() is None
+    assert home.recover() == []
     assert home.load_state("run") == b"2"
+
+
+def test_replies_to_several_runs_are_held(home: Home) -> None:
+    """The oldest comes first; a reply replaces only the one to its own run."""
+    other = replace(task(), key=task().key._replace(run_id="other"))
+    home.hold(task(), reply=b"first", state=b"1")
+    second = home.hold(other, reply=b"second", state=b"2")
+    third = home.hold(task(1), reply=b"third", state=b"3")
+    assert home.recover() == [second, third]
+    assert (home.load_state("run"), home.load_state("other")) == (b"3", b"2")
+    home.drop(second)
+    assert home.recover() == [third]
 
 
 def test_what_is_remembered_of_other_runs_can_be_forgotten(home: Home) -> None:
@@ -255,7 +302,7 @@ def test_what_a_killed_process_has_half_written_is_removed(home: Home) -> None:
         find_half_written(home.folder, "tasks.json"),
         find_half_written(home.folder / "identity.new", "identity.pem"),
         find_half_written(home.folder / "identity", "enrolment.json"),
-        find_half_written(home.folder / "task", "checkpoint"),
+        find_half_written(home.folder / "tasks" / "run", "checkpoint"),
     ]
     others = [find_half_written(home.folder, "consent"), home.folder / ".notes.tmp"]
     others[1].write_text("somebody's")
@@ -297,11 +344,10 @@ def test_a_crash_at_any_step_loses_and_doubles_nothing(
         with suppress(Killed):
             home.hold(task(1), reply=b"new reply", state=b"after")
     again = Home(home.folder)
-    held = again.recover()
-    assert held is not None
+    (held,) = again.recover()
     if held.key == task(1).key:
         assert (held.path.read_bytes(), again.load_state("run")) == (b"new reply", b"after")
-        assert not again.request.parent.exists(), "it would be worked on again"
+        assert not again.task("run").request.parent.exists(), "it would be worked on again"
     else:
         assert (held.path.read_bytes(), again.load_state("run")) == (b"old reply", b"before")
         assert again.open_task(task(1)) == 0
@@ -326,7 +372,7 @@ def test_a_reply_whose_removal_is_cut_short_is_gone(
         with pytest.raises(Killed):
             home.drop(held)
     with capture_logs() as logs:
-        assert Home(home.folder).recover() is None
+        assert Home(home.folder).recover() == []
     assert logs == []
     assert list((home.folder / "spool").iterdir()) == []
 
@@ -336,13 +382,13 @@ def test_a_damaged_reply_is_dropped_and_told(home: Home) -> None:
     held = home.hold(task(), reply=b"reply", state=None)
     path = held.path.parent / "reply.json"
     whole = path.read_bytes()
-    assert home.recover() == held
+    assert home.recover() == [held]
     for content, says in damaged(whole, key="num_bytes"):
         held = home.hold(task(), reply=b"reply", state=None)
         path = held.path.parent / "reply.json"
         path.write_bytes(content)
         with capture_logs() as logs:
-            assert home.recover() is None
+            assert home.recover() == []
         [log] = logs
         assert log["event"] == "held_reply_unreadable"
         assert re.search(f"{path} does not hold .*{says}.*: the reply is dropped", log["reason"])
@@ -353,13 +399,13 @@ def test_a_damaged_reply_is_dropped_and_told(home: Home) -> None:
 def test_a_damaged_count_is_told_and_counts_as_none(home: Home, name: str, content: bytes) -> None:
     """Control: an intact file is counted."""
     home.open_task(task())
-    home.count_task(1000.0)
-    home.count_evaluation(1000.0)
+    home.count_task("run", 1000.0)
+    home.count_evaluation("run", 1000.0)
     home.spend(b"session", 2.0, 1000.0)
-    home.close_task()
+    home.task("run").close()
     counts: dict[str, Callable[[float], float]] = {
-        "tasks.json": home.num_tasks_today,
-        "evaluations.json": home.num_evaluations_today,
+        "tasks.json": partial(home.num_tasks_today, without="run"),
+        "evaluations.json": partial(home.num_evaluations_today, without="run"),
         "privacy.json": home.sum_spent_today,
     }
     assert counts[name](1000.0) > 0
@@ -377,15 +423,15 @@ def test_a_damaged_count_is_told_and_counts_as_none(home: Home, name: str, conte
 def test_the_notes_of_a_task_that_are_damaged_are_told(home: Home, content: bytes) -> None:
     """Work on the task starts over."""
     home.open_task(task())
-    home.begin_work()
-    home.count_task(1000.0)
+    home.task("run").begin_work()
+    home.count_task("run", 1000.0)
     assert home.open_task(task()) == 1
-    folder = home.folder / "task"
+    folder = home.folder / "tasks" / "run"
     for name in ("begin", "crashes"):
         (folder / name).write_bytes(content)
     with capture_logs() as logs:
         assert home.open_task(task()) == 0
-        home.count_task(2000.0)
+        home.count_task("run", 2000.0)
     assert {log["event"] for log in logs} == {"damaged_file"}
     told = [log["reason"] for log in logs]
     assert [str(folder / name) in "".join(told) for name in ("begin", "crashes")] == [True, True]
@@ -394,7 +440,7 @@ def test_the_notes_of_a_task_that_are_damaged_are_told(home: Home, content: byte
     with capture_logs() as logs:
         home.open_task(task())
     assert logs[0]["reason"].startswith(f"{folder / 'task.json'} does not hold a task's")
-    assert home.load_checkpoint() == b"", "it may be another task's"
+    assert home.task("run").load_checkpoint() == b"", "it may be another task's"
 
 
 def test_counts_that_cannot_be_read_are_not_taken_for_none(home: Home) -> None:
@@ -479,41 +525,41 @@ def test_what_cannot_be_erased_is_said_and_the_rest_is_gone(
 def count(home: Home, round_num: int, now_unix_s: float) -> None:
     """Count a training in a round."""
     home.open_task(task(round_num))
-    home.count_task(now_unix_s)
-    home.close_task()
+    home.count_task("run", now_unix_s)
+    home.task("run").close()
 
 
 def test_trainings_of_the_last_day_are_counted(home: Home) -> None:
     """Older trainings do not count."""
     for round_num, now_unix_s in enumerate((0.0, 50_000.0, 80_000.0)):
         count(home, round_num, now_unix_s)
-    assert home.num_tasks_today(80_000.0) == 3
-    assert home.num_tasks_today(90_000.0) == 2
+    assert home.num_tasks_today(80_000.0, without="run") == 3
+    assert home.num_tasks_today(90_000.0, without="run") == 2
 
 
 def test_a_training_counts_once_however_often_it_is_interrupted(home: Home) -> None:
     """Nor against itself on resume. Control: a training that starts over counts again."""
     for now_unix_s in (1000.0, 2000.0):
         home.open_task(task())
-        assert home.num_tasks_today(now_unix_s) == 0
-        home.count_task(now_unix_s)
+        assert home.num_tasks_today(now_unix_s, without="run") == 0
+        home.count_task("run", now_unix_s)
     (home.folder / "tasks.json").unlink()  # as if it was killed before this was written
-    home.count_task(2500.0)
+    home.count_task("run", 2500.0)
     home.open_task(task(1))
-    assert home.num_tasks_today(3000.0) == 1
-    home.count_task(3000.0)
+    assert home.num_tasks_today(3000.0, without="run") == 1
+    home.count_task("run", 3000.0)
     home.open_task(task())
-    assert home.num_tasks_today(3000.0) == 2
+    assert home.num_tasks_today(3000.0, without="run") == 2
 
 
 def test_a_training_that_is_taken_up_again_a_day_later_counts_for_that_day(home: Home) -> None:
     """Otherwise a coordinator could gain one training per day by making clients wait."""
     home.open_task(task())
-    home.count_task(1000.0)
+    home.count_task("run", 1000.0)
     home.open_task(task())
-    home.count_task(90_000.0)
-    home.close_task()
-    assert home.num_tasks_today(91_000.0) == 1
+    home.count_task("run", 90_000.0)
+    home.task("run").close()
+    assert home.num_tasks_today(91_000.0, without="run") == 1
 
 
 def test_what_sessions_take_of_the_days_privacy_adds_up(home: Home) -> None:
@@ -534,9 +580,9 @@ def test_a_clock_that_was_years_ahead_once_does_not_block_the_client(home: Home)
     """Control: a clock that is set back by a minute does not lose the count."""
     year_s = 365 * 86_400.0
     count(home, 0, 10 * year_s)
-    assert home.num_tasks_today(2 * year_s) == 0
+    assert home.num_tasks_today(2 * year_s, without="run") == 0
     count(home, 1, 2 * year_s)
-    assert home.num_tasks_today(2 * year_s - 60.0) == 1
+    assert home.num_tasks_today(2 * year_s - 60.0, without="run") == 1
 
 
 def test_an_enrolment_is_kept_without_its_token(home: Home) -> None:
@@ -592,3 +638,17 @@ def test_a_damaged_enrolment_says_what_to_do(home: Home) -> None:
     path.unlink()
     with pytest.raises(DeploymentError, match=f"{path}, which .* is missing: remove"):
         home.keys.load_enrolment()
+
+
+def test_constants_are_kept_for_each_run_until_it_is_over(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    paths = [home.prepare_constants(bytes([n]), run_id=run) for n, run in enumerate("ab")]
+    for path in paths:
+        path.write_bytes(b"weights")
+    assert home.prepare_constants(bytes([0]), run_id="a") == paths[0]
+    assert all(path.exists() for path in paths), "a switch between runs downloads nothing again"
+    other = home.prepare_constants(bytes([2]), run_id="a")
+    assert not paths[0].exists()
+    assert other.parent == paths[0].parent
+    home.forget_other_runs(["a"])
+    assert not paths[1].parent.exists()

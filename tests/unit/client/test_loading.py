@@ -32,6 +32,9 @@ class Silent:
     def train(self, tensors, *, context): ...
     def evaluate(self, tensors, *, control): ...
 
+class Text(Silent):
+    honors = ("epochs")
+
 value = 3
 """
 
@@ -108,7 +111,8 @@ def test_a_trainer_in_a_script_is_found_by_its_file(main: ModuleType) -> None:
         ("{file}:value", "no class or function value"),
         ("{file}:Half", "without a method evaluate"),
         ("{file}:Silent", "without `honors`, .*; add them, such as `honors = "),
-        ("nowhere.py:Trainer", "no file nowhere.py"),
+        ("{file}:Text", "without `honors`, a tuple of the settings"),
+        ("nowhere.py:Trainer", r"no file /.*/nowhere\.py; check the"),
     ],
 )
 def test_what_is_not_there_is_said(file: Path, name: str, words: str) -> None:
@@ -123,7 +127,7 @@ def test_what_is_not_there_is_said(file: Path, name: str, words: str) -> None:
         ("Trainer", 'write "module:Class"'),
         ("no.such.module:Trainer", "no module no.such.module"),
         ("fedlearn.no_such:Trainer", "no module fedlearn.no_such"),
-        ("nowhere.py:Trainer", "no file nowhere.py"),
+        ("nowhere.py:Trainer", r"no file /.*/nowhere\.py; check the"),
         ("{file}:Trainor", r"my_trainer.py has no .* Trainor; did you mean Trainer \(line 6\)"),
         ("my_trainer:make", "my_trainer.py has no class or function make; check its spelling"),
     ],

@@ -1,5 +1,6 @@
 """Options that an application passes to the training process."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,23 @@ def test_resources_that_no_device_has_are_refused(name: str, value: int) -> None
     """On construction, not in the training process."""
     with pytest.raises(ConfigError, match=rf"resources\.{name} is {value}"):
         Resources(**{name: value})
+
+
+def test_workers_share_one_training_at_a_time() -> None:
+    """Control: one of the two numbers is 1."""
+    for num_runs, num_workers in ((2, 1), (1, 2), (2, 2)):
+        make = partial(
+            RuntimeOptions,
+            home=Path("home"),
+            trainer="m:T",
+            policy=Policy(max_concurrent_runs=num_runs),
+            resources=Resources(num_workers=num_workers),
+        )
+        if num_runs == num_workers:
+            with pytest.raises(ConfigError, match="is 2, and 2 workers share each training"):
+                make()
+        else:
+            make()
 
 
 def test_options_reach_the_other_process_as_they_are() -> None:

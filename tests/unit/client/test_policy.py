@@ -131,6 +131,16 @@ def test_as_many_free_form_settings_as_allowed_are_taken() -> None:
 QUERY: Settings = {"update": "Moments", "num_features": 3}
 
 
+def test_an_answer_of_its_own_is_shown_only_if_the_policy_allows_it() -> None:
+    """Controls: sums over clients, and a setting of that name in a training."""
+    shown: Settings = {**QUERY, "per_client": True}
+    for kind in ("TrainRequest", "SecureRequest"):
+        assert rule(Policy(), shown, kind=kind) == "answer_per_client"
+        assert rule(Policy(answer_per_client=True), shown, kind=kind) is None
+        assert rule(Policy(), {**QUERY, "per_client": False}, kind=kind) is None
+    assert rule(Policy(), {"update": "sgd", "epochs": 1, "per_client": True}) is None
+
+
 def test_queries_are_refused_by_a_policy_that_answers_none() -> None:
     """From the announcement on, if it cannot be anything else. Control: trainings are not."""
     none = Policy(answer_queries=False)

@@ -77,6 +77,7 @@ class ScriptedGateway:
 
     def __init__(self) -> None:
         self.run_id = "run"
+        self.run_ids: list[str] = []  # of a service of many runs
         self.heard: queue.Queue[wire_pb2.FromClient] = queue.Queue()
         self.uploads: queue.Queue[tuple[wire_pb2.Envelope, bytes]] = queue.Queue()
         self.blobs: dict[bytes, bytes] = {}
@@ -128,22 +129,25 @@ class ScriptedGateway:
         self,
         request: Request,
         *,
+        run_id: str = "run",
         round_num: int = 0,
         inline: bool = True,
         max_reply_bytes: int = 1 << 24,
+        study: str = "",
     ) -> bytes:
         """Push a task; returns the digest of its request."""
         data = encode(request)
         digest = compute_digest(data)
         self.blobs[digest] = data
         task = wire_pb2.Task(
-            key=key(request, round_num),
+            key=key(request, round_num, run_id),
             digest=digest,
             num_bytes=len(data),
             data=data if inline else b"",
             remaining_s=60.0,
             max_reply_bytes=max_reply_bytes,
             max_inline_bytes=wire.MAX_INLINE_BYTES,
+            study=study,
         )
         self.push(task=task)
         return digest
@@ -186,6 +190,7 @@ class ScriptedGateway:
             protocol=wire.PROTOCOL,
             client_id=3,
             run_id=self.run_id,
+            run_ids=self.run_ids,
             addresses=self.announced,
         )
         yield wire_pb2.FromCoordinator(welcome=welcome)
@@ -230,8 +235,8 @@ def _bytes(message: Any) -> bytes:  # Any: one of the kinds of messages
     return data
 
 
-def key(request: Request, round_num: int) -> wire_pb2.TaskKey:
-    return wire_pb2.TaskKey(run_id="run", kind=request.kind, round_num=round_num)
+def key(request: Request, round_num: int, run_id: str = "run") -> wire_pb2.TaskKey:
+    return wire_pb2.TaskKey(run_id=run_id, kind=request.kind, round_num=round_num)
 
 
 def train_request(*, size: int = 3, epochs: int = 1, noise: float | None = None) -> TrainRequest:
@@ -433,7 +438,7 @@ def test_a_task_is_answered_signed_and_settled(home: Home, gateway: ScriptedGate
         accepted = running.wait_for(EventKind.ACCEPTED)
         assert (accepted.run_id, accepted.round_num) == ("run", 0)
     assert finished(home) == 1
-    assert home.recover() is None
+    assert home.recover() == []
 
 
 @pytest.mark.parametrize("verdict", ["ACCEPTED", "LATE", "REFUSED"])
@@ -560,6 +565,28 @@ def test_a_reply_waits_for_the_coordinator_and_for_a_restart(
     assert finished(home) == 1
 
 
+def test_a_reply_to_one_run_waits_while_the_client_works_for_another(
+    home: Home, gateway: ScriptedGateway
+) -> None:
+    """As after a restart of a service, which serves the first run again later."""
+    request, gateway.run_ids = train_request(), ["run", "other"]
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        gateway.offer(request)
+        first = gateway.hear("result")
+        gateway.offer(request, run_id="other")
+        gateway.hear("result")
+    with client(home, Quick()) as running:
+        running.wait_for(EventKind.CONNECTED)
+        held = gateway.hear("hello").held
+        assert held == [key(request, 0), key(request, 0, "other")]
+        assert gateway.hear("result") == first
+        gateway.offer(request)
+        gateway.settle(request)
+        running.wait_for(EventKind.ACCEPTED)
+    assert finished(home) == 1
+
+
 @dataclass
 class Turns(Quick):
     """Trains until released; records the round of each model that it starts on."""
@@ -627,7 +654,7 @@ def test_the_next_model_is_fetched_in_training_and_begun_before_it_is_asked(
     assert (result.envelope.key.round_num, reply.round_num) == (2, 1)
     assert gateway.offsets == [0]  # the model of round 2 was never fetched
     assert finished(home) == 2
-    assert home.num_tasks_today(SystemClock().unix_s()) == 2
+    assert home.num_tasks_today(SystemClock().unix_s(), without="run") == 2
 
 
 def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_own_model(
@@ -637,10 +664,10 @@ def test_work_ahead_dies_with_its_process_and_the_question_is_answered_from_its_
     trainer = Turns()
     with client(home, trainer) as running:
         overlap(home, gateway, trainer, running)
-    assert (home.folder / "task").exists()
+    assert (home.folder / "tasks" / "run").exists()
     with client(home, trainer) as running:
         running.wait_for(EventKind.CONNECTED)
-        assert not (home.folder / "task").exists()
+        assert not (home.folder / "tasks" / "run").exists()
         gateway.offer(in_round(2), round_num=2)
         assert trainer.begun.get(timeout=WAIT_S) == 2
         trainer.go.release()
@@ -755,6 +782,30 @@ def test_a_cancelled_task_ends_within_a_batch(home: Home, gateway: ScriptedGatew
         result = gateway.hear("result")
         assert result.envelope.key.round_num == 1
     assert finished(home) == 1
+
+
+def test_a_study_that_the_owner_leaves_ends_its_work(home: Home, gateway: ScriptedGateway) -> None:
+    """The coordinator hears of each decision, and tasks of other studies are refused."""
+    home.set_study_consent("other", granted=True)
+    trainer = Stepper()
+    with client(home, trainer, policy=Policy(studies=("tumours",))) as running:
+        assert gateway.hear("hello").eligibility.studies == ["other", "tumours"]
+        running.wait_for(EventKind.CONNECTED)
+        gateway.offer(train_request(), study="tumours")
+        assert trainer.begun.get(timeout=WAIT_S) == 0
+        home.set_study_consent("tumours", granted=False)  # the owner overrules the policy
+        assert "left the study tumours" in running.wait_for(EventKind.CANCELLED).message
+        trainer.is_free.set()
+        assert gateway.hear("hello").eligibility.studies == ["other"]
+        gateway.offer(train_request(), study="tumours")
+        assert "policy.studies" in running.wait_for(EventKind.POLICY).message
+        assert isinstance(decode(gateway.hear("result").data), Failure)
+    assert finished(home) == 0
+
+
+def test_a_study_has_a_name_that_can_be_a_files(home: Home) -> None:
+    with pytest.raises(DeploymentError, match="is no study"):
+        home.set_study_consent("../pins", granted=True)
 
 
 def test_stopping_keeps_the_checkpoint_and_the_next_start_goes_on(
@@ -1534,8 +1585,10 @@ def test_a_reply_that_is_withdrawn_as_it_is_sent_is_no_error(
     """The round had enough replies at the moment when this one was stored."""
     hold, is_heard = Home.hold, threading.Event()
 
-    def withdrawn(self: Home, task: OpenTask, *, reply: bytes, state: bytes | None) -> HeldReply:
-        held = hold(self, task, reply=reply, state=state)
+    def withdrawn(
+        self: Home, task: OpenTask, *, reply: bytes, state: bytes | None, trainer: str
+    ) -> HeldReply:
+        held = hold(self, task, reply=reply, state=state, trainer=trainer)
         if task.key.round_num == 0:
             gateway.push(cancel=wire_pb2.Cancel(key=key(train_request(), 0), reason="enough"))
             # Once this receipt is reported, the client has received the cancellation too.
@@ -1568,7 +1621,7 @@ def test_a_task_that_kills_the_process_is_given_up(home: Home, gateway: Scripted
         task = wire_pb2.Task(key=key(request, 0), digest=compute_digest(data), num_bytes=len(data))
         home.open_task(OpenTask.of(task, now_unix_s=0.0))
         for _ in range(3):
-            home.begin_work()
+            home.task("run").begin_work()
         gateway.offer(request)
         reply = decode(gateway.hear("result").data)
         assert isinstance(reply, Failure)

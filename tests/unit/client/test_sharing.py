@@ -131,6 +131,14 @@ def alone(file: Path) -> LocalResult:
     return make_trainer(f"{file}:trainer").train(weights(), context=CONTEXT)
 
 
+def test_a_client_may_have_no_trainer(file: Path) -> None:
+    """It then has no workers either, which would do nothing."""
+    none = replace(options(file, "trainer", 1), trainer=None)
+    assert make_client_trainer(none) is None
+    with pytest.raises(DeploymentError, match="2 workers need a trainer"):
+        make_client_trainer(replace(options(file, "trainer", 2), trainer=None))
+
+
 def weights() -> Mapping[str, Tensor]:
     values = torch.linspace(-0.5, 0.5, 18, dtype=torch.float64)
     return Params.of(nn.Linear(5, 3).double()).layout.views(values)

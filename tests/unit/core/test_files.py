@@ -88,7 +88,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(
     tmp_path: Path, write: Callable[[Path, bytes], object], error: type[FedlearnError]
 ) -> None:
     """The folder is missing, or the disk refuses the second half."""
-    with pytest.raises(error, match=r"cannot write .*: No such file or directory; make it access"):
+    with pytest.raises(error, match=r"cannot write .*: No such file or directory; check the path"):
         write(tmp_path / "missing" / "file", b"content")
     with (
         files_of_at_most(4096),

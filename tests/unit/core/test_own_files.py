@@ -1,6 +1,8 @@
 """Python files that a user names by their path."""
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,3 +33,23 @@ def test_a_file_that_raises_is_read_again(tmp_path: Path) -> None:
         import_file(path)
     path.write_text("WIDTH = 3\n")
     assert import_file(path).WIDTH == 3
+
+
+#: For the file below: set when it has begun to execute, and when it may go on.
+BEGUN, MAY_GO_ON = threading.Event(), threading.Event()
+
+
+def test_no_thread_gets_a_file_that_another_is_still_executing(tmp_path: Path) -> None:
+    """Runs of a service that use one file may start at once."""
+    path = tmp_path / "model.py"
+    path.write_text(
+        f"from {__name__} import BEGUN, MAY_GO_ON\nBEGUN.set()\nMAY_GO_ON.wait(60)\nWIDTH = 3\n"
+    )
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(import_file, path)
+        assert BEGUN.wait(60)
+        second = threads.submit(lambda: import_file(path).WIDTH)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.1)
+        MAY_GO_ON.set()
+        assert second.result() == first.result().WIDTH == 3

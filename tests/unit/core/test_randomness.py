@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedlearn.core.randomness import Seed
+from fedlearn.core.randomness import Seed, lock_global_generators, seed_global_generators
 from fedlearn.core.secret_bytes import SecretBytes
 
 GOLDEN_DERIVED = 3285059369060519452
@@ -17,6 +17,18 @@ def test_a_seed_gives_the_same_numbers_on_every_machine() -> None:
     """Golden values: a change here changes every recorded run."""
     assert Seed(7).derive("cohort", 3).value == GOLDEN_DERIVED
     assert Seed(7).hash(1, np.arange(2)).tolist() == GOLDEN_HASHES
+
+
+def test_code_that_draws_from_torch_is_seeded() -> None:
+    """The same numbers for the same seed. Control: others for another one."""
+
+    def draw(seed: int) -> torch.Tensor:
+        with lock_global_generators():
+            seed_global_generators(Seed(seed))
+            return torch.rand(4)
+
+    assert torch.equal(draw(1), draw(1))
+    assert not torch.equal(draw(1), draw(2))
 
 
 def test_labels_are_not_confused() -> None:

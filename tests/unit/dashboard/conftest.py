@@ -10,7 +10,17 @@ from fedlearn.core.clock import VirtualClock
 from fedlearn.dashboard.app import build_app
 from fedlearn.dashboard.rendering import Dashboard
 from fedlearn.store.runs import Database, sqlite_url
-from fedlearn.store.schema import ClientRow, ContactRow, MetricRow, ParticipationRow, RunRow
+from fedlearn.store.schema import (
+    AuditRow,
+    ChargeRow,
+    ClientRow,
+    ContactRow,
+    MetricRow,
+    ParticipationRow,
+    QueueRow,
+    ReleaseRow,
+    RunRow,
+)
 from tests.asgi import Browser
 from tests.large_store import LARGE, write_large_store
 
@@ -41,12 +51,17 @@ def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
             session.execute(update(ContactRow).values(software=HOSTILE))
             latest = MetricRow.run_id == key, MetricRow.name == "clients/loss_mean"
             session.execute(update(MetricRow).where(*latest).values(name=HOSTILE))
+            session.execute(update(QueueRow).values(submitted_by=HOSTILE, reason=HOSTILE))
+            session.execute(update(ReleaseRow).values(run=HOSTILE[:64]))
+            hostile = update(ChargeRow).where(ChargeRow.population == "patients")
+            session.execute(hostile.values(population=HOSTILE))
+            session.execute(update(AuditRow).values(actor=HOSTILE, subject=HOSTILE))
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def database(runs_dir: Path) -> Iterator[Database]:
-    """Its database, opened to read."""
+    """Its database, opened once to read: each connection pool compiles its queries anew."""
     with Database.open_to_read(sqlite_url(runs_dir / "fedlearn.db"), runs_dir=runs_dir) as database:
         yield database
 
@@ -54,4 +69,4 @@ def database(runs_dir: Path) -> Iterator[Database]:
 @pytest.fixture
 def browser(database: Database) -> Browser:
     """A client of its dashboard."""
-    return Browser(build_app(Dashboard.of(database, VirtualClock(), place="runs")))
+    return Browser(build_app(Dashboard(database, VirtualClock(), place="runs")))

@@ -18,6 +18,7 @@ from fedlearn.experiment.figures import RUN_COLORS
 from fedlearn.experiment.plot import STATUS_COLORS
 from fedlearn.rounds.journal import DeployedRun
 from fedlearn.store.attendance import AttendanceOrder, Window, list_attendance
+from fedlearn.store.curves import read_participation
 from fedlearn.store.run_list import RunOrder, list_runs
 from fedlearn.store.runs import Database, sqlite_url
 from tests.asgi import Browser
@@ -174,7 +175,7 @@ def test_pages_are_the_same_on_postgresql(
         tmp_path, num_clients=60, num_rounds=1000, cohort_size=6, num_small=3, url=postgresql_url
     )
     with Database.open_to_read(postgresql_url, runs_dir=tmp_path) as database:
-        other = Browser(build_app(Dashboard.of(database, VirtualClock(), place="runs")))
+        other = Browser(build_app(Dashboard(database, VirtualClock(), place="runs")))
         for target in PAGES:
             assert other.get(target).status_code == 200, target
         for target in DATA:
@@ -182,3 +183,17 @@ def test_pages_are_the_same_on_postgresql(
             assert (cells[0] and sorted(cells[0])) == (cells[1] and sorted(cells[1]))
         with pytest.raises(StoreError, match="read-only"):
             database.create(RUN)
+
+
+def test_the_curves_of_participation_count_each_client_of_each_round(database: Database) -> None:
+    """In buckets of rounds, of which the last is shorter."""
+    rounds = database.run(LARGE).rounds()
+    curves = read_participation(database, LARGE, rounds_per_bucket=7)
+    assert len(curves) > 1
+    for status, curve in curves.items():
+        buckets = [rounds[begin : begin + 7] for begin in range(0, len(rounds), 7)]
+        assert curve.means == [
+            sum(p.status.value == status for each in bucket for p in each.participations)
+            / len(bucket)
+            for bucket in buckets
+        ]

@@ -3,9 +3,15 @@
 from pathlib import Path
 
 import pytest
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
 
 from fedlearn.cli.app import main
-from fedlearn.dashboard.security import require_loopback
+from fedlearn.core.clock import VirtualClock
+from fedlearn.dashboard.app import build_app
+from fedlearn.dashboard.live_events import MAX_STREAMS
+from fedlearn.dashboard.rendering import Dashboard
+from fedlearn.dashboard.security import Guard, require_loopback
 from fedlearn.errors import ConfigError, StoreError
 from fedlearn.store.runs import Database, sqlite_url
 from tests.asgi import Browser
@@ -22,6 +28,15 @@ PAGES = (
     f"/runs/{LARGE}/statistics",
     f"/compare?with={LARGE}&with=digits-001",
     "/clients",
+    "/queue",
+    "/studies",
+    "/studies/lungs",
+    "/studies/lungs/spent",
+    "/releases",
+    "/budgets",
+    "/audit",
+    "/audit/verification",
+    "/alerts",
 )
 DATA = (f"/runs/{LARGE}/curves.json", f"/runs/{LARGE}/map.json?first=0&end=9&client=1")
 REFUSED = ("/nope", "/runs/nope", "/?nope=1", "/static/nope.js")
@@ -42,6 +57,25 @@ def test_another_host_name_is_refused(browser: Browser, host: str) -> None:
     assert LARGE not in answer.text
 
 
+def test_with_a_public_name_only_that_is_answered_and_only_a_sign_out_is_posted() -> None:
+    """Control: the page itself, by its name in any case."""
+
+    async def page(scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse("the page")(scope, receive, send)
+
+    browser = Browser(Guard(page, public_host="fl.example.org:8443"))
+    assert browser.get("/", host="FL.example.org:8443").text == "the page"
+    for host in ("127.0.0.1", "localhost:8443", "fl.example.org", "evil.example"):
+        assert browser.get("/", host=host).status_code == 421
+    codes = {
+        (method, path): browser.get(path, host="fl.example.org:8443", method=method).status_code
+        for method in ("GET", "POST")
+        for path in ("/", "/sign-out")
+    }
+    assert [codes["GET", "/"], codes["POST", "/sign-out"]] == [200, 200]
+    assert [codes["POST", "/"], codes["GET", "/sign-out"]] == [405, 405]
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"])
 def test_a_request_that_could_change_something_is_refused(browser: Browser, method: str) -> None:
     answer = browser.get("/", method=method)
@@ -52,6 +86,15 @@ def test_a_request_that_could_change_something_is_refused(browser: Browser, meth
 def test_pages_can_be_read(browser: Browser, page: str) -> None:
     assert browser.get(page).status_code == 200
     assert browser.get(page, method="HEAD").status_code == 200
+
+
+def test_pages_that_listen_are_limited(database: Database) -> None:
+    """Others are answered all the time. Control: the page in a browser, which is live."""
+    dashboard = Dashboard(database, VirtualClock(), place="runs")
+    browser = Browser(build_app(dashboard))
+    dashboard.num_streams = MAX_STREAMS
+    assert browser.get("/events").status_code == 503
+    assert browser.get("/").status_code == 200
 
 
 def test_the_database_refuses_writes(database: Database, runs_dir: Path) -> None:
@@ -71,7 +114,18 @@ def test_what_others_have_named_is_escaped(browser: Browser, page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [f"/runs/{LARGE}", f"/runs/{LARGE}/clients?order=client", f"/runs/{LARGE}/record"]
+    "page",
+    [
+        f"/runs/{LARGE}",
+        f"/runs/{LARGE}/clients?order=client",
+        f"/runs/{LARGE}/record",
+        "/clients",
+        "/queue",
+        "/releases",
+        "/budgets",
+        "/audit",
+        "/alerts",
+    ],
 )
 def test_escaped_text_is_shown(browser: Browser, page: str) -> None:
     """Control: the text that could be run is on these pages, escaped."""
@@ -88,6 +142,10 @@ def test_every_answer_has_the_headers(browser: Browser, path: str) -> None:
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+
+
+def test_a_proxy_is_asked_not_to_buffer_the_events(browser: Browser) -> None:
+    assert browser.get("/events", method="HEAD").headers["x-accel-buffering"] == "no"
 
 
 @pytest.mark.parametrize("path", DATA)
@@ -134,10 +192,11 @@ def test_nothing_is_redirected(browser: Browser, path: str) -> None:
     assert "location" not in answer.headers
 
 
-def test_a_redirect_would_be_noticed(browser: Browser) -> None:
+def test_a_redirect_would_be_noticed(database: Database) -> None:
     """Control: what the framework does unless it is told not to."""
-    browser.app.router.redirect_slashes = True
-    assert browser.get("/clients/").status_code == 307
+    app = build_app(Dashboard(database, VirtualClock(), place="runs"))
+    app.router.redirect_slashes = True
+    assert Browser(app).get("/clients/").status_code == 307
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])  # noqa: S104 (refused)

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,13 +34,6 @@ RUN = RunRecord(
     config_hash="0" * 64,
     versions={},
 )
-
-
-@pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """A store, in each kind of database in turn."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        yield database
 
 
 @pytest.fixture

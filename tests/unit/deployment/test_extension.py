@@ -75,7 +75,11 @@ def model_of(run: StoredRun) -> dict[str, torch.Tensor]:
     return checkpoint.select_tensors("params/")
 
 
-@pytest.mark.parametrize("sections", [{}, ASYNCHRONOUS], ids=["synchronous", "asynchronous"])
+@pytest.mark.parametrize(
+    "sections",
+    [{}, pytest.param(ASYNCHRONOUS, marks=pytest.mark.slow)],
+    ids=["synchronous", "asynchronous"],
+)
 def test_an_extended_run_ends_as_one_that_was_begun_with_as_many_rounds(
     bench: Bench, sections: dict[str, object]
 ) -> None:

@@ -344,6 +344,7 @@ def test_a_nodes_policy_is_that_of_its_file_and_its_configuration(tmp_path: Path
             '[policy.privacy]\nmode = "distributed"\nmax_epsilon_per_day = 2.0',
             "privacy.max_epsilon_per_day is 2.0",
         ),
+        ("[policy]\nmax_concurrent_runs = 2", "max_concurrent_runs is 2, but on Flower"),
         ("[conditions]\non_power = true", r"\[conditions\] is set"),
         ("[training]\nnum_workers = 2", "training.num_workers is 2, but on Flower"),
         ("[policy]\nmax_epoch = 3", "max_epochs"),
@@ -505,3 +506,24 @@ def test_who_is_eligible_cannot_be_known_on_a_federation(tmp_path: Path) -> None
         overrides = f"coordinator.eligibility.{asked}"
         with pytest.raises(ConfigError, match=f"coordinator.eligibility.{asked.split('=')[0]} is"):
             run_of(federation(3, overrides=overrides), tmp_path, Heard())
+
+
+def test_a_bundle_cannot_be_shipped_to_a_federation(tmp_path: Path) -> None:
+    """Its nodes run the trainer of their app, so the key would be ignored silently."""
+    with pytest.raises(ConfigError, match=r"client\.bundle is"):
+        run_of(federation(3, overrides='client.bundle="a.bundle"'), tmp_path, Heard())
+
+
+def test_traces_are_sent_from_a_federation_as_well(tmp_path: Path) -> None:
+    """A run that asks for them where they cannot be sent is refused, and not run without them."""
+    with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL is 'grpc'"):
+        run(
+            federation(3, overrides='telemetry.traces="on"'),
+            FOLDER,
+            environ={
+                "FEDLEARN_RUNS_DIR": str(tmp_path),
+                "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc",
+            },
+            interruption=Interruption(),
+            progress=Heard(),
+        )

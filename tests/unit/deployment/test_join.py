@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import select
 import signal
 import sys
@@ -38,6 +39,10 @@ from tests.processes import LONG_S, Launcher, Process, until
         (
             "[policy]\nmax_epoch = 3",
             "BAD  config: {file}:2: policy.max_epoch: unknown key; did you mean policy.max_epochs?",
+        ),
+        (
+            '[policy.bundles]\ndata = ["/nowhere"]',
+            "BAD  config: policy.bundles.data: /nowhere: missing, or not readable;",
         ),
     ],
 )
@@ -142,7 +147,10 @@ def joined(
 def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """The failure names the trainer's line, the evaluation the round before it."""
+    """The failure names the trainer's line, the evaluation the round before it.
+
+    The run's id stands before its rounds, once.
+    """
     with (
         FakeCoordinator() as coordinator,
         joined(launcher, tmp_path, coordinator, "trainer") as client,
@@ -156,7 +164,8 @@ def test_a_failure_and_an_evaluation_are_printed_as_what_they_are(
     assert trained == Failure("RuntimeError")
     assert isinstance(evaluated, EvaluateReply)
     place = f"{tmp_path / 'trainer.py'}:9, in train"
-    lines = [line for line in printed.splitlines() if line.startswith("round")]
+    lines = [line for line in printed.splitlines() if line.startswith(("round", "run"))]
+    assert re.fullmatch(r"run [0-9a-f]{32}", lines.pop(0))
     assert lines[:2] == [
         "round 1: training",
         f"round 1: failed: {place}: RuntimeError: no tape in the drive",

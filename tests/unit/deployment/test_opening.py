@@ -77,11 +77,10 @@ def new_journal(tmp_path: Path) -> Iterator[NewJournal]:
 
 
 @pytest.fixture
-def any_journal(database_url: str, tmp_path: Path) -> Iterator[RoundJournal]:
+def any_journal(database: Database) -> RoundJournal:
     """An empty journal, in each kind of database in turn."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        database.create(RUN)
-        yield StoredJournal(database, RUN.name, guard=allow_writes)
+    database.create(RUN)
+    return StoredJournal(database, RUN.name, guard=allow_writes)
 
 
 def durable(

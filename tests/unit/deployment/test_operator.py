@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from fedlearn.assembly import build_deployment
-from fedlearn.cli.overview import run_object, run_page
+from fedlearn.cli.overview import run_page
 from fedlearn.config import Config, from_mapping
 from fedlearn.core.clock import SystemClock
 from fedlearn.core.kinds import DISTILLATION, STEPS
 from fedlearn.core.messages import ClientId
 from fedlearn.core.participations import Participation, Participations, Status
+from fedlearn.deployment.descriptions import describe_run
 from fedlearn.deployment.heartbeat import Heartbeat
 from fedlearn.deployment.interruption import Interruption
 from fedlearn.deployment.live_status import LiveStatus, Phase
@@ -200,6 +201,19 @@ def test_the_same_run_is_found_again(site: Site, tmp_path: Path) -> None:
     other = build_deployment(config(tmp_path, client={"epochs": 7}), data_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"client\.epochs: \d then, 7 now; restore"):
         ensure_deployed(site.database, other, name="federation", clock=clock)
+
+
+def test_what_does_not_fit_the_model_is_refused_before_the_run_is_recorded(
+    site: Site, tmp_path: Path
+) -> None:
+    """Or a corrected file would be refused: a recorded run keeps its configuration."""
+    clock, own = SystemClock(), "corrected"
+    wrong = {"name": "fedavg", "keep_local": ["nothing.*"]}
+    components = build_deployment(config(tmp_path, algorithm=wrong), data_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"'nothing\.\*', which matches no tensor"):
+        ensure_deployed(site.database, components, name=own, clock=clock)
+    components = build_deployment(config(tmp_path), data_dir=tmp_path)
+    ensure_deployed(site.database, components, name=own, clock=clock)
 
 
 def test_a_coordinator_leaves_the_runs_of_the_queue_to_the_service(
@@ -455,7 +469,7 @@ def test_how_the_rounds_of_clients_ended_is_told(site: Site) -> None:
     enrol(site, "clinic-b")
     page = run_page(Run(run), width=None)
     assert "round 2: clinic-b failed: the delta is not finite; client 2 late" in page
-    (failed, late) = json.loads(run_object(Run(run)))["missed"]
+    (failed, late) = describe_run(Run(run))["missed"]
     assert failed == {
         "round": 2,
         "client_id": 1,

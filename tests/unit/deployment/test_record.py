@@ -2,16 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+import structlog
 
 from fedlearn.algorithms.pending_tasks import PendingTask
 from fedlearn.algorithms.stragglers import BelowMinimum, StragglerPolicy
+from fedlearn.core.clock import VirtualClock
 from fedlearn.core.messages import ClientId
-from fedlearn.deployment.record import resume_round
+from fedlearn.deployment.record import SumAfterTrainers, resume_round
 from fedlearn.rounds.journal import OpenRound
 from fedlearn.rounds.records import RunStatus
 from fedlearn.rounds.run import ResumedRound
+from fedlearn.store.masked_sum import MaskedSumFile
+from fedlearn.store.patience import Patience
 
 RETRIED = StragglerPolicy(
     num_wanted=3,
@@ -111,3 +116,16 @@ def test_a_client_that_is_too_stale_is_still_recorded_when_its_first_attempt_is_
     stale = PendingTask(client_id=ClientId(4), based_on=1, attempt=0, place=0, sent_s=-900.0)
     assert resume_run((4, 2)).rejoin((stale,)) == (stale,)
     assert [each.based_on for each in resume_run((2,), (4,)).rejoin((stale,))] == [7]
+
+
+def test_what_clients_ran_is_recorded_before_their_sum(tmp_path: Path) -> None:
+    """A process that dies in between reads their replies again; later ones have only the sum."""
+    patiently = Patience(clock=VirtualClock(), give_up_s=1.0, log=structlog.get_logger())
+    inner = MaskedSumFile(path=tmp_path / "sum", patiently=patiently)
+    found = list[bytes]()
+    store = SumAfterTrainers(store=inner, save_trainers=lambda: found.append(inner.read()))
+    store.save(b"first")
+    store.save(b"second")
+    assert (found, store.read()) == ([b"", b"first"], b"second")
+    store.clear()
+    assert inner.read() == b""

@@ -9,7 +9,7 @@ import torch
 
 from fedlearn.core.clock import VirtualClock
 from fedlearn.deployment.rollback import roll_back
-from fedlearn.errors import DeploymentError, Fenced, StoreError
+from fedlearn.errors import DeploymentError, Fenced, RunHeld, StoreError
 from fedlearn.rounds.records import Checkpoint
 from fedlearn.store.lease import Lease, deploy, find_deployment
 from fedlearn.store.runs import Database, sqlite_url
@@ -39,7 +39,10 @@ class Beating(VirtualClock):
             self.lease.renew({})
 
 
-def test_a_simulated_run_goes_back(database: Database) -> None:
+def test_a_simulated_run_goes_back_once_no_process_runs_it(database: Database) -> None:
+    with database.run(RUN.name).hold(), pytest.raises(RunHeld, match="let it end, or stop it"):
+        roll_back(database, RUN.name, to=1, clock=VirtualClock())
+    assert len(database.run(RUN.name).checkpoints()) == 2
     assert roll_back(database, RUN.name, to=1, clock=VirtualClock()).round_num == 1
     assert [each.round_num for each in database.run(RUN.name).checkpoints()] == [1]
 

@@ -98,5 +98,5 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_is_an_error_with_its_name(tmp_path: Path) -> None:
     """Missing folders are not created."""
-    with pytest.raises(DeploymentError, match=r"cannot write .*missing.*; make it accessible"):
+    with pytest.raises(DeploymentError, match=r"cannot write .*missing.*; check the path"):
         write_starter(tmp_path / "missing" / "coordinator.toml")

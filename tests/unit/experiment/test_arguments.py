@@ -20,6 +20,7 @@ from fedlearn.errors import ConfigError, DataError, FedlearnError
 
 _PAIRS = TensorDataset(torch.zeros(4, 2), torch.zeros(4).long())
 _LOCAL = fl.LocalSgd(epochs=1, batch_size=10, learning_rate=0.1)
+_BUFFERED: Any = fl.FedBuff(_LOCAL, buffer_size=1, concurrency=1, max_staleness=0)
 
 
 def _make_model() -> nn.Module:
@@ -82,6 +83,7 @@ def test_data_are_divided_among_clients_first(data: object, says: str) -> None:
         ("nonsense", r"fl\.FedAvg\("),
         (fl.FedAvg, r"algorithm is FedAvg itself; call it"),
         (_LOCAL, r"the update of one client; .*fl\.FedAvg\(LocalSgd"),
+        (fl.KeepLocal(_BUFFERED, ["0.*"]), r"fl\.Buffered\(KeepLocal\(buffered\.strategy"),
         (None, r"algorithm is None; give a strategy"),
     ],
 )

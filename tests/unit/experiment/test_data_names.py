@@ -1,13 +1,15 @@
 """Names of classes and features in a run's folder, in `fedlearn show` and in the report."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import fedlearn as fl
-from fedlearn.cli.overview import run_object, run_page
+from fedlearn.cli.overview import run_page
+from fedlearn.deployment.descriptions import describe_run
 from fedlearn.errors import ConfigError, DataError, StoreError
 from fedlearn.experiment.data_names import keep_data_names, load_data_names
 from fedlearn.training.data_names import DataNames, TableEncoding
@@ -33,7 +35,7 @@ def test_names_are_kept_and_shown(tmp_path: Path) -> None:
     page = run_page(run, width=None)
     assert "classes  0: no, 1: yes <b>" in page
     assert "features  0: age" in page
-    assert json.loads(run_object(run))["data_names"]["class_names"] == ["no", "yes <b>"]
+    assert list(describe_run(run)["data_names"]["class_names"]) == ["no", "yes <b>"]
     report = run.report().read_text()
     assert "<td>class 1</td><td>yes &lt;b&gt;</td>" in report
 
@@ -51,6 +53,25 @@ def test_a_run_does_not_resume_with_other_classes(tmp_path: Path) -> None:
         keep_data_names(DataNames(("no", "yes"), ("age",), (4.0,)), folder=tmp_path)
     with pytest.raises(DataError, match="classes are None, but the run was started"):
         keep_data_names(DataNames(), folder=tmp_path)
+
+
+def test_a_run_of_an_earlier_version_resumes_without_its_encoding(tmp_path: Path) -> None:
+    """From then on the encoding is recorded, and another one is refused."""
+
+    def encoded(missing: str) -> DataNames:
+        encoding = TableEncoding(
+            label="ill", columns=("age",), categories={}, missing=missing, num_classes=2
+        )
+        return DataNames(("no", "yes"), ("age",), encoding=encoding)
+
+    earlier = {"class_names": ["no", "yes"], "feature_names": ["age"]}
+    (tmp_path / "data_names.json").write_text(json.dumps(earlier))
+    with pytest.raises(DataError, match=r"classes are \('new', 'no'\), but the run was started"):
+        keep_data_names(replace(encoded("drop"), class_names=("new", "no")), folder=tmp_path)
+    keep_data_names(encoded("drop"), folder=tmp_path)
+    assert load_data_names(tmp_path) == encoded("drop")
+    with pytest.raises(DataError, match=r"the encoding of columns is .* but the run was started"):
+        keep_data_names(encoded("error"), folder=tmp_path)
 
 
 def test_statistics_without_noise_are_no_part_of_a_private_run(tmp_path: Path) -> None:

@@ -71,6 +71,49 @@ def test_no_more_workers_are_started_than_a_round_has_clients() -> None:
         assert told is (asked > started)
 
 
+AUGMENTED = """
+import torch
+import fedlearn as fl
+
+class Images:
+    def __init__(self, *, augment):
+        self.draw = torch.rand if augment else torch.ones
+    def __len__(self):
+        return 240
+    def __getitem__(self, row):
+        return self.draw(1 << 18), row % 2
+
+def load(*, augment):
+    images = Images(augment=augment)
+    labels = [row % 2 for row in range(240)]
+    test = [(torch.ones(1 << 18), row) for row in (0, 1)]
+    return fl.from_dataset(images, labels=labels, partition=fl.Iid(6), test=test, seed=0)
+
+def make_model():
+    return torch.nn.Sequential(torch.nn.AvgPool1d(1 << 16), torch.nn.Linear(4, 2))
+"""
+
+
+@pytest.mark.parametrize(("augment", "block_size"), [("true", 1), ("false", 6)])
+def test_a_block_holds_no_more_examples_than_fit_in_memory(
+    tmp_path: Path, augment: str, block_size: int
+) -> None:
+    """Six clients with 40 MiB each, which augmentation reads again in each of 30 epochs."""
+    (tmp_path / "images.py").write_text(AUGMENTED)
+    settings = (
+        f'data={{source="python",factory="{tmp_path}/images.py:load",args.augment={augment}}}',
+        f'model={{kind="python",factory="{tmp_path}/images.py:make_model"}}',
+        "cohort.num_wanted=6",
+        "client.epochs=30",
+        "engine.executor=sequential",
+        "engine.num_workers=1",
+    )
+    (tmp_path / "experiment.toml").write_text("")
+    config = load(tmp_path / "experiment.toml", overrides=settings)
+    site = Site(resolve_addresses(config, environ={}), {}, SystemClock(), Told())
+    assert resolve_config(config, site).config.engine.block_size == block_size
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), OutputClosed()])
 def test_an_interruption_is_told_of_and_fails_nothing(
     stored: StoredRun, error: BaseException

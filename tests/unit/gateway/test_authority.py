@@ -18,6 +18,7 @@ from structlog.testing import capture_logs
 from fedlearn.errors import DeploymentError, EnrolmentRefused
 from fedlearn.gateway.authority import Authority
 from fedlearn.identity.identity import Identity, common_name, load_certificate
+from fedlearn.identity.profiles import Profile, read_subject
 from fedlearn.secagg.keys import verify
 
 START = datetime.fromisoformat("2030-01-01T00:00:00Z")
@@ -272,3 +273,20 @@ def test_no_certificate_outlives_the_authority_and_an_ended_one_signs_nothing(
     assert load_certificate(pem).not_valid_after_utc == end
     with pytest.raises(DeploymentError, match="authority expired"):
         open_authority(tmp_path, days=3653)
+
+
+def test_each_certificate_says_what_its_peer_is(tmp_path: Path) -> None:
+    """No name makes an operator look like a client."""
+    authority = open_authority(tmp_path)
+    csr_pem = Identity.create().csr_pem("7")
+    client = authority.sign(csr_pem, name="7", client_id=7, valid_days=1)
+    operator = authority.sign_operator(csr_pem, name="7", valid_days=1)
+    assert read_subject(client) == (Profile.CLIENT, "7")
+    assert read_subject(operator) == (Profile.OPERATOR, "7")
+    for profile in (Profile.CLIENT_INVITATION, Profile.OPERATOR_INVITATION):
+        invited, _ = authority.certify_invitation("ann", valid_s=60.0, profile=profile)
+        assert read_subject(invited) == (profile, "")
+    assert read_subject(authority.server_certificate()[1]) == (Profile.OTHER, "")
+    assert read_subject(authority.ca_pem) == (Profile.OTHER, "")
+    with pytest.raises(EnrolmentRefused):
+        authority.sign_operator(b"no request", name="ann", valid_days=1)

@@ -13,6 +13,7 @@ from fedlearn.gateway.server import Gateway
 from fedlearn.testing.registry import FreshRegistry
 from fedlearn.transport import wire
 from tests.scripted_clients import (
+    WAIT_S,
     Collecting,
     Member,
     Receipt,
@@ -22,7 +23,7 @@ from tests.scripted_clients import (
     value_of,
 )
 
-A, B = "a" * 32, "b" * 32
+A, B, C = "a" * 32, "b" * 32, "c" * 32
 
 
 @pytest.fixture
@@ -68,6 +69,73 @@ def test_a_client_works_for_the_second_run_once_the_first_has_its_reply(site: Si
     assert (first.end(), second.end()) == (1, 1)
 
 
+def test_a_client_works_for_as_many_runs_at_a_time_as_it_says(site: Site) -> None:
+    """Control: the third run's task waits, and no task is sent twice."""
+    gateway = site.open(run_ids=(A, B, C))
+    member = site.enrol("hospital").connect(gateway, max_concurrent_runs=2)
+    first = Collecting(gateway.channel(A), [member], train_request())
+    tasks = [member.hear_task()]
+    assert gateway.channel(B).available() == (member.client_id,)
+    second = Collecting(gateway.channel(B), [member], train_request())
+    tasks.append(member.hear_task())
+    assert [each.key.run_id for each in tasks] == [A, B]
+    assert gateway.channel(C).available() == ()
+    assert gateway.status(C)["elsewhere"] == 1
+    third = Collecting(gateway.channel(C), [member], train_request())
+    assert third.goes_on()
+    assert hears_nothing(member)
+    member.answer(tasks[1], train_reply(2.0))
+    second.take()
+    member.hear_receipt()
+    tasks.append(member.hear_task())
+    assert tasks[2].key.run_id == C
+    for task, collecting in ((tasks[2], third), (tasks[0], first)):
+        member.answer(task, train_reply(1.0))
+        collecting.take()
+        member.hear_receipt()
+    assert hears_nothing(member)
+    assert (first.end(), second.end(), third.end()) == (1, 1, 1)
+
+
+def test_a_client_uploads_to_several_runs_at_a_time(site: Site, tmp_path: Path) -> None:
+    """Each waits for its verdict. Control: a second one to the same run replaces the first."""
+    gateway = site.open(run_ids=(A, B))
+    member = site.enrol("hospital").connect(gateway, max_concurrent_runs=2)
+    runs = {each: Collecting(gateway.channel(each), [member], train_request()) for each in (A, B)}
+    path, uploads = tmp_path / "reply", []
+    path.write_bytes(encode(train_reply(1.0)))
+    for _ in runs:  # in any order
+        task = member.hear_task()
+        uploads.append(member.upload(task, path))
+        runs[task.key.run_id].next()
+    again = member.upload(task, path)
+    with pytest.raises(ConnectionError, match="another upload"):
+        uploads[1].result(WAIT_S)
+    for each in runs.values():
+        each.consume()
+    verdicts = [each.result(WAIT_S).verdict for each in (uploads[0], again)]
+    assert verdicts == [Receipt.ACCEPTED, Receipt.ACCEPTED]
+
+
+def test_a_client_that_returns_is_sent_the_tasks_of_all_runs_for_which_it_works(site: Site) -> None:
+    gateway = site.open(run_ids=(A, B))
+    member = site.enrol("hospital").connect(gateway, max_concurrent_runs=2)
+    runs = [Collecting(gateway.channel(each), [member], train_request()) for each in (A, B)]
+    assert {member.hear_task().key.run_id for _ in runs} == {A, B}
+    member.disconnect()
+    member.connect(gateway, max_concurrent_runs=2)
+    assert {member.hear_task().key.run_id for _ in runs} == {A, B}
+
+
+def test_a_run_that_waits_first_leaves_the_others_what_it_does_not_take(site: Site) -> None:
+    """Control: a client that works for one run at a time is kept for it."""
+    gateway = site.open(run_ids=(A, B))
+    many = site.enrol("many").connect(gateway, max_concurrent_runs=2)
+    site.enrol("one").connect(gateway)
+    assert len(gateway.channel(A).available()) == 2
+    assert gateway.channel(B).available() == (many.client_id,)
+
+
 def test_a_client_that_the_first_run_gives_up_gets_the_task_of_the_second(site: Site) -> None:
     gateway, (quick, slow) = two_runs(site, num=2)
     first = Collecting(gateway.channel(A), [quick, slow], train_request(), enough=1)
@@ -110,6 +178,18 @@ def test_a_run_sees_no_client_that_works_for_another(site: Site) -> None:
     first.take()
     first.end()
     busy.hear_receipt()
+
+
+def test_the_status_of_a_run_that_has_retired_is_empty(site: Site) -> None:
+    """A monitor reads the runs, and one retires before it is asked. Control: one that is served."""
+    gateway = site.open(run_ids=())
+    retired = [f"{number:032x}" for number in range(9)]
+    for each in retired:
+        gateway.open_run(site.terms(each))
+        gateway.retire_run(each, is_over=True)
+    gateway.open_run(site.terms(A))
+    assert gateway.status(retired[0]) == {}, "the gateway remembers the last eight"
+    assert gateway.status(A)["connected"] == 0
 
 
 def test_clients_go_first_to_the_run_that_has_waited_longer(site: Site) -> None:

@@ -50,6 +50,7 @@ from fedlearn.transport.grpc_client import (
     NAME_METADATA,
     ComeBackLater,
 )
+from tests.processes import open_files_below
 from tests.scripted_clients import (
     NEVER,
     RUN_ID,
@@ -1217,7 +1218,7 @@ def test_a_client_that_is_revoked_within_an_upload_is_heard_no_further(site: Sit
     """Not even the bytes that would complete it. Control: the same parts are a reply above."""
     gateway = site.open()
     (member,) = site.connected(gateway, 1)
-    Collecting(gateway.channel(), [member], train_request(size=1_000_000))
+    exchange = Collecting(gateway.channel(), [member], train_request(size=1_000_000))
     data = encode(train_reply(7.0, size=1_000_000))[: wire.CHUNK_BYTES + 1]
     signed = envelope(member.hear_task(), data, client_id=0, identity=member.identity)
     revoked = asyncio.Event()
@@ -1227,7 +1228,25 @@ def test_a_client_that_is_revoked_within_an_upload_is_heard_no_further(site: Sit
     assert member.hear() is None
     member.loop.post(revoked.set)
     assert uploading.result(WAIT_S) == (0, grpc.StatusCode.UNAUTHENTICATED)
-    assert gateway.counters.replies_logged == 0
+    assert exchange.take()[1] == Failure("this client was revoked")
+
+
+def test_a_round_does_not_wait_for_a_client_that_is_revoked(site: Site) -> None:
+    """Nor does the next process that opens it. What a client sent before counts."""
+    gateway = site.open()
+    members = site.connected(gateway, 2)
+    collecting = Collecting(gateway.channel(), members, train_request())
+    members[1].answer(members[1].hear_task(), train_reply(7.0))
+    for member in members:
+        site.registry.revoke(member.name)
+    failed = (0, Failure("this client was revoked"))
+    assert collecting.take()[0] == 1
+    assert collecting.next() == failed
+    site.shut(gateway)
+    again = Collecting(site.open().channel(), members, train_request())
+    assert again.take()[0] == 1
+    assert again.take() == failed
+    assert again.end() == 2
 
 
 def test_a_download_that_is_called_off_closes_no_file_that_is_still_read(
@@ -1693,17 +1712,8 @@ def test_what_a_round_waits_for_space_for_its_request_is_no_time_of_its_clients(
         request = train_request(size=1_000_000)
         Collecting(gateway.channel(), [member], request, deadline_s=60.0)
         wait_until(lambda: gateway.counters.disk_full > 2)
-        assert not [name for name in open_files() if name.startswith(str(site.folder))]
+        assert open_files_below(site.folder) == []
     assert member.hear_task().remaining_s == 60.0
-
-
-def open_files() -> list[str]:
-    """Return the paths of all files that this process has open."""
-    names = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):
-            names.append(str(descriptor.readlink()))
-    return names
 
 
 def test_a_round_that_waits_for_space_is_counted_and_begins_once_there_is_some(

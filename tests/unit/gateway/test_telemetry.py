@@ -10,7 +10,7 @@ import pytest
 from fedlearn.errors import DeploymentError
 from fedlearn.gateway.counters import Histogram
 from fedlearn.gateway.meanings import RUN_METRIC
-from fedlearn.gateway.telemetry import Snapshot, Telemetry
+from fedlearn.gateway.telemetry import Measurements, Snapshot, Telemetry
 
 
 @dataclass
@@ -123,6 +123,21 @@ def test_two_coordinators_in_one_process_have_metrics_of_their_own() -> None:
     with serving(first) as a, serving(second) as b:
         assert 'fedlearn_round{run="clinics"} 1.0' in got(a, "/metrics")[1]
         assert 'fedlearn_round{run="clinics"} 2.0' in got(b, "/metrics")[1]
+
+
+def test_a_service_has_the_metrics_of_each_run_under_its_name() -> None:
+    """One family each; only the service itself is ready or not."""
+    runs = [Measurements(run=name, gauges={"round": 2.0}) for name in ("one", "two")]
+    told = Told(Snapshot(run="clinics", gauges={"runs_queued": 1.0}, runs=runs))
+    with serving(told) as telemetry:
+        _, page = got(telemetry, "/metrics")
+    assert export(page) == {
+        'fedlearn_ready{run="clinics"} 1.0',
+        'fedlearn_runs_queued{run="clinics"} 1.0',
+        'fedlearn_round{run="one"} 2.0',
+        'fedlearn_round{run="two"} 2.0',
+    }
+    assert page.count("# TYPE fedlearn_round gauge") == 1
 
 
 def test_nothing_else_is_served() -> None:

@@ -27,6 +27,7 @@ from fedlearn.gateway.upload_store import (
 )
 from fedlearn.transport.content import compute_digest
 from tests.damage import Damage, damaged
+from tests.processes import open_files_below
 
 OPENED = OpeningRecord(run_id="run", opened_unix_s=1000.0)
 LATER = OpeningRecord(run_id="run", opened_unix_s=2000.0)
@@ -231,13 +232,13 @@ def test_a_log_that_cannot_be_made_leaves_no_file_open_and_none_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """A file left behind would look like an exchange that was opened, with an early deadline."""
-    num_open = len(list(Path("/proc/self/fd").iterdir()))
     with monkeypatch.context() as patch:
         patch.setattr(os, call, full_disk)
         with pytest.raises(StoreError, match="free some space"):
             ReplyLog(tmp_path / "x", opened=OPENED, durable=True)
-    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    assert open_files_below(tmp_path) == []
     log = ReplyLog(tmp_path / "x", opened=LATER, durable=True)
+    assert open_files_below(tmp_path), "the control"
     assert (log.is_resumed, log.opened_unix_s) == (False, LATER.opened_unix_s)
     log.close(None)
 

@@ -164,7 +164,7 @@ def test_a_hello_of_another_version_is_refused_in_words(
     objection = versions.find_objection(ClientId(1), hello(protocol))
     assert bool(objection) == bool(words)
     assert words in objection
-    told = versions.status(lambda _: "clinic-a")
+    told = versions.status(lambda _: "clinic-a", concerns=lambda _: True)
     assert told == ([{"client_id": 1, "name": "clinic-a", "reason": objection}] if words else [])
 
 

@@ -86,20 +86,24 @@ def run(job: Job, log: Log | None = None) -> TrainingState:
     return train(job, start=None, control=log, report=log.told.append)
 
 
-@pytest.mark.parametrize("checkpoint_every", [0, 2])
 @pytest.mark.parametrize(
-    ("losses", "every", "patience", "target", "asked", "best"),
+    ("losses", "every", "patience", "target", "asked", "best", "checkpoint_every"),
     [
-        ([6, 5, 4, 3, 2, 1], 1, None, None, [1, 2, 3, 4, 5, 6], 6),
-        ([6, 2, 4, 3, 2, 5], 1, None, None, [1, 2, 3, 4, 5, 6], 2),
-        ([6, 2, 4, 3, 9, 1], 1, 2, None, [1, 2, 3, 4], 2),
-        ([6, 2, 4, 1, 9, 9], 1, 2, None, [1, 2, 3, 4, 5, 6], 4),
-        ([6, 2, 4, 1, 0, 0], 1, None, 2.0, [1, 2], 2),
-        ([6, 5, 4, 3, 2, 1], 4, None, None, [4, 6], 6),
-        ([NAN, 5, NAN, NAN, 4, 9], 1, 3, None, [1, 2, 3, 4, 5, 6], 5),
-        ([NAN] * 6, 1, 2, None, [1, 2], 2),
+        ([6, 5, 4, 3, 2, 1], 1, None, None, [1, 2, 3, 4, 5, 6], 6, 0),
+        ([6, 2, 4, 3, 2, 5], 1, None, None, [1, 2, 3, 4, 5, 6], 2, 0),
+        ([6, 2, 4, 3, 9, 1], 1, 2, None, [1, 2, 3, 4], 2, 0),
+        ([6, 2, 4, 3, 9, 1], 1, 2, None, [1, 2, 3, 4], 2, 2),
+        ([6, 2, 4, 1, 9, 9], 1, 2, None, [1, 2, 3, 4, 5, 6], 4, 0),
+        ([6, 2, 4, 1, 0, 0], 1, None, 2.0, [1, 2], 2, 0),
+        ([6, 5, 4, 3, 2, 1], 4, None, None, [4, 6], 6, 2),
+        ([NAN, 5, NAN, NAN, 4, 9], 1, 3, None, [1, 2, 3, 4, 5, 6], 5, 0),
+        ([NAN] * 6, 1, 2, None, [1, 2], 2, 0),
+        ([NAN] * 6, 1, 2, None, [1, 2], 2, 2),
     ],
-    ids=["falls", "rises", "patience", "patience lasts", "target", "every", "some NaN", "all NaN"],
+    ids=[
+        *("falls", "rises", "patience", "patience, files", "patience lasts", "target"),
+        *("every, files", "some NaN", "all NaN", "all NaN, files"),
+    ],
 )
 def test_the_best_model_is_the_result(
     tmp_path: Path,
@@ -132,7 +136,16 @@ def test_the_best_model_is_the_result(
     assert not (tmp_path / "job").exists()
 
 
-@pytest.mark.parametrize("dies_in", ["measure", "_write_best", "write_durably", "_remove_all_but"])
+@pytest.mark.parametrize(
+    "dies_in",
+    [
+        *("measure", "write_durably"),
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("_write_best", "_remove_all_but")
+        ),
+    ],
+)
 @pytest.mark.parametrize(
     "at", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )

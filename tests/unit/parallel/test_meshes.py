@@ -78,14 +78,20 @@ class Feedforward(nn.Module):
         return {"up": Cut(along="columns"), "down": Cut(along="rows")}
 
 
-def perceptron() -> nn.Sequential:
+def perceptron(num_blocks: int = 1, *, seed: int = 358) -> nn.Sequential:
     """Return a model without attention, for meshes that combine degrees.
 
-    On such a mesh, every process takes seconds to work out how torch cuts each operation.
+    On such a mesh, every process takes seconds to work out how torch cuts each operation. With
+    these seeds some steps are clipped, and some are not.
     """
-    torch.manual_seed(358)  # with this seed some steps are clipped, and some are not
-    first, block = nn.Linear(INPUTS, WIDTH), Feedforward()
-    return nn.Sequential(first, block, Pool(), nn.Linear(WIDTH, NUM_CLASSES)).double()
+    torch.manual_seed(seed)
+    first, blocks = nn.Linear(INPUTS, WIDTH), [Feedforward() for _ in range(num_blocks)]
+    return nn.Sequential(first, *blocks, Pool(), nn.Linear(WIDTH, NUM_CLASSES)).double()
+
+
+def deep_perceptron() -> nn.Sequential:
+    """Return a perceptron with a block for each of two stages."""
+    return perceptron(2, seed=23)
 
 
 # ---- the same training, without the package ----------------------------------------------------
@@ -331,7 +337,7 @@ CASES = [
     Case(Mesh(replicate=2, shard=2), micro=2, num_steps=3, make_model=perceptron),
     Case(Mesh(replicate=2, tensor=2), micro=2, num_steps=3, make_model=perceptron),
     Case(Mesh(shard=2, tensor=2), micro=2, optimizer="lars", num_steps=3, make_model=perceptron),
-    Case(Mesh(pipeline=2, replicate=2, tensor=2), micro=2, num_steps=2),
+    Case(Mesh(pipeline=2, replicate=2, tensor=2), micro=2, num_steps=3, make_model=deep_perceptron),
     Case(Mesh(replicate=2, shard=2, tensor=2), optimizer="sgd", num_steps=2, make_model=perceptron),
 ]
 
@@ -462,6 +468,7 @@ def test_micro_batches_add_up_to_the_batch(plain: Mapping[str, Outcome]) -> None
             Case(Mesh(), optimizer=optimizer, num_steps=num_steps, make_model=perceptron)
             for optimizer, num_steps in (("adamw", 3), ("lars", 3), ("sgd", 2))
         ),
+        Case(Mesh(), num_steps=3, make_model=deep_perceptron),
     ],
     ids=str,
 )

@@ -210,9 +210,19 @@ def test_what_is_spent_is_told_now_and_then(looking_s: float) -> None:
     for round_num in range(1000):
         charges.charge(round_num=round_num, attempt=0)
         clock.sleep(0.1)
-        if found := charges.report_spending():
+        if found := charges.report_spending(is_last=False):
             told[round_num] = found["epsilon"]
-    assert min(told) * 0.1 >= 4.5  # a run that ends sooner reports at its end
+    assert min(told) * 0.1 >= 4.5  # a run that ends sooner reports in its last round
     assert told == {round_num: 4.0 + round_num + 1 for round_num in told}
     assert looking_s * len(told) <= 0.05 * clock.now_s() + looking_s
     assert len(told) > (900 if looking_s == 0.0 else 1)
+
+
+def test_what_is_spent_is_always_told_after_the_last_round() -> None:
+    """However short the run; rounds that were charged and have not begun cost nothing."""
+    clock = VirtualClock()
+    charges = charging(InMemory(), epsilon=9.0, clock=clock)
+    assert charges.count_affordable(4) == 4
+    assert open_rounds(charges, clock, count=2, lasting_s=0.0) == 2
+    assert charges.report_spending(is_last=False) == {}
+    assert charges.report_spending(is_last=True) == {"epsilon": 2.0}

@@ -1,8 +1,6 @@
 """A round is opened only once, even if another coordinator takes over."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -20,11 +18,10 @@ OPENED = OpenRound(
 
 
 @pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
+def database(database: Database) -> Database:
     """A store with one run, for each kind of database."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        database.create(RUN)
-        yield database
+    database.create(RUN)
+    return database
 
 
 @pytest.fixture

@@ -47,11 +47,6 @@ from fedlearn.transport.memory import Handler, MemoryChannel
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 NEVER = EarlyStopping(
     metric="accuracy",
     direction="max",

@@ -310,6 +310,7 @@ def test_drop_outs_at_different_stages_add_up() -> None:
     """One is lost while advertising, one while training, which leaves the minimum."""
     silent = {ClientId(0): Stage.ADVERTISE, ClientId(3): Stage.MASK}
     collected = Federation.of(silent=silent).collect()
+    assert collected.dropouts == {Stage.ADVERTISE: 1, Stage.MASK: 1}
     left = [1, 2, 4, 5]
     assert [p.client_id for p in collected.participations[:4]] == left
     assert torch.allclose(mean_of(collected), torch.tensor(compute_expected_mean(left)), atol=1e-5)

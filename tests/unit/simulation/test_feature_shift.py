@@ -188,7 +188,11 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(36, 2))
 
 
-@pytest.mark.parametrize("shift", [SHIFTS[1], SHIFTS[2]], ids=["rotation", "noise"])
+@pytest.mark.parametrize(
+    "shift",
+    [SHIFTS[1], pytest.param(SHIFTS[2], marks=pytest.mark.slow)],
+    ids=["rotation", "noise"],
+)
 def test_engine_sessions_and_workers_train_on_the_same(shift: FeatureShift) -> None:
     """Also with examples held out by each client, and from a dataset; unshifted, it differs."""
 

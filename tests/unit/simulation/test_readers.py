@@ -1,6 +1,7 @@
 """Federated data sets from CSV files and data frames: roles of columns, classes, and refusals."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,25 @@ def test_one_file_with_a_client_column(tmp_path: Path) -> None:
     path.write_text("site,x,y\nzoe,1,0\n,2,1\n")
     with pytest.raises(DataError, match=r"all\.csv, line 3, column 'site': the client is missing"):
         fl.from_csv(path, label="y", client="site", test=0.5, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "names"),
+    [
+        (("007", "7", "12"), ["007", "12", "7"]),
+        (("7", "7", "12"), [7, 12]),
+        (("98765432109876543210", "98765432109876543211", "7"), None),
+    ],
+)
+def test_client_ids_keep_all_their_digits(
+    tmp_path: Path, ids: tuple[str, ...], names: list[str | int] | None
+) -> None:
+    """As numbers, clients 007 and 7 would be one. Control: plain whole numbers stay numbers."""
+    path = tmp_path / "all.csv"
+    path.write_text("site,x,y\n" + "".join(f"{each},1,{n % 2}\n" for n, each in enumerate(ids)))
+    data = fl.from_csv(path, label="y", client="site", test=path, seed=0)
+    assert data.names is not None
+    assert data.names.tolist() == (sorted(ids) if names is None else names)
 
 
 def test_whole_numbers_are_classes_unless_they_are_regressed_on(folder: Path) -> None:
@@ -263,13 +283,82 @@ def test_frames_of_pandas_and_polars_equal_those_of_pyarrow() -> None:
     )
     expected = read(pa.table(values))
     shuffled = pandas.DataFrame(values, index=[7, 5, 3]).astype({"site": "category"})
-    for frame in (shuffled, polars.DataFrame(values)):
+    named = polars.DataFrame(values)
+    coded = named.with_columns(polars.col("site", "y").cast(polars.Categorical))
+    for frame in (shuffled, named, coded):
         data = read(frame)
         assert data.feature_names == expected.feature_names == ("x", "n")
         assert data.class_names == ("u", "v")
         assert [_rows_of(data, each) for each in range(2)] == [
             _rows_of(expected, each) for each in range(2)
         ]
+
+
+def test_a_column_that_is_neither_numbers_nor_texts_is_no_silent_loss() -> None:
+    """Dates and nested values are refused until they are numbers, or left out by name."""
+    days = [datetime(2026, 1, day, tzinfo=UTC) for day in (1, 2)]
+    values = {"x": [1.0, 2.0], "admitted": [None, days[1]], "y": [0, 1]}
+    frames = [pa.table(values), *(each(values) for each in _frame_libraries())]
+    for frame in frames:
+        with pytest.raises(DataError, match=r"row 1 of the frame, column 'admitted': a .* is nei"):
+            fl.from_frame(frame, label="y", partition=fl.Iid(2), test=frame, seed=0)
+        own: dict[str, Any] = {"label": "y", "partition": fl.Iid(2), "test": frame, "seed": 0}
+        assert fl.from_frame(frame, exclude=["admitted"], **own).feature_names == ("x",)
+        assert fl.from_frame(frame, features=["x"], **own).feature_names == ("x",)
+    frame = pa.table({"x": [[1.0], [2.0]], "n": [1, 2], "y": [0, 1]})
+    with pytest.raises(DataError, match="column 'x': a list is neither a number nor text"):
+        fl.from_frame(frame, label="y", partition=fl.Iid(2), test=frame, seed=0)
+
+
+@pytest.mark.filterwarnings("ignore:The DataFrame has column names of mixed type")
+def test_two_columns_with_one_name_are_no_silent_loss() -> None:
+    """Pandas may call them 1 and "1". Control: with another name both are features."""
+    values = [pa.array(each) for each in ([1.0, 2.0], [3.0, 4.0], [0, 1])]
+    frames = [pa.Table.from_arrays(values, ["x", "x", "y"])]
+    pandas = pytest.importorskip("pandas")
+    rows = [[1.0, 3.0, 0], [2.0, 4.0, 1]]
+    frames += [pandas.DataFrame(rows, columns=each) for each in (["x", "x", "y"], [1, "1", "y"])]
+    own: dict[str, Any] = {"label": "y", "partition": fl.Iid(2), "seed": 0}
+    for frame in frames:
+        with pytest.raises(DataError, match=r"several columns|Duplicate column names"):
+            fl.from_frame(frame, **own)
+    named = pa.Table.from_arrays(values, ["x", "z", "y"])
+    assert fl.from_frame(named, **own).feature_names == ("x", "z")
+
+
+def test_pandas_columns_of_other_kinds_are_refused_by_name() -> None:
+    """Periods arrive as integers in an extension type, and would be passed over as texts are."""
+    pandas = pytest.importorskip("pandas")
+    plain = pandas.DataFrame({"x": [1.0, 2.0], "y": [0, 1]})
+    months = plain.assign(month=pandas.period_range("2026-01", periods=2, freq="M"))
+    sparse = plain.assign(rare=pandas.arrays.SparseArray([0.0, 1.0]))
+    own: dict[str, Any] = {"label": "y", "partition": fl.Iid(2), "seed": 0}
+    with pytest.raises(DataError, match="column 'month': a coded value is neither a number nor"):
+        fl.from_frame(months, **own)
+    with pytest.raises(DataError, match=r"no table of plain columns: .*rare"):
+        fl.from_frame(sparse, **own)
+    assert fl.from_frame(months, exclude=["month"], **own).feature_names == ("x",)
+
+
+def test_a_column_without_a_value_has_the_type_that_it_has_at_other_clients() -> None:
+    """Without values at any client it is a column of numbers, all of which are missing."""
+    full = {"x": [1.0, 2.0], "sex": ["f", "m"], "y": [0, 1]}
+    lacking = full | {"x": [None, None], "sex": [None, None]}
+    for make in (pa.table, *_frame_libraries()):
+        frames = {"aachen": make(full), "berlin": make(lacking)}
+        missing: dict[str, float | str] = {"x": 5.0, "sex": "f"}
+        own: dict[str, Any] = {"label": "y", "one_hot": ["sex"], "test": frames, "seed": 0}
+        data = fl.from_frame(frames, missing=missing, **own)
+        assert _rows_of(data, 1) == ([[5.0, 1.0, 0.0], [5.0, 1.0, 0.0]], [0, 1])
+        with pytest.raises(DataError, match="row 0 of the frame of 'berlin', column 'x': the val"):
+            fl.from_frame(frames, **own)
+        with pytest.raises(DataError, match="column 'x': the value is missing; give missing="):
+            fl.from_frame({"berlin": make(lacking)}, label="y", test=0.5, seed=0)
+
+
+def _frame_libraries() -> list[Callable[[Any], Any]]:
+    """Return the constructors of pandas' and polars' frames."""
+    return [pytest.importorskip("pandas").DataFrame, pytest.importorskip("polars").DataFrame]
 
 
 @pytest.mark.parametrize(

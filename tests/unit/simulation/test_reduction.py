@@ -16,6 +16,7 @@ from fedlearn.core.cluster import Alone
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
 from fedlearn.core.soundness import describe_unsound
+from fedlearn.privacy.bounded_sum import BoundedSum
 from fedlearn.simulation.reduction import Gathered, Reduction, Summed, select_rows
 
 PARAMS = Params.of(nn.Linear(2, 1))
@@ -86,6 +87,16 @@ def test_blocks_of_two_waves_are_one_aggregate(reduction: Reduction) -> None:
     assert {n: v.tolist() for n, v in aggregate.lanes.items()} == {
         name: pytest.approx(values) for name, values in expected.items()
     }
+
+
+def test_a_round_without_clients_is_an_empty_sum() -> None:
+    """A private round is released like any other."""
+    summed = BoundedSum(
+        bounds={"delta": 1.0, "more": 1.0}, multipliers={"delta": 1.0, "more": 1.0}, largest=9
+    )
+    aggregate = Summed(summed, LANES, PARAMS, bounds=None, clip_norm=None).close()
+    assert aggregate.num_clients == 0
+    assert [each.tolist() for each in aggregate.lanes.values()] == [[0.0] * 3, [0.0] * 2]
 
 
 @pytest.mark.parametrize("value", BAD)

@@ -99,11 +99,12 @@ def test_means_and_variances_are_those_of_pandas() -> None:
         of_column = frame[name]
         expected = [
             of_column.count(),
+            of_column.sum(),
             of_column.mean(),
             of_column.var(ddof=0),
             of_column.std(ddof=0),
         ]
-        rows = [found[(name, item)] for item in ("values", "mean", "variance", "std")]
+        rows = [found[(name, item)] for item in ("values", "sum", "mean", "variance", "std")]
         assert rows == pytest.approx(expected, rel=1e-12)
 
 

@@ -1,15 +1,14 @@
 """The audit log: each kind of tampering shows, and concurrent writers keep one chain."""
 
 import json
-import multiprocessing
 import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sqlalchemy import delete, func, insert, select, text
+from sqlalchemy import delete, insert, select, text
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.deployment.audit_log import verify_export, verify_log
@@ -23,15 +22,15 @@ from fedlearn.store.audit_checkpoints import sign_checkpoint
 from fedlearn.store.registry import StoredRegistry
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import AuditCheckpointRow, AuditRow, InvitationRow
+from tests.processes import Launcher
 
 ALICE = Actor(kind="operator", name="alice", origin="it-7")
 
 
 @pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
+def database(database: Database) -> Database:
     """An empty store in which alice acts, in each kind of database in turn."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        yield database.acting_as(ALICE)
+    return database.acting_as(ALICE)
 
 
 @pytest.fixture
@@ -227,25 +226,44 @@ def test_the_operator_is_whom_the_system_names(monkeypatch: pytest.MonkeyPatch) 
     assert remote_client("a", origin="x").label == "client:a"
 
 
-def _write_acts(url: str, runs_dir: Path, name: str, count: int) -> None:
-    with Database.open(url, runs_dir=runs_dir) as database:
-        act(database, *(f"{name}-{number}" for number in range(count)))
+#: Record eight acts, whose subjects begin with the last argument.
+WRITE_ACTS = """
+import sys
+from pathlib import Path
+from fedlearn.identity.audit import Action
+from fedlearn.store.runs import Database
+
+url, runs_dir, name = sys.argv[1:]
+with Database.open(url, runs_dir=Path(runs_dir)) as database:
+    for number in range(8):
+        with database.writing() as session:
+            database.record_act(
+                session, Action.CLIENT_INVITED, subject=f"{name}-{number}", details={}
+            )
+"""
 
 
 def test_writers_in_several_processes_keep_one_chain(
-    database: Database, database_url: str, key: SigningKey, tmp_path: Path
+    launcher: Launcher, database: Database, database_url: str, key: SigningKey, tmp_path: Path
 ) -> None:
     """Even the first entry, which starts the log, is written once."""
-    context = multiprocessing.get_context("spawn")
-    writers = [
-        context.Process(target=_write_acts, args=(database_url, tmp_path / "runs", name, 8))
-        for name in "ab"
-    ]
-    for each in writers:
-        each.start()
-    for each in writers:
-        each.join()
-    assert [each.exitcode for each in writers] == [0, 0]
+    script = tmp_path / "write.py"
+    script.write_text(WRITE_ACTS)
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(
+                closing(
+                    launcher.launch(
+                        tmp_path / f"writer-{name}",
+                        *(database_url, str(tmp_path / "runs"), name),
+                        script=script,
+                        environ=os.environ,
+                    )
+                )
+            )
+            for name in "ab"
+        ]
+        assert [each.wait() for each in writers] == [0, 0]
     report = verify(database, tmp_path)
     assert (report.num_entries, report.problems) == (17, [])
 
@@ -258,31 +276,39 @@ def test_the_database_refuses_a_fork(database: Database) -> None:
         session.execute(insert(AuditRow).values(**vars(twin)))
 
 
-def _invite_forever(url: str, runs_dir: Path) -> None:
-    with Database.open(url, runs_dir=runs_dir) as database:
-        registry = StoredRegistry(database, SystemClock())
-        for number in range(1_000_000):
-            registry.invite(f"client-{number}", tags=[], valid_s=60.0)
+#: Invite clients without end, and print a line for each.
+INVITE_FOREVER = """
+import sys
+from itertools import count
+from pathlib import Path
+from fedlearn.core.clock import SystemClock
+from fedlearn.store.registry import StoredRegistry
+from fedlearn.store.runs import Database
+
+url, runs_dir, begin = sys.argv[1:]
+with Database.open(url, runs_dir=Path(runs_dir)) as database:
+    registry = StoredRegistry(database, SystemClock())
+    for number in count():
+        registry.invite(f"client-{begin}-{number}", tags=[], valid_s=60.0)
+        print(number, flush=True)
+"""
 
 
 @pytest.mark.slow
 def test_a_kill_leaves_an_act_and_its_entry_or_neither(
-    database: Database, database_url: str, tmp_path: Path
+    launcher: Launcher, database: Database, database_url: str, tmp_path: Path
 ) -> None:
     """Kill -9 while it invites, again and again."""
-    context = multiprocessing.get_context("spawn")
-    for _ in range(5):
-        with database.reading() as session:
-            before = session.scalar(select(func.count()).select_from(AuditRow)) or 0
-        writer = context.Process(target=_invite_forever, args=(database_url, tmp_path / "runs"))
-        writer.start()
-        assert writer.pid is not None
-        while True:
-            with database.reading() as session:
-                if (session.scalar(select(func.count()).select_from(AuditRow)) or 0) > before + 5:
-                    break
-        os.kill(writer.pid, signal.SIGKILL)
-        writer.join()
+    script = tmp_path / "invite.py"
+    script.write_text(INVITE_FOREVER)
+    for begin in range(5):
+        arguments = (database_url, str(tmp_path / "runs"), str(begin))
+        stem = tmp_path / f"inviting-{begin}"
+        with closing(
+            launcher.launch(stem, *arguments, script=script, environ=os.environ)
+        ) as writer:
+            writer.wait_for_lines(5)
+            writer.kill()
         assert verify(database, tmp_path).problems == []
         invited = [each.subject for each in entries(database)[1:]]
         with database.reading() as session:

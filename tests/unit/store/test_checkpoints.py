@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
@@ -38,6 +38,7 @@ def written(folder: Path, *, num_values: int = 100) -> CheckpointFile:
     return write_checkpoint(checkpoint, folder=folder)
 
 
+@settings(max_examples=30)  # each of several values, and each writes a file durably
 @given(values=st.dictionaries(st.text(), SCALARS))
 def test_scalars_come_back_exactly_with_their_types(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, Scalar]

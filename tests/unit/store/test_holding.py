@@ -20,13 +20,6 @@ from tests.records import RUN
 
 
 @pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """An empty store, in each kind of database in turn."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        yield database
-
-
-@pytest.fixture
 def run(database: Database) -> StoredRun:
     """A new run."""
     return database.create(RUN)

@@ -1,9 +1,8 @@
 """The coordinator's lease: a coordinator that was replaced can no longer write."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,12 +47,11 @@ TTL_S = 4.0
 
 
 @pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
+def database(database: Database) -> Database:
     """A store with one deployed run, in each kind of database in turn."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        database.create(RUN)
-        deploy(database, RUN.name)
-        yield database
+    database.create(RUN)
+    deploy(database, RUN.name)
+    return database
 
 
 def a_lease(database: Database, holder: str, clock: VirtualClock | None = None) -> Lease:

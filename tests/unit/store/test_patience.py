@@ -92,6 +92,7 @@ def test_a_run_waits_for_its_database(tmp_path: Path) -> None:
             store=outage,
             patiently=patience(clock),
             journal=empty(),
+            save_trainers=lambda: None,
             forget=lambda _: None,
             live_status=LiveStatus(),
             run_id="0" * 32,

@@ -1,8 +1,7 @@
 """The queue of runs in the database: every transition, each repeated and out of turn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -31,12 +30,6 @@ class Noon(WallClock):
 
 
 NOON = "1970-01-01T12:00:00Z"
-
-
-@pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        yield database
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """The registry of models: tags that move in one step, retention, and what is never lost."""
 
-import multiprocessing
+import os
 import shutil
-from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -16,15 +16,15 @@ from fedlearn.store.audit import read_entries
 from fedlearn.store.releases import WEIGHTS_FILE, ReleaseStore, StoredRelease, select_removable
 from fedlearn.store.runs import Database
 from fedlearn.store.schema import ReleaseTagRow
+from tests.processes import Launcher, Process
 
 ALICE = Actor(kind="operator", name="alice", origin="it-7")
 
 
 @pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """An empty store, in each kind of database in turn."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        yield database.acting_as(ALICE)
+def database(database: Database) -> Database:
+    """An empty store in which alice acts, in each kind of database in turn."""
+    return database.acting_as(ALICE)
 
 
 @pytest.fixture
@@ -102,27 +102,44 @@ def test_a_tag_moves_and_the_log_says_from_where(
         store.untag("champion")
 
 
-def _move_tag(url: str, runs_dir: Path, release_id: str) -> None:
-    with Database.open(url, runs_dir=runs_dir) as database:
-        for _ in range(5):
-            ReleaseStore(database).tag(release_id, "champion")
+#: Give a release a tag, five times.
+MOVE_TAG = """
+import sys
+from pathlib import Path
+from fedlearn.store.releases import ReleaseStore
+from fedlearn.store.runs import Database
+
+url, runs_dir, release_id = sys.argv[1:]
+with Database.open(url, runs_dir=Path(runs_dir)) as database:
+    for _ in range(5):
+        ReleaseStore(database).tag(release_id, "champion")
+"""
+
+
+@pytest.fixture
+def two_releases(store: ReleaseStore, key: SigningKey) -> list[str]:
+    """The ids of two releases."""
+    return [add(store, key, rounds=number).signed.id for number in (1, 2)]
 
 
 @pytest.mark.slow
 def test_a_tag_that_two_processes_move_names_one_release(
-    store: ReleaseStore, key: SigningKey, database: Database, database_url: str, tmp_path: Path
+    launcher: Launcher,
+    two_releases: list[str],
+    database: Database,
+    database_url: str,
+    tmp_path: Path,
 ) -> None:
-    ids = [add(store, key, rounds=number).signed.id for number in (1, 2)]
-    context = multiprocessing.get_context("spawn")
-    movers = [
-        context.Process(target=_move_tag, args=(database_url, tmp_path / "runs", each))
-        for each in ids
-    ]
-    for each in movers:
-        each.start()
-    for each in movers:
-        each.join()
-    assert [each.exitcode for each in movers] == [0, 0]
+    script = tmp_path / "move.py"
+    script.write_text(MOVE_TAG)
+    with ExitStack() as stack:
+        movers = list[Process]()
+        for release_id in two_releases:
+            arguments = (database_url, str(tmp_path / "runs"), release_id)
+            stem = tmp_path / f"moving-{release_id}"
+            mover = launcher.launch(stem, *arguments, script=script, environ=os.environ)
+            movers.append(stack.enter_context(closing(mover)))
+        assert [each.wait() for each in movers] == [0, 0]
     with database.reading() as session:
         assert len(session.scalars(select(ReleaseTagRow)).all()) == 1
     assert actions(database).count("release.tagged") == 10

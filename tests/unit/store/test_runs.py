@@ -130,13 +130,6 @@ ROUNDS = st.builds(
 
 
 @pytest.fixture
-def database(database_url: str, tmp_path: Path) -> Iterator[Database]:
-    """An empty store, in each kind of database in turn."""
-    with Database.open(database_url, runs_dir=tmp_path / "runs") as database:
-        yield database
-
-
-@pytest.fixture
 def run(database: Database) -> StoredRun:
     """A new run."""
     return database.create(RUN)
@@ -640,16 +633,61 @@ def alembic_config(**attributes: object) -> Config:
     return config
 
 
-def test_the_revisions_lead_to_the_tables_of_this_version(
-    database_url: str, database: Database
-) -> None:
+def describe(url: str) -> dict[str, dict[str, list[str]]]:
+    """Return the columns, keys and indexes of each table, in no particular order.
+
+    Without defaults: revisions need them for existing rows, and the product writes all columns.
+    """
+    engine = create_engine(url)
+    found = inspect(engine)
+    tables = {
+        table: {
+            "columns": sorted(
+                f"{each['name']} {each['type']} {each['nullable']}"
+                for each in found.get_columns(table)
+            ),
+            "primary key": [str(found.get_pk_constraint(table))],
+            "foreign keys": sorted(str(each) for each in found.get_foreign_keys(table)),
+            "unique": sorted(str(each) for each in found.get_unique_constraints(table)),
+            "indexes": sorted(str(each) for each in found.get_indexes(table)),
+            "checks": sorted(str(each) for each in found.get_check_constraints(table)),
+        }
+        for table in found.get_table_names()
+    }
+    engine.dispose()
+    return tables
+
+
+def test_the_revisions_lead_to_the_tables_of_this_version(database_url: str) -> None:
     """Columns, types, nullability and keys agree. Control: the comparison sees an added column."""
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        migrations.upgrade(connection)
+    engine.dispose()
     assert differences(database_url, Base.metadata) == []
     other = MetaData()
     for table in Base.metadata.tables.values():
         table.to_metadata(other)
     other.tables["rounds"].append_column(Column("more", Integer))
     assert len(differences(database_url, other)) == 1
+
+
+def test_a_new_database_is_as_the_revisions_would_make_it(
+    database_url: str, database: Database
+) -> None:
+    """It is made without them, so they insert no rows, which it would lack."""
+    made = describe(database_url)
+    engine = create_engine(database_url)
+    with engine.begin() as connection:
+        version = connection.scalar(text("SELECT version_num FROM alembic_version"))
+        Base.metadata.drop_all(connection)
+        connection.execute(text("DROP TABLE alembic_version"))
+        migrations.upgrade(connection)
+        assert connection.scalar(text("SELECT version_num FROM alembic_version")) == version
+        for table in Base.metadata.tables.values():
+            assert connection.execute(table.select()).first() is None, table.name
+    engine.dispose()
+    assert describe(database_url) == made
 
 
 def test_the_revisions_are_those_that_lead_to_one_another() -> None:
@@ -801,3 +839,16 @@ def test_who_fails_in_a_row_is_on_record(database: Database, run: StoredRun) -> 
         each.commit(a_checkpoint(7))
     assert run.load_failing() == {1: (3, "in 6"), 3: (1, "in 2")}
     assert other.load_failing() == {1: (1, "in 0"), 2: (1, "in 0")}
+
+
+def test_what_clients_ran_is_recorded_once_a_round(run: StoredRun) -> None:
+    """A round that is collected again replaces what was recorded of it, and of no other."""
+    run.save_trainers({})
+    assert run.load_trainers() == {}
+    run.save_trainers({(0, ClientId(1)): "site:a", (0, ClientId(2)): "site:b"})
+    run.save_trainers({(0, ClientId(2)): "bundle:c", (1, ClientId(1)): "bundle:c"})
+    assert run.load_trainers() == {
+        (0, ClientId(1)): "site:a",
+        (0, ClientId(2)): "bundle:c",
+        (1, ClientId(1)): "bundle:c",
+    }

@@ -1,9 +1,11 @@
 """Runs in MLflow, read back with its own client from an SQLite database."""
 
 import os
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,26 @@ def test_runs_are_logged_resumed_and_closed_as_they_ended(tmp_path: Path) -> Non
     assert run.data.params["data.args.password"] == "***"
     assert len(run.data.params["data.args.long"]) == 6000
     assert runs["failed"].data.tags["fedlearn.error"] == "no memory"
+
+
+def track_in(uri: str, folder: Path, name: str) -> list[str]:
+    """Track a run, and return what was logged."""
+    with structlog.testing.capture_logs() as logs:
+        track(fl.MLflowTracker(uri, clock=Time()), range(3), folder, run=replace(RUN, name=name))
+    return [each["event"] for each in logs]
+
+
+def test_processes_that_create_one_database_together_all_log_to_it(tmp_path: Path) -> None:
+    """As those of a sweep. MLflow alone would damage the database, and log nothing at all."""
+    uri, names = f"sqlite:///{tmp_path / 'mlflow.db'}", ["one", "two", "three"]
+    folders = [tmp_path / name for name in names]
+    with ProcessPoolExecutor(3, mp_context=get_context("spawn")) as pool:
+        assert [*pool.map(track_in, [uri] * 3, folders, names)] == [[], [], []]
+    client = import_module("mlflow").MlflowClient(tracking_uri=uri)
+    place = client.get_experiment_by_name("fedlearn").experiment_id
+    runs = {each.info.run_name: each.info.run_id for each in client.search_runs([place])}
+    assert runs.keys() == set(names)
+    assert all(len(client.get_metric_history(each, "accuracy")) == 3 for each in runs.values())
 
 
 def test_a_server_that_is_down_is_only_a_warning(tmp_path: Path) -> None:

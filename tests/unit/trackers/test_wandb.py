@@ -1,43 +1,22 @@
 """Runs in Weights & Biases, read back from the files of its offline mode."""
 
 import json
-import struct
-from collections.abc import Iterator
 from dataclasses import replace
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import fedlearn as fl
 from fedlearn.rounds.records import RunStatus
 from tests.records import RUN
-from tests.tracking import Time, track
+from tests.tracking import Time, read_wandb, track
 
 pytestmark = [
     pytest.mark.slow,  # it starts a process of its own
     pytest.mark.skipif(find_spec("wandb") is None, reason="the extra wandb is not installed"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # wandb's own
 ]
-_BLOCK, _FILE_HEADER, _HEADER = 32768, 7, 7
-
-
-def read(file: Path) -> Iterator[Any]:  # Any: its generated messages
-    """Yield the messages of a file: a LevelDB log after seven bytes that name the format."""
-    internal = import_module("wandb.proto.wandb_internal_pb2")  # slow to import
-    data, place, parts = file.read_bytes(), _FILE_HEADER, b""
-    while place + _HEADER <= len(data):
-        if (left := _BLOCK - place % _BLOCK) < _HEADER:
-            place += left
-            continue
-        _, size, kind = struct.unpack("<IHB", data[place : place + _HEADER])
-        parts += data[place + _HEADER : place + _HEADER + size]
-        place += _HEADER + size
-        if kind in (1, 4):  # a whole message, or the last part of one
-            yield internal.Record.FromString(parts)
-            parts = b""
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +33,7 @@ def test_runs_are_logged_resumed_and_closed_as_they_ended(tmp_path: Path) -> Non
         tracker = fl.WandbTracker("us/digits", clock=Time())
         track(tracker, rounds, tmp_path, run=run, ends=ends)
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    first, second = (list(read(file)) for file in files)
+    first, second = (list(read_wandb(file)) for file in files)
 
     found = [each.history for each in (*first, *second) if each.HasField("history")]
     assert [each.step.num for each in found] == list(range(12))

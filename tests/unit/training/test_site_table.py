@@ -1,10 +1,13 @@
-"""A site's own CSV file, read as a simulation on all files read it."""
+"""A site's own CSV or Parquet file, read as a simulation on all files read it."""
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import structlog
 import torch
@@ -81,6 +84,31 @@ def test_each_site_gets_the_rows_that_its_client_had(
         assert torch.equal(features, require_single_input(simulated))
         assert torch.equal(labels, expected)
         assert labels.dtype == expected.dtype
+
+
+def test_a_parquet_file_is_read_like_a_csv_file(sites: Path, tmp_path: Path) -> None:
+    """Its columns have types of their own, and one without a value has none."""
+    names = write_names(read(sites, missing={"age": 44.5}), tmp_path)
+    (sites / "celle.csv").write_text("age,sex,ward,code,ill\n,f,3,1,no\n,m,3,2,yes\n")
+    table = {
+        "ill": ["no", "yes"],
+        "ward": pa.array([3, 3], pa.int8()),
+        "sex": pa.array(["f", "m"]).dictionary_encode(),
+        "age": pa.nulls(2),
+        "code": ["1", "2"],
+        "admitted": [datetime(2026, 1, 2, tzinfo=UTC)] * 2,  # no feature of the run
+    }
+    pq.write_table(pa.table(table), tmp_path / "celle.parquet")
+    expected = read_examples(sites / "celle.csv", names=names)
+    found = read_examples(tmp_path / "celle.parquet", names=names)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    pq.write_table(pa.table(table | {"sex": ["f", "d"]}), tmp_path / "celle.parquet")
+    with pytest.raises(DataError, match=r"celle.parquet, row 1, column 'sex': 'd' is no category"):
+        read_examples(tmp_path / "celle.parquet", names=names)
+    (tmp_path / "celle.parquet").write_text("age\n1\n")
+    with pytest.raises(DataError, match=r"celle.parquet cannot be read as Parquet: .*write it ag"):
+        read_examples(tmp_path / "celle.parquet", names=names)
 
 
 def test_rows_that_are_left_out_are_counted(sites: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A training task: reported, cancelled, resumed, read lazily, and split into parts."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from fedlearn.algorithms.feddyn import DynamicRegularizer
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate
 from fedlearn.algorithms.objectives import MeanSquaredError
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.algorithms.settings import settings_of
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
@@ -178,6 +181,38 @@ def test_a_killed_task_goes_on_to_the_same_bits(name: str, num_done: int, num_pa
     found = trained(trainer(), make_model, local=MOMENTUM, control=restarted)
     assert_same(found, whole)
     assert restarted.num_checked == (NUM_STEPS - num_done) * num_parts
+
+
+@pytest.mark.parametrize(
+    "local",
+    [DynamicRegularizer(inner=LOCAL, alpha=0.1), ControlVariates(inner=LOCAL, control_bound=None)],
+    ids=lambda each: type(each).__name__,
+)
+@pytest.mark.parametrize("num_done", [1, 11, 12])
+def test_what_a_rule_changes_as_it_begins_is_changed_once(
+    local: LocalUpdate, num_done: int
+) -> None:
+    """A training that is resumed begins, too. Control: a checkpoint that is changed shows."""
+    name = "control" if isinstance(local, ControlVariates) else "drift"
+    params = initial(MODELS["mlp"])
+    size = sum(params[each].numel() for each in params)
+    own = torch.linspace(-0.2, 0.3, size)
+    given = replace(context(local), state={name: own}, broadcast={"control": own.flip(0) / 3})
+
+    def train(control: TaskControl = UNATTENDED) -> LocalResult:
+        trainer = TorchTrainer.of(MODELS["mlp"], *examples(16))
+        return trainer.train(params, context=replace(given, control=control))
+
+    whole, killed = train(), Watched(num_allowed=num_done)
+    with pytest.raises(Cancelled) if num_done < NUM_STEPS else nullcontext():
+        train(killed)
+    assert_same(train(Watched(kept=killed.kept)), whole)
+    changed = {
+        each: 2 * value if each.startswith(f"memory.{name}") else value
+        for each, value in killed.kept.items()
+    }
+    found = train(Watched(kept=changed))
+    assert not all(torch.equal(found.state[each], whole.state[each]) for each in whole.state)
 
 
 def test_a_lost_velocity_would_be_noticed() -> None:

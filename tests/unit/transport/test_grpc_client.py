@@ -1156,18 +1156,21 @@ def test_an_enrolment_without_an_answer_is_a_connection_error() -> None:
 
 # --- a coordinator that stops responding
 
+#: Long enough for gRPC's own thread to deliver a message on a busy machine.
+_BEAT_S = 0.1
+
 
 def test_a_coordinator_that_misses_its_beats_is_given_up() -> None:
     """One that sends heartbeats is kept, even if silent otherwise; heartbeats are not passed on."""
-    welcome = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, beat_s=0.02))
-    num_beats = 10 * wire.MISSED_BEATS
+    welcome = FromCoordinator(welcome=Welcome(protocol=wire.PROTOCOL, beat_s=_BEAT_S))
+    num_beats = 2 * wire.MISSED_BEATS
 
     async def beats(gateway: Gateway, context: Context) -> None:
         await context.read()
         await context.write(welcome.SerializeToString())
         for _ in range(num_beats):
             await context.write(FromCoordinator(beat=Beat()).SerializeToString())
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(_BEAT_S)
         await context.write(FromCoordinator(cancel=Cancel(reason="now")).SerializeToString())
         await gateway.for_ever()
 
@@ -1184,9 +1187,6 @@ def test_a_coordinator_that_misses_its_beats_is_given_up() -> None:
                 await watching
 
     run(test)
-
-
-_BEAT_S = 0.05
 
 
 async def _promises_beats(gateway: Gateway, context: Context) -> None:
@@ -1244,7 +1244,7 @@ def test_a_coordinator_that_falls_silent_in_a_transfer_is_given_up_as_soon(
                 else connection.upload(Envelope(digest=DIGEST, num_bytes=num_bytes), path)
             )
             await gateway.waiting.wait()
-            with pytest.raises(ConnectionError, match=r"silent for 0\.15 s"):
+            with pytest.raises(ConnectionError, match=r"silent for 0\.3 s"):
                 await asyncio.wait_for(session.watch(), 5.0)
             assert not transfer.done()
             transfer.cancel()
@@ -1255,7 +1255,7 @@ def test_a_coordinator_that_falls_silent_in_a_transfer_is_given_up_as_soon(
 
 def test_chunks_that_come_in_place_of_beats_show_that_a_coordinator_lives(tmp_path: Path) -> None:
     """On a slow connection heartbeats would queue behind the chunks."""
-    num_chunks, chunk = 4 * wire.MISSED_BEATS, CONTENT[:1000]
+    num_chunks, chunk = 2 * wire.MISSED_BEATS, CONTENT[:1000]
     content = num_chunks * chunk
 
     async def sends_slowly(gateway: Gateway, context: Context) -> None:

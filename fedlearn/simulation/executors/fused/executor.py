@@ -6,7 +6,7 @@ one grouped convolution. There is no autograd, and the memory of activations is 
 to the next. The shape legend is that of :mod:`fedlearn.simulation.executors.fused.layers`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedlearn.algorithms.draws import BEGIN, REPORT, Draws
 from fedlearn.algorithms.local import (
+    MODEL,
     Affine,
     Memory,
     Moment,
@@ -44,7 +45,7 @@ from fedlearn.simulation.executors.base import (
     refuse_global_draws,
 )
 from fedlearn.simulation.executors.fused.chain import Chain
-from fedlearn.simulation.executors.fused.layers import Spans
+from fedlearn.simulation.executors.fused.layers import ParameterStack, Spans
 from fedlearn.simulation.executors.fused.workspace import Workspace
 
 #: Why this executor cannot train with an update that calls ``Moment.gradient_at``.
@@ -142,14 +143,19 @@ class FusedExecutor:
             params_P=start,
             is_flat=is_flat,
         )
-        memory = workspace.memory(work.local, num_clients=num_clients, is_flat=is_flat)
+        rules = _make_rules(work)
+        memory = workspace.memory(
+            work.local,
+            num_clients=num_clients,
+            is_flat=is_flat,
+            has_velocities=any(rule is not None and rule.momentum for rule in rules),
+        )
         draws = work.draws()
         load_client_state(work.local, memory, client_state=work.client_state)
         draws.fill(memory, BEGIN)
         early = _moment(work, 0, num_clients=num_clients, compute_losses=refuse_early_loss)
         work.local.begin(params, memory, broadcast=broadcast, moment=early)
         stack.refresh(num_clients)
-        rules = _make_rules(work)
         has_drift = any(rule is not None and rule.shift for rule in rules)
         drifting = drift_of(work.local) if has_drift else None
         losses_K = _train(
@@ -233,6 +239,7 @@ def _train(
         labels_TKB = torch.where(weights_TKB > 0.0, labels_TKB, 0)
     likelihoods_TKB = torch.zeros_like(plan.weights_TKB)  # log-likelihoods of the labels
     spans_T = _find_spans(work)
+    starts, drifts = stack.by_name(broadcast[MODEL]), stack.by_name(drift) if drift else {}
     sizes = zip(plan.active_T.tolist(), plan.counts_TK.max(1).tolist(), strict=True)
     for step, (num_clients, batch_size) in enumerate(sizes):
         part = (step, slice(num_clients), slice(batch_size))
@@ -240,13 +247,14 @@ def _train(
         if rule is None and step and rules[step - 1] is not None:
             # Of all clients, since those that have taken their last step changed copies, too.
             stack.settle(len(work.client_ids))
-        workspace.program(num_clients, batch_size, in_place=rule is not None).run(
+        in_place = rule is not None and not rule.momentum
+        workspace.program(num_clients, batch_size, in_place=in_place).run(
             features_NF,
             rows_KB=plan.rows_TKB[part],
             labels_KB=labels_TKB[part],
             weights_KB=weights_TKB[part],
             likelihoods_KB=likelihoods_TKB[part],
-            rule=rule or _WRITE_DOWN,
+            rule=_make_backward_rule(rule),
             spans=spans,
         )
         if rule is None:
@@ -266,10 +274,9 @@ def _train(
             )
             stack.refresh(num_clients)
             continue
-        if rule.pull:
-            stack.pull(work.start, num_clients=num_clients, by=rule.pull, spans=spans)
-        if rule.shift:
-            stack.shift(drift, num_clients=num_clients, by=rule.shift)
+        _complete_step(
+            stack, rule, starts=starts, drifts=drifts, num_clients=num_clients, spans=spans
+        )
     own_TKB = likelihoods_TKB
     if weights_TKB is not plan.weights_TKB:
         counts_TK1 = torch.from_numpy(plan.counts_TK).to(weights_TKB).unsqueeze(2)
@@ -281,6 +288,37 @@ def _train(
     sums_K = torch.where(is_real_TKB, own_TKB, 0.0).sum((0, 2), dtype=torch.float64)
     losses_K: NDArray[np.float64] = -sums_K.cpu().numpy() / plan.counts_TK.sum(0)
     return losses_K
+
+
+def _make_backward_rule(rule: Affine | None) -> Affine:
+    """Return the rule by which the backward pass stores, accumulates, or applies a gradient."""
+    if rule is None:
+        return _WRITE_DOWN
+    return Affine(keep=rule.momentum, scale=1.0) if rule.momentum else rule
+
+
+def _complete_step(
+    stack: ParameterStack,
+    rule: Affine,
+    *,
+    starts: Mapping[str, Tensor],
+    drifts: Mapping[str, Tensor],
+    num_clients: int,
+    spans: Spans | None,
+) -> None:
+    """Add what a step adds besides the gradient, which the backward pass has added."""
+    add = partial(stack.add, num_clients=num_clients, spans=spans)
+    to, scale = stack.values, 1.0
+    if rule.momentum:  # v <- momentum * v + d, where scale * d is the step without momentum
+        to, scale = stack.velocities, rule.scale
+        if rule.keep != 1.0:
+            add(stack.values, to=to, by=(rule.keep - 1.0) / scale)
+    if rule.pull:
+        add(starts, to=to, by=rule.pull / scale)
+    if rule.shift:
+        add(drifts, to=to, by=rule.shift / scale)
+    if rule.momentum:
+        add(stack.velocities, to=stack.values, by=rule.scale)
 
 
 def _mean_losses(likelihoods_KB: Tensor, weights_KB: Tensor) -> Tensor:
@@ -319,7 +357,13 @@ def _make_rules(work: Work) -> Sequence[Affine | None]:
     found = [affine_at(_moment_of_rule(work, step)) for step in range(num_steps)]
     # An update counts the steps of its drift at the end: all of them, and of all parameters.
     has_drift = any(rule is not None and rule.shift for rule in found)
-    return [None] * num_steps if has_drift and (is_phased or None in found) else found
+    if has_drift and (is_phased or None in found):
+        return [None] * num_steps
+    # Velocities are where gradients would be, for the whole round. Without a rate, a step says
+    # nothing of what the velocity accumulates.
+    has_momentum = any(rule is not None and rule.momentum for rule in found)
+    accumulate = all(rule is not None and rule.momentum and rule.scale for rule in found)
+    return [None] * num_steps if has_momentum and not accumulate else found
 
 
 def _moment_of_rule(work: Work, step: int) -> Moment:

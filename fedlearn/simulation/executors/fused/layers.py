@@ -36,6 +36,9 @@ class ParameterStack:
 
     Steps in place change only the copies, so the rows are out of date until :meth:`settle` or
     :meth:`deltas`.
+
+    Attributes:
+        values: By name, where a parameter is trained: [K, ...].
     """
 
     def __init__(self, chain: Chain, *, num_clients: int, like: Tensor) -> None:
@@ -47,17 +50,21 @@ class ParameterStack:
             for spec in chain.layout.specs
             if spec.size <= _LARGEST_COPY or len(spec.shape) == 4  # noqa: PLR2004 - a kernel
         }
-        # The union keeps the layout's order, on which shift() relies.
-        self._values = self._rows | self._copies
+        self.values: Mapping[str, Tensor] = self._rows | self._copies
 
     @cached_property
     def _grads_KP(self) -> Tensor:  # noqa: N802 - shape suffix
-        """Gradients, for local updates whose steps are not affine."""
+        """Velocities, or gradients for local updates whose steps are not affine."""
         return torch.empty_like(self._params_KP)
 
     @cached_property
     def _grads(self) -> dict[str, Tensor]:
         return self._layout.views(self._grads_KP)
+
+    @property
+    def velocities(self) -> Mapping[str, Tensor]:
+        """By name of a parameter, the velocity of steps with momentum, in memory of gradients."""
+        return self._grads
 
     def params(self, num_clients: int, *, is_flat: bool) -> list[Tensor]:
         """Return views of the first clients' rows: one tensor per parameter, or a single one."""
@@ -70,9 +77,8 @@ class ParameterStack:
         return [each[:num_clients] for each in whole]
 
     def load(self, start: Tensor, *, num_clients: int) -> None:
-        """Load one model [P], or one per client [K, P], into the first clients' rows and copies."""
+        """Load one model [P], or one per client [K, P], into the first clients' rows."""
         self._params_KP[:num_clients].copy_(start)
-        self.refresh(num_clients)
 
     def refresh(self, num_clients: int) -> None:
         """Update the copies after a change to the rows."""
@@ -84,33 +90,33 @@ class ParameterStack:
         for name, copy in self._copies.items():
             self._rows[name][:num_clients].copy_(copy[:num_clients])
 
-    def pull(
-        self, start: Tensor, *, num_clients: int, by: float, spans: Spans | None = None
+    def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return tensors [1 or K, ...] in the form of :meth:`params` by name of the parameter."""
+        if len(tensors) == 1:
+            return self._layout.views(tensors[0].flatten(1))
+        return dict(zip(self._rows, tensors, strict=True))
+
+    def add(
+        self,
+        values: Mapping[str, Tensor],
+        *,
+        to: Mapping[str, Tensor],
+        num_clients: int,
+        by: float,
+        spans: Spans | None = None,
     ) -> None:
-        """Add a multiple of the start models to the first clients' models, for steps in place.
+        """Add a multiple of values to the first clients' models or velocities.
 
         Args:
-            start: The argument of :meth:`load`.
+            values: By name of a parameter: [1, ...] for all clients, or at least as many rows.
+            to: :attr:`values` or :attr:`velocities`.
             num_clients: Number of clients.
             by: The factor.
             spans: Which of them train which parameter; ``None``: all train all.
         """
-        for name, value in self._layout.views(start).items():
+        for name, value in values.items():
             rows = slice(num_clients) if spans is None else spans[name]
-            own = value[rows] if start.dim() > 1 else value
-            self._values[name][rows].add_(own, alpha=by)
-
-    def shift(self, drift: Sequence[Tensor], *, num_clients: int, by: float) -> None:
-        """Add a multiple of each client's drift to the first clients' models, for steps in place.
-
-        Args:
-            drift: The drifts of at least ``num_clients`` clients, in the form of :meth:`params`.
-            num_clients: Number of clients.
-            by: The factor.
-        """
-        drifts = self._layout.views(drift[0].flatten(1)).values() if len(drift) == 1 else drift
-        for value, own in zip(self._values.values(), drifts, strict=True):
-            value[:num_clients].add_(own[:num_clients], alpha=by)
+            to[name][rows].add_(value if len(value) == 1 else value[rows], alpha=by)
 
     def deltas(self, start: Tensor, *, num_clients: int, is_settled: bool) -> Tensor:
         """Compute the local minus the start models, in the memory of the rows.
@@ -124,7 +130,7 @@ class ParameterStack:
             return self._params_KP[:num_clients].sub_(start)
         for name, value in self._layout.views(start).items():
             rows = self._rows[name][:num_clients]
-            torch.sub(self._values[name][:num_clients], value, out=rows)
+            torch.sub(self.values[name][:num_clients], value, out=rows)
         return self._params_KP[:num_clients]
 
     def parameter(self, name: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
@@ -133,7 +139,7 @@ class ParameterStack:
         Both have the shape [K, ...]. With ``in_place`` they are the same, and the backward pass
         takes the step; otherwise it writes gradients.
         """
-        values = self._values[name]
+        values = self.values[name]
         return values, values if in_place else self._grads[name]
 
 
@@ -432,11 +438,11 @@ class GatherMatrices:
 
     def __init__(self, shape: Shape, *, place: OperatorMemory) -> None:
         self._x = place.matrices("x", torch.Size(shape).numel())
+        self._rows = self._x.flatten(0, 1)
 
     def __call__(self, features_NF: Tensor, rows_KB: Tensor) -> Tensor:
         """Return the rows of ``features_NF``."""
-        rows = rows_KB.reshape(-1)
-        _gather(features_NF, rows, out=self._x.view(len(rows), -1))
+        _gather(features_NF, rows_KB.reshape(-1), out=self._rows)
         return self._x
 
 
@@ -444,13 +450,13 @@ class GatherImages:
     """Gathers the examples of a step as images: [b, k * channels, height, width]."""
 
     def __init__(self, shape: Shape, *, place: OperatorMemory) -> None:
-        self._rows = place.matrices("rows", torch.Size(shape).numel())
+        self._rows = place.matrices("rows", torch.Size(shape).numel()).flatten(0, 1)
         self._x = place.images("x", shape)
 
     def __call__(self, features_NF: Tensor, rows_KB: Tensor) -> Tensor:
         """Return the rows of ``features_NF`` as images."""
-        rows = rows_KB.t().reshape(-1)  # batch position first, as in the images
-        _gather(features_NF, rows, out=self._rows.view(len(rows), -1))
+        # Batch position first, as in the images.
+        _gather(features_NF, rows_KB.t().reshape(-1), out=self._rows)
         return self._x.copy_(self._rows.view(self._x.shape))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fedlearn.algorithms.local import Affine, LocalUpdate, MemorySpec, make_memory
+from fedlearn.algorithms.local import VELOCITY, Affine, LocalUpdate, MemorySpec, make_memory
 from fedlearn.simulation.executors.fused.chain import ACTIVATIONS, WINDOWED, Chain, Layer, Shape
 from fedlearn.simulation.executors.fused.layers import (
     CrossEntropyHead,
@@ -49,7 +49,7 @@ class Workspace:
         self._scratch = Scratch(num_examples=num_clients * batch_size, like=like)
         self._programs: dict[tuple[int, int, bool], Program] = {}
         self._memory = dict[str, list[Tensor]]()
-        self._remembers: tuple[Mapping[str, MemorySpec], bool] | None = None
+        self._remembers: tuple[Mapping[str, MemorySpec], bool, bool] | None = None
 
     def program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
         """Return the program of a step with these numbers of clients and examples."""
@@ -62,16 +62,19 @@ class Workspace:
         return self._programs[key]
 
     def memory(
-        self, local: LocalUpdate, *, num_clients: int, is_flat: bool
+        self, local: LocalUpdate, *, num_clients: int, is_flat: bool, has_velocities: bool
     ) -> dict[str, list[Tensor]]:
         """Return the memory of a local update for the first clients, with the last block's values.
 
-        It is reused because the system takes longer to provide new pages than a step takes.
+        It is reused because the system takes longer to provide new pages than a step takes. With
+        ``has_velocities``, the memory called :data:`VELOCITY` is the stack's.
         """
-        needed = local.memory, is_flat
+        needed = local.memory, is_flat, has_velocities
         if self._remembers != needed:
             x = self.stack.params(self.num_clients, is_flat=is_flat)
             self._memory, self._remembers = make_memory(local, x, client_state={}), needed
+            if has_velocities:
+                self._memory[VELOCITY] = self.stack.grads(self.num_clients, is_flat=is_flat)
         return {
             name: [value[:num_clients] for value in values] for name, values in self._memory.items()
         }
