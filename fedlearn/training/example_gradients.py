@@ -21,7 +21,7 @@ from fedlearn.core.features import (
     slice_rows,
     split_arguments,
 )
-from fedlearn.core.randomness import preserve_global_generators
+from fedlearn.core.randomness import Seed, preserve_global_generators, seed_global_generators
 from fedlearn.errors import SettingsRefused
 from fedlearn.training.functional import functional_call
 from fedlearn.training.keyed_dropout import (
@@ -33,6 +33,9 @@ from fedlearn.training.keyed_dropout import (
 from fedlearn.training.recurrent_layers import batch_hidden_states
 
 Named = dict[str, Tensor]
+
+#: Further passes over the first batch, if another thread may have drawn during each one before.
+_MOST_PASSES = 8
 
 _REMEDY = "use a model that treats each example separately, with GroupNorm or LayerNorm instead"
 
@@ -168,41 +171,54 @@ class ExampleGradients:
     def _try(self, features: Features, labels: Tensor) -> None:
         """Check on a first batch that an example's loss depends on that example only.
 
-        A model that draws random numbers is not compared: its losses differ from call to call
-        anyway, so it passes.
+        Whether the model draws random numbers is decided by its losses: a generator that has
+        moved says little, since other threads draw from it. A model that draws is not compared,
+        because the draws of an example depend on those before it.
         """
-        parameters = dict(self._module.named_parameters())
         before = {name: value.clone() for name, value in self._module.named_buffers()}
-        generator = global_generator(labels.device)
-        with preserve_generator(generator), preserve_global_generators() as have_moved:
-            self._dropouts.set_key(0)
-            start = generator.get_state()
-            # The whole batch twice, from the same generator state: does the model keep state?
-            after, whole = self._forward(parameters, features, labels)
-            draws = have_moved() or not torch.equal(generator.get_state(), start)
-            generator.set_state(start)
-            _, again = self._forward(parameters, features, labels)
+
+        def losses_of(rows: slice, *, seed: int) -> tuple[Tensor, bool]:
+            """Return the losses, and whether Python's or numpy's generator has moved."""
+            self._dropouts.set_key(0, first=rows.start)
+            seed_global_generators(Seed(seed))
+            with preserve_global_generators() as have_moved:
+                after, losses = self._forward(
+                    dict(self._module.named_parameters()), slice_rows(features, rows), labels[rows]
+                )
+                moved = have_moved()
+            for name, value in after.items():
+                if value.is_floating_point() and not torch.equal(value, before[name]):
+                    raise SettingsRefused(
+                        f"the forward pass changes the buffer {name!r}, which would leave the "
+                        "client without noise; do not change it in training"
+                    )
+            return losses, moved
+
+        everything, last = slice(0, len(labels)), slice(len(labels) - 1, len(labels))
+        with (
+            preserve_generator(torch.default_generator),
+            preserve_generator(global_generator(labels.device)),
+            preserve_global_generators(),
+        ):
+            whole, _ = losses_of(everything, seed=0)
+            for _ in range(_MOST_PASSES):
+                again, moved = losses_of(everything, seed=0)
+                repeats = _are_close(again, whole)
+                if repeats or not moved:
+                    break  # else another thread may have drawn in between
+            if not repeats:
+                raise SettingsRefused(
+                    "a second forward pass gives other losses for the same examples, so the model "
+                    "keeps state of earlier examples, such as a hidden state, which would leak "
+                    "into the gradients of later ones; reset that state in each call"
+                )
+            draws = not all(
+                _are_close(losses_of(everything, seed=seed)[0], whole) for seed in (1, 2, 3)
+            )
             # Both ends of the batch: in a model that carries state along the batch, the first
             # example depends on no other, but the last one does.
-            alone = []
-            for first in (0, len(labels) - 1):
-                self._dropouts.set_key(0, first=first)
-                one = slice(first, first + 1)
-                alone.append(self._forward(parameters, slice_rows(features, one), labels[one])[1])
-            draws_unseeded = have_moved()
-        for name, value in after.items():
-            if value.is_floating_point() and not torch.equal(value, before[name]):
-                raise SettingsRefused(
-                    f"the forward pass changes the buffer {name!r}, which would leave the client "
-                    "without noise; do not change it in training"
-                )
-        if not draws_unseeded and not _are_close(again, whole):
-            raise SettingsRefused(
-                "a second forward pass gives other losses for the same examples, so the model "
-                "keeps state of earlier examples, such as a hidden state, which would leak into "
-                "the gradients of later ones; reset that state in each call"
-            )
-        if not draws and not _are_close(torch.cat(alone), whole[[0, -1]]):
+            ends = torch.cat([losses_of(row, seed=0)[0] for row in (slice(0, 1), last)])
+        if not draws and not _are_close(ends, whole[[0, -1]]):
             raise SettingsRefused(
                 "an example's loss depends on the others in its batch, so there are no "
                 f"per-example gradients to clip; {_REMEDY}"

@@ -245,6 +245,24 @@ def test_plain_draws_are_repeatable_or_refused(where: str, source: str) -> None:
             use_configured(job(local), kind)
 
 
+def test_a_draw_of_another_thread_does_not_refuse_a_block() -> None:
+    """Only an update that draws in each training of the block draws itself."""
+    drawn = list[float]()
+
+    class Disturbed(PlainRandom):
+        """During its first two trainings a generator moves, as another thread may move it."""
+
+        def draw(self, memory: Memory, where: str) -> None:
+            if where == self.where and len(drawn) < 2:
+                drawn.append(random.random())  # noqa: S311 - under test
+
+    local = Disturbed(inner=SGD, where="begin")
+    disturbed = by_executor(local, ExecutorKind.FUSED, num_clients=3)
+    assert len(drawn) == 2
+    quiet = by_executor(local, ExecutorKind.FUSED, num_clients=3)
+    torch.testing.assert_close(disturbed, quiet, rtol=0, atol=0)
+
+
 @pytest.mark.slow
 def test_one_client_trains_at_a_time_where_an_update_draws_globally(tmp_path: Path) -> None:
     """The choice has the reason."""

@@ -1,7 +1,6 @@
 """The interface of executors: the work that they are given and the result that they return."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -253,9 +252,19 @@ class Executor(Protocol):
         """Train the clients and return their deltas and losses."""
 
 
-@contextmanager
-def refuse_global_draws(work: Work) -> Iterator[None]:
-    """Run a block of clients that train together, and reject draws from a global generator.
+#: Trainings of a block, each of which must find a global generator moved, before it is refused.
+_MOST_TRAININGS = 4
+
+
+def refuse_global_draws(work: Work, train: Callable[[], TrainedBlock]) -> TrainedBlock:
+    """Train a block of clients together, and reject draws from a global generator.
+
+    Other threads share these generators, such as one that retries a call after a random time. So
+    a draw counts only if it comes with each of several trainings of the block.
+
+    Args:
+        work: The work of the block.
+        train: Trains the block; called again if a global generator has moved.
 
     Raises:
         EngineError: A custom local update drew from a global generator. Its numbers would
@@ -263,20 +272,21 @@ def refuse_global_draws(work: Work) -> Iterator[None]:
     """
     # fedlearn's own updates draw by key only.
     if not is_own(work.local):
-        yield
-        return
+        return train()
     generator = global_generator(work.params.vector.device)
-    with preserve_global_generators() as have_moved, preserve_generator(generator):
-        # Draws leave no trace but a moved generator, so compare its state instead of patching
-        # torch.
-        before = generator.get_state()
-        yield
-        if have_moved() or not torch.equal(before, generator.get_state()):
-            raise EngineError(
-                f"the local update {type(work.local).__name__} draws from a global generator, "
-                "which all clients of a block share; declare its draws in its memory, such as "
-                'MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="normal")'
-            )
+    for _ in range(_MOST_TRAININGS):
+        with preserve_global_generators() as have_moved, preserve_generator(generator):
+            # Draws leave no trace but a moved generator, so compare its state instead of patching
+            # torch.
+            before = generator.get_state()
+            trained = train()
+            if not have_moved() and torch.equal(before, generator.get_state()):
+                return trained
+    raise EngineError(
+        f"the local update {type(work.local).__name__} draws from a global generator, "
+        "which all clients of a block share; declare its draws in its memory, such as "
+        'MemorySpec(over=Over.TRAINABLE, is_kept=False, draws="normal")'
+    )
 
 
 def fit_block_size(num_bytes: int, *, each: int) -> int:

@@ -169,13 +169,16 @@ class StackedExecutor:
             self._mixes = self._gradient.mixes_examples(work.features, work.labels, rows=rows)
         if isinstance(work.local, NoisedGradients):
             self._require_examples()
-        with torch.no_grad(), refuse_global_draws(work), warnings.catch_warnings():
+        with torch.no_grad(), warnings.catch_warnings():
             # Operations that vmap vectorizes by a loop are slow, but correct.
             warnings.filterwarnings("ignore", message="There is a performance drop")
-            run = self._start(work)
-            for step in range(work.schedule.num_steps):
-                self._step(run, step)
-            return self._build_result(run)
+            return refuse_global_draws(work, lambda: self._train(work))
+
+    def _train(self, work: Work) -> TrainedBlock:
+        run = self._start(work)
+        for step in range(work.schedule.num_steps):
+            self._step(run, step)
+        return self._build_result(run)
 
     def _require_examples(self) -> None:
         """Check that per-example gradients exist.

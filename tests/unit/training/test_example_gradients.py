@@ -1,5 +1,6 @@
 """Per-example gradients match Opacus, and models that cannot have them are refused."""
 
+import random  # noqa: TID251 - a generator that other threads draw from
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 
@@ -419,18 +420,40 @@ class Stateful(nn.Module):
         return found
 
 
+class Distracted(nn.Module):
+    """A layer during whose forward pass a generator moves, as another thread may move it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, steps: Tensor) -> Tensor:
+        random.random()  # noqa: S311 - whose result nobody reads
+        found: Tensor = self.layer(steps)
+        return found
+
+
+@pytest.mark.parametrize("disturb", [Distracted, nn.Sequential], ids=["disturbed", "alone"])
 @pytest.mark.parametrize(
-    ("layer", "reason"),
+    ("make_layer", "reason"),
     [
-        (nn.GRU(5, 4), "depends on the others in its batch"),
-        (Stateful(), "keeps state of earlier examples"),
+        (lambda: nn.GRU(5, 4), "depends on the others in its batch"),
+        (Stateful, "keeps state of earlier examples"),
     ],
+    ids=["by time step", "stateful"],
 )
-def test_a_recurrent_layer_that_couples_examples_is_refused(layer: nn.Module, reason: str) -> None:
-    """Where examples are read as time steps, or state survives from batch to batch."""
+def test_a_recurrent_layer_that_couples_examples_is_refused(
+    make_layer: Callable[[], nn.Module], reason: str, disturb: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Where examples are read as time steps, or state survives from batch to batch.
+
+    Also while another thread draws random numbers: its draws are not the model's.
+    """
     steps = torch.randn(6, 7, 5, generator=torch.Generator().manual_seed(0))
     with pytest.raises(SettingsRefused, match=reason):
-        by_example(Sequences(layer))(steps, torch.arange(6) % 3, keys=torch.zeros(6).long())
+        by_example(disturb(Sequences(make_layer())))(
+            steps, torch.arange(6) % 3, keys=torch.zeros(6).long()
+        )
 
 
 def test_a_model_that_no_example_goes_through_says_why() -> None:

@@ -127,8 +127,8 @@ class FusedExecutor:
             ValueError: The examples have a shape that the model does not take.
             EngineError: The local update draws from a global generator.
         """
-        with torch.no_grad(), refuse_global_draws(work):
-            return self._train(work)
+        with torch.no_grad():
+            return refuse_global_draws(work, lambda: self._train(work))
 
     def _train(self, work: Work) -> TrainedBlock:
         num_clients, start = len(work.client_ids), work.start
