@@ -101,8 +101,8 @@ def with_share(draw: Callable[..., Any], share: float) -> Callable[..., Any]:  #
 def test_noise_that_is_there_is_not_refuted(
     privacy: Sequence[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """At 99.99 % confidence, since secret noise cannot be seeded. Nothing is stored or charged."""
-    code, found = audited(capsys, *CLAIM, *privacy, "--confidence", "0.9999")
+    """At a high confidence, since secret noise cannot be seeded. Nothing is stored or charged."""
+    code, found = audited(capsys, *CLAIM, *privacy, "--confidence", "0.999999")
     assert code == 0
     assert 0.7 < float(str(found["claimed_epsilon"])) < 1.6
     assert found["refuted"] is False
@@ -113,8 +113,11 @@ def test_noise_that_is_there_is_not_refuted(
 def test_a_build_with_too_little_noise_is_refuted(
     privacy: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Half of the noise; with bands a third, since the end of the run cuts the last turns short."""
-    scale_noise(monkeypatch, 1 / 2 if "privacy.bands=4" not in privacy else 1 / 3)
+    """A third of the noise. An audit of 1000 pairs misses it once in 10^9 times.
+
+    Measured: 700 to 765 pairs guessed correctly, with a standard deviation of 15; 613 refute.
+    """
+    scale_noise(monkeypatch, 1 / 3)
     code, found = audited(capsys, *CLAIM, *privacy, "--confidence", "0.9")
     assert code == 3
     assert found["refuted"] is True
