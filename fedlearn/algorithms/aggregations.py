@@ -316,7 +316,10 @@ def require_weighted_mean(aggregation: object) -> WeightedMean:
             f"{name} is not WeightedMean itself: secure aggregation weights clients by examples "
             "or equally and sums masked updates, so its own methods would not be called"
         )
-    raise ConfigError(f"{problem}; aggregate by fl.WeightedMean, or switch secure aggregation off")
+    raise ConfigError(
+        f"{problem}; leave aggregation.rule out (in Python, aggregate by fl.WeightedMean): clients "
+        "clip their updates to secure_aggregation.clip_norm; or switch secure aggregation off"
+    )
 
 
 def iter_spans(rows: Rows) -> Iterator[tuple[slice, Tensor]]:

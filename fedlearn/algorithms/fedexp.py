@@ -71,7 +71,13 @@ class ReportedNorm(LocalUpdateWrapper):
     @property
     def lanes(self) -> Sequence[LaneSpec]:
         """The inner update's, and the squared norm."""
-        own = LaneSpec(name=_SQUARE, over=1, weighted=True, bound=self.square_norm_bound)
+        own = LaneSpec(
+            name=_SQUARE,
+            over=1,
+            weighted=True,
+            bound=self.square_norm_bound,
+            bound_remedy="set algorithm.square_norm_bound",
+        )
         return (*self.inner.lanes, own)
 
     def report(

@@ -127,8 +127,14 @@ class NormalizedUpdate(LocalUpdateWrapper):
     @property
     def lanes(self) -> Sequence[LaneSpec]:
         """The number of effective steps."""
-        bound = self.effective_steps_bound
-        return (LaneSpec(name=_STEPS, over=1, weighted=True, bound=bound),)
+        own = LaneSpec(
+            name=_STEPS,
+            over=1,
+            weighted=True,
+            bound=self.effective_steps_bound,
+            bound_remedy="set algorithm.effective_steps_bound",
+        )
+        return (own,)
 
     def affine(self, moment: Moment) -> Affine | None:
         """Return the inner update's affine step; raises ValueError as :meth:`step` does."""

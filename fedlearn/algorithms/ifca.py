@@ -83,7 +83,13 @@ class ChosenCluster(Ranged, OneOfSeveral):
     def lanes(self) -> Sequence[LaneSpec]:
         """The inner update's, the update of each model but the first, and the choice."""
         updates = [
-            LaneSpec(name=name, over=Over.TRAINABLE, weighted=True, bound=self.update_bound)
+            LaneSpec(
+                name=name,
+                over=Over.TRAINABLE,
+                weighted=True,
+                bound=self.update_bound,
+                bound_remedy="set algorithm.update_bound",
+            )
             for name in name_models(self.num_clusters)
         ]
         chosen = LaneSpec(name=_CHOSEN, over=self.num_clusters, weighted=True, bound=1.0)

@@ -71,6 +71,7 @@ class LaneSpec:
             aggregation cannot sum it. The bound of :data:`DELTA` is configured with the session.
         example_bound: Largest L2 norm of what one of a client's examples adds to its values, > 0;
             ``None``: they are no sum over examples, so that privacy cannot hide a single one.
+        bound_remedy: What gives it a bound, for the error where it has none.
 
     Raises:
         ValueError: The size or a bound is not positive.
@@ -89,6 +90,7 @@ class LaneSpec:
     weighted: bool
     bound: float | None
     example_bound: float | None = None
+    bound_remedy: str = field(default="give its LaneSpec a bound", compare=False)
 
     def __post_init__(self) -> None:
         if isinstance(self.over, int) and self.over < 1:

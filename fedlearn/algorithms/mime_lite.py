@@ -73,8 +73,13 @@ class ServerMomentumSteps(Ranged, LocalUpdateWrapper):
     @property
     def lanes(self) -> Sequence[LaneSpec]:
         """The inner update's, and the full gradient."""
-        bound = self.full_gradient_bound
-        own = LaneSpec(name=_GRADIENT, over=Over.TRAINABLE, weighted=True, bound=bound)
+        own = LaneSpec(
+            name=_GRADIENT,
+            over=Over.TRAINABLE,
+            weighted=True,
+            bound=self.full_gradient_bound,
+            bound_remedy="set algorithm.full_gradient_bound",
+        )
         return (*self.inner.lanes, own)
 
     @property

@@ -80,7 +80,13 @@ class FairUpdate(Ranged, LocalUpdateWrapper):
     @property
     def lanes(self) -> Sequence[LaneSpec]:
         """The inner update's, and the normalizer."""
-        own = LaneSpec(name=_NORMALIZER, over=1, weighted=True, bound=self.normalizer_bound)
+        own = LaneSpec(
+            name=_NORMALIZER,
+            over=1,
+            weighted=True,
+            bound=self.normalizer_bound,
+            bound_remedy="set algorithm.normalizer_bound",
+        )
         return (*self.inner.lanes, own)
 
     def report(

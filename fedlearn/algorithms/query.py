@@ -172,6 +172,7 @@ class Query:
                 weighted=spec.by_examples,
                 bound=spec.bound,
                 example_bound=spec.example_bound,
+                bound_remedy="give its SumSpec a bound",
             )
             for name, spec in self.sums.items()
         ]

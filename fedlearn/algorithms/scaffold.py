@@ -73,8 +73,14 @@ class ControlVariates(LocalUpdateWrapper):
     @property
     def lanes(self) -> Sequence[LaneSpec]:
         """The change of the client's control variate."""
-        bound = self.control_bound
-        return (LaneSpec(name=_CONTROL, over=Over.TRAINABLE, weighted=False, bound=bound),)
+        own = LaneSpec(
+            name=_CONTROL,
+            over=Over.TRAINABLE,
+            weighted=False,
+            bound=self.control_bound,
+            bound_remedy="set algorithm.control_bound",
+        )
+        return (own,)
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:

@@ -635,7 +635,7 @@ def _require_bound(lane: LaneSpec) -> float:
     if lane.bound is None:
         raise ValueError(
             f"its lane {lane.name!r} has no bound, so nothing limits what one client "
-            f"adds to it; give {lane.name}_bound"
+            f"adds to it; {lane.bound_remedy}"
         )
     return lane.bound
 

@@ -134,7 +134,8 @@ class SecurePlan:
             if lane.bound is None:
                 raise ConfigError(
                     f"secure aggregation sums numbers of a known size, but the lane {lane.name!r} "
-                    "of the algorithm has no bound; give it one, or switch secure aggregation off"
+                    f"of the algorithm has no bound; {lane.bound_remedy}, or switch secure "
+                    "aggregation off"
                 )
             if lane.name in taken:
                 raise ConfigError(

@@ -446,7 +446,7 @@ def test_a_rule_of_a_later_round_is_not_replaced_by_the_noisy_mean() -> None:
                     STILL.local, num_clients=POPULATION, server_learning_rate=1.0
                 )
             },
-            "lane 'control' has no bound.*control_bound",
+            "lane 'control' has no bound.* set algorithm.control_bound",
         ),
         ({"stragglers": {"over_selection": 1.3}}, "must not displace another"),
         (

@@ -124,7 +124,7 @@ CASES: Mapping[str, Case] = {
             update_bound=9.0,
             weight_by_examples=False,
         ),
-        refused="lane 'cluster_1' .*has no bound",
+        refused="lane 'cluster_1' .*has no bound.* set algorithm.update_bound",
         personal=ifca_models,
     ),
     "clustered fl": Case(

@@ -170,7 +170,7 @@ CASES: Mapping[str, Case] = {
         fedexp,
         control=FedAvg(SGD),
         protected=FedExP(SGD, epsilon=1e-3, square_norm_bound=81.0, weight_by_examples=False),
-        refused="lane 'square_norm' .*has no bound",
+        refused="lane 'square_norm' .*has no bound.* set algorithm.square_norm_bound",
     ),
     "adaptive fedprox": Case(
         AdaptiveFedProx(SGD, proximal=1.0, proximal_step=0.5, patience=1),
@@ -213,14 +213,14 @@ CASES: Mapping[str, Case] = {
         protected=MimeLite(
             SGD, server_momentum=0.6, full_gradient_bound=50.0, weight_by_examples=False
         ),
-        refused="lane 'full_gradient' .*has no bound",
+        refused="lane 'full_gradient' .*has no bound.* set algorithm.full_gradient_bound",
     ),
     "fednova": Case(
         FedNova(SGD),
         fednova,
         control=FedAvg(SGD),
         protected=FedNova(SGD, effective_steps_bound=100.0, weight_by_examples=False),
-        refused="lane 'effective_steps' .*has no bound",
+        refused="lane 'effective_steps' .*has no bound.* set algorithm.effective_steps_bound",
     ),
     "fednova, momentum": Case(
         FedNova(MOMENTUM), fednova_with_momentum, control=FedNova(SGD), protected=None

@@ -234,6 +234,6 @@ CASES: Mapping[str, Case] = {
         qfedavg,
         control=EQUAL,
         protected=QFedAvg(SGD, fairness=2.0, step_size=RATE, normalizer_bound=1e3),
-        refused="lane 'normalizer' .*has no bound",
+        refused="lane 'normalizer' .*has no bound.* set algorithm.normalizer_bound",
     ),
 }

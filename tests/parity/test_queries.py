@@ -489,7 +489,7 @@ def make_model() -> nn.Module:
         ),
         (
             {"secure_aggregation": {"mode": "complete", "simulate_as": "modular_sum"}},
-            "the lane 'count' of the algorithm has no bound; give it one",
+            "the lane 'count' of the algorithm has no bound; give its SumSpec a bound",
         ),
     ],
 )
