@@ -19,6 +19,7 @@ class EventKind(StrEnum):
     DOWNLOADING = "downloading"
     TRAINING = "training"
     EVALUATING = "evaluating"  # evaluates the model after round `round_num`
+    SUMMING = "summing"  # a step of a secure sum that does not train or evaluate
     PROGRESS = "progress"  # with fraction and loss
     CANCELLED = "cancelled"  # the task was cancelled; the message says why
     UPLOADING = "uploading"
@@ -62,7 +63,7 @@ class AgentEvent:
         The request of round r evaluates the model after round r - 1, which the event reports.
         """
         round_num = None if key is None else key.round_num
-        if key is not None and key.kind == EVALUATE_KIND:
+        if key is not None and (kind is EventKind.EVALUATING or key.kind == EVALUATE_KIND):
             round_num = key.round_num - 1 if key.round_num else None
         run_id = None if key is None else key.run_id
         return cls(kind=kind, run_id=run_id, round_num=round_num, message=message)

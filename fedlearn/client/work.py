@@ -187,9 +187,7 @@ class Worker:
         if not await self._fetch(task, control) or control.is_cancelled:
             return WorkAbandoned(task.key.run_id)
         request = await _run_in(self.threads, partial(self._judge_in_full, task))
-        is_evaluation = isinstance(request, EvaluateRequest | SecureEvaluateRequest)
-        kind = EventKind.EVALUATING if is_evaluation else EventKind.TRAINING
-        self.on_event(AgentEvent.of(kind, key=task.key))
+        self.on_event(AgentEvent.of(_event_of(request), key=task.key))
         if self.connector.live is not None:
             self.connector.live.report_phase(task.key, wire_pb2.Progress.TRAINING)
         place = self._choose_place(task, request)
@@ -469,6 +467,17 @@ async def _run_in(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
     """Run a call in a thread, where logs and traces name the same task."""
     run = partial(copy_context().run, call)
     return await asyncio.get_running_loop().run_in_executor(threads, run)
+
+
+def _event_of(request: Request | None) -> EventKind:
+    """Return what a client does next with a request; ``None`` is one that its session refuses."""
+    match request:
+        case EvaluateRequest() | SecureEvaluateRequest():
+            return EventKind.EVALUATING
+        case TrainRequest() | SecureTrainRequest() | None:
+            return EventKind.TRAINING
+        case _:
+            return EventKind.SUMMING
 
 
 def _explain_loss(folder: TaskFolder, code: int | None) -> str:

@@ -76,11 +76,16 @@ def test_a_secure_deployment_ends_in_the_model_of_plain_aggregation(
     """Up to fixed-point errors. The plain simulation has the same clients and data."""
     site.change(*changes)
     coordinator = site.serving()
-    for number in range(NUM_CLIENTS):
-        site.join(number)
+    clients = [site.join(number) for number in range(NUM_CLIENTS)]
     assert coordinator.wait() == 0, coordinator.tail()
     status, rounds, secure = wait_until_finished(site, "federation")
     assert status is RunStatus.DONE
+    told = clients[0].out().splitlines()
+    for number in range(1, NUM_ROUNDS + 1):
+        assert told.count(f"round {number}: training") == 1
+        assert told.count(f"round {number}: summing") > 1
+    assert f"round {NUM_ROUNDS}: evaluating" in told
+    assert f"round {NUM_ROUNDS + 1}: evaluating" not in told
     assert [len(r.participations) for r in rounds] == [NUM_CLIENTS] * NUM_ROUNDS
     assert all(len({p.num_examples for p in r.participations}) == 1 for r in rounds)
     plain = ("secure_aggregation.mode=off", "engine.transport=memory")
