@@ -26,20 +26,34 @@ _OTHER_SHAPE = "~"
 
 
 def stack_states(
-    states: ClientStates, client_ids: Sequence[int], *, without: str = ""
+    states: ClientStates,
+    client_ids: Sequence[int],
+    *,
+    memory: dict[str, Tensor] | None = None,
+    without: str = "",
 ) -> dict[str, Tensor]:
     """Stack the state of K clients by name: rows [K, n], zero for a client without that name.
 
-    The state named ``without`` is left out.
+    Args:
+        states: The state of each client that has any.
+        client_ids: The K clients.
+        memory: The rows of the last call by name, which this call overwrites if they fit: the
+            system takes longer to provide new pages than a copy takes. ``None``: allocate.
+        without: Name of a state that is left out.
     """
     if not states:
         return {}
+    memory = {} if memory is None else memory
     found, each_keeps = dict[str, Tensor](), [states.get(each, {}) for each in client_ids]
     for name, like in {name: value for own in each_keeps for name, value in own.items()}.items():
         if name == without:
             continue
         zero = torch.zeros_like(like)
-        found[name] = torch.stack([own.get(name, zero) for own in each_keeps])
+        rows, last = [own.get(name, zero) for own in each_keeps], memory.get(name)
+        fits = last is not None and last.dtype == like.dtype and last.shape[1:] == like.shape
+        if last is None or not fits or len(last) < len(rows):
+            last = memory[name] = like.new_empty(len(rows), *like.shape)
+        found[name] = torch.stack(rows, out=last[: len(rows)])
     return found
 
 

@@ -36,7 +36,7 @@ from fedlearn.algorithms.strategy import State, StepResult, Strategy
 from fedlearn.core.params import Params
 from fedlearn.core.ranges import Count, Positive, Ranged
 
-_CONTROL, _COUNTS = "control", "num_gradients"
+_CONTROL, _COUNTS, _CHANGE = "control", "num_gradients", "change"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +84,10 @@ class ControlVariates(LocalUpdateWrapper):
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """The client's control variate, and the number of gradients that each tensor has had."""
+        """The client's control variate, its change, and the gradients that each tensor has had."""
         return {
             _CONTROL: MemorySpec(over=Over.TRAINABLE, is_kept=True),
+            _CHANGE: MemorySpec(over=Over.TRAINABLE, is_kept=False),
             _COUNTS: MemorySpec(over=Over.TENSORS, is_kept=False),
         }
 
@@ -132,18 +133,21 @@ class ControlVariates(LocalUpdateWrapper):
         assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         num_steps = moment.num_steps_K
         changes, broadcast_values = list[Tensor](), (broadcast["model"], broadcast[_CONTROL])
-        for y, x_0, c, own, count_K1 in zip(
-            x, *broadcast_values, memory[_CONTROL], memory[_COUNTS], strict=True
+        for y, x_0, c, own, change, count_K1 in zip(
+            x,
+            *broadcast_values,
+            *(memory[each] for each in (_CONTROL, _CHANGE, _COUNTS)),
+            strict=True,
         ):
             shape = (-1, *[1] * (y.dim() - 1))
             missed = 1.0 - count_K1[:, 0] / num_steps
             # Option II: c_i^+ - c_i = (x - y_i) / (K * eta_l) - c
             steps = (num_steps * self.inner.learning_rate).view(shape)
-            change = torch.sub(x_0, y)
+            torch.sub(x_0, y, out=change)
             torch.addcdiv(-c, change, steps, out=change)
             # A step without a gradient did not move x by c_i - c either, so add that share back.
             if missed.any():
-                change -= missed.to(y).view(shape) * own
+                change.sub_(missed.to(y).view(shape) * own)
             changes.append(change)
         changes = self._scale_to_bound(changes)
         for own, c, change in zip(memory[_CONTROL], broadcast[_CONTROL], changes, strict=True):

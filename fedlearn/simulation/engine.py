@@ -8,7 +8,7 @@ grows with the block, not with the cohort or the population.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import cast
@@ -99,6 +99,7 @@ class Engine:
     summing: ModularSum | None = None
     round_mode: LateUpdates | Asynchrony | None = None
     local_parts: LocalParts | None = None
+    _stacked_states: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def available(self) -> Sequence[ClientId]:
         """Return all clients, as a range, so that a large population needs no table."""
@@ -378,7 +379,12 @@ class Engine:
         self, client_ids: NDArray[np.int64], requests: Sequence[RoundRequest], local: LocalUpdate
     ) -> tuple[TrainedBlock, Updates]:
         """Train a block; return it, and its updates as the coordinator sees them."""
-        state = stack_states(requests[0].client_states, client_ids.tolist(), without=LOCAL)
+        state = stack_states(
+            requests[0].client_states,
+            client_ids.tolist(),
+            memory=self._stacked_states,
+            without=LOCAL,
+        )
         own_state, before = split_kept(state)
         trained = self._train_block(client_ids, requests, local, own_state)
         summed = None if self.summing is None else self.summing.plan.compressor

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedlearn.algorithms.client_state import (
     ClientStates,
@@ -33,6 +33,21 @@ def test_a_client_gets_back_what_it_kept() -> None:
     rows = stack_states(kept(), [2, 99, 7])
     assert rows.keys() == {"velocity"}
     assert rows["velocity"].tolist() == [[3.0, 4.0, 5.0], [0.0, 0.0, 0.0], [0.0, 1.0, 2.0]]
+
+
+def test_rows_are_written_where_the_last_ones_were_if_they_fit() -> None:
+    """Fewer clients fit; more clients, another dtype or another size do not."""
+    memory = dict[str, Tensor]()
+    whole = stack_states(kept(), [2, 7], memory=memory)["velocity"]
+    assert stack_states(kept(), [7], memory=memory)["velocity"].data_ptr() == whole.data_ptr()
+    assert whole[0].tolist() == [0.0, 1.0, 2.0]
+    wider = {7: {"velocity": torch.ones(5)}, 2: {"velocity": torch.zeros(5)}}
+    doubles = {7: {"velocity": torch.ones(3, dtype=torch.float64)}}
+    for states, client_ids in ((kept(), [2, 7, 2]), (wider, [2, 7]), (doubles, [7])):
+        found = stack_states(states, client_ids, memory=memory)["velocity"]
+        expected = stack_states(states, client_ids)["velocity"]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert whole[0].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_a_client_by_itself_gets_what_it_kept_and_no_zeros() -> None:
