@@ -123,6 +123,7 @@ if TYPE_CHECKING:
     from fedlearn.algorithms.stratified_sampling import StrataAllocation as StrataAllocation
     from fedlearn.algorithms.stratified_sampling import StratifiedSampler as StratifiedSampler
     from fedlearn.algorithms.top_k import TopK as TopK
+    from fedlearn.algorithms.transformed_updates import TransformedUpdates as TransformedUpdates
     from fedlearn.algorithms.transforms import ClippedUpdates as ClippedUpdates
     from fedlearn.algorithms.transforms import Transform as Transform
     from fedlearn.core.randomness import Seed as Seed
@@ -242,6 +243,7 @@ _HOME = {
     "algorithms.query": "Query SumSpec",
     "algorithms.random_k": "RandomK SharedRandomK",
     "algorithms.top_k": "TopK",
+    "algorithms.transformed_updates": "TransformedUpdates",
     "algorithms.transforms": "ClippedUpdates Transform",
     "core.randomness": "Seed",
     "errors": "FedlearnError",

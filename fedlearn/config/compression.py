@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 from pydantic import Field
 
-from fedlearn.algorithms.compressed_updates import CompressedUpdates
 from fedlearn.algorithms.download_compression import CompressedDownload
 from fedlearn.algorithms.power_sgd import PowerSgd
 from fedlearn.algorithms.quantization import Quantized
 from fedlearn.algorithms.random_k import RandomK, SharedRandomK
 from fedlearn.algorithms.strategy import Strategy
 from fedlearn.algorithms.top_k import TopK
+from fedlearn.algorithms.transformed_updates import TransformedUpdates
 from fedlearn.config.components import DeclaredSection, find_problem, kind, kinds
 from fedlearn.config.section import Problem
 
@@ -26,7 +26,7 @@ class CompressionSection(DeclaredSection):
 
     def apply(self, strategy: Strategy) -> Strategy:
         """Return the strategy whose clients compress their updates so."""
-        return CompressedUpdates(strategy, self.build())
+        return TransformedUpdates(strategy, (self.build(),))
 
 
 class WholeSection(CompressionSection):

@@ -22,7 +22,6 @@ from fedlearn.algorithms.apfl import APFL
 from fedlearn.algorithms.bucketing import Bucketing
 from fedlearn.algorithms.clustered import ClusteredFL
 from fedlearn.algorithms.cohorts import FixedCohorts
-from fedlearn.algorithms.compressed_updates import CompressedUpdates
 from fedlearn.algorithms.compression import Compressor
 from fedlearn.algorithms.ditto import Ditto
 from fedlearn.algorithms.download_compression import CompressedDownload
@@ -70,6 +69,7 @@ from fedlearn.algorithms.sampling import (
 from fedlearn.algorithms.server_optimizers import ServerSgd
 from fedlearn.algorithms.server_schedules import ScheduledFedAvg
 from fedlearn.algorithms.top_k import TopK
+from fedlearn.algorithms.transformed_updates import TransformedUpdates
 from fedlearn.assembly import Experiment, Simulation, build_experiment, build_simulation
 from fedlearn.assembly.private import add_privacy
 from fedlearn.config import Config, from_mapping
@@ -991,9 +991,16 @@ def test_every_compression_has_all_its_numbers(
         tables: dict[str, object] = {"algorithm": algorithm, "client": _CLIENT}
         plain = _build(tables).algorithm
         built = _build({**tables, "compression": settings}).algorithm
-        assert built == CompressedUpdates(plain, expected)
+        assert built == TransformedUpdates(plain, [expected])
         assert tuple(built.transforms) == (expected,)
         assert _build({**tables, "compression": {"method": "none"}}).algorithm == plain
+
+
+@pytest.mark.parametrize("further", [TopK(fraction=0.1, error_feedback=True), [0.1], "top_k"])
+def test_further_transforms_are_a_sequence_of_transforms(further: Any) -> None:  # Any: wrong types
+    """A single one is the likeliest mistake. The control is the test above."""
+    with pytest.raises(ConfigError, match=r"further is .*not a sequence of transforms"):
+        TransformedUpdates(_build({"client": _CLIENT}).algorithm, further)
 
 
 def test_the_compressions_tested_are_all_there_are() -> None:
