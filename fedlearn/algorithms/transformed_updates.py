@@ -29,7 +29,8 @@ class TransformedUpdates(StrategyWrapper):
     further: Sequence[Transform]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.further, Sequence) or not all(map(callable, self.further)):
+        given: object = self.further
+        if not isinstance(given, Sequence) or not all(map(callable, given)):
             raise ConfigError(
                 f"TransformedUpdates(): further is {self.further!r}, not a sequence of transforms; "
                 "write fl.TransformedUpdates(algorithm, [fl.TopK(fraction=0.1)])"
