@@ -46,6 +46,8 @@ class TrainerExecutor:
         request, like = _request(work), work.params.vector
         features = cast_for_trainer(take_rows(work.features, index), like.dtype)
         labels = work.labels.index_select(0, index)
+        # Copies: the trainer may keep them, and the engine writes the next block's state there.
+        state = {name: rows[0].clone() for name, rows in work.client_state.items()}
         trainer = require_trainer(self._make_trainer(features, labels))
         settings, extra = split_settings(request.settings)
         context = TrainContext(
@@ -54,7 +56,7 @@ class TrainerExecutor:
             settings=settings,
             extra=extra,
             seed=work.seed,
-            state={name: rows[0] for name, rows in work.client_state.items()},
+            state=state,
             broadcast=request.broadcast,
         )
         try:
