@@ -28,6 +28,8 @@ from fedlearn.simulation.choice import (
     make_executor,
     use_configured,
 )
+from fedlearn.simulation.executors import trial
+from fedlearn.simulation.executors.base import TrainedBlock
 from fedlearn.simulation.executors.fused.executor import FusedExecutor
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import StackedExecutor
@@ -421,6 +423,24 @@ def test_a_forward_pass_that_changes_from_call_to_call_trains_in_turn(
         use_configured(unsteady, ExecutorKind.FUSED)
     with pytest.raises(EngineError, match=re.escape(says)):
         use_configured(unsteady, ExecutorKind.VMAP)
+
+
+@pytest.mark.parametrize(("num_draws", "is_found"), [(2, False), (1000, True)])
+def test_only_a_model_that_draws_in_each_training_draws_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, num_draws: int, is_found: bool
+) -> None:
+    """Another thread draws during some of them."""
+    train, calls = trial._train, list[float]()  # noqa: SLF001 - each training passes here
+
+    def train_disturbed(*arguments: Any) -> TrainedBlock:  # Any: as trial._train
+        if len(calls) < num_draws:
+            calls.append(random.random())  # noqa: S311 - as another thread may
+        return train(*arguments)
+
+    monkeypatch.setattr(trial, "_train", train_disturbed)
+    choice = choose(job(Plain), clock=Ticking(), cache_dir=tmp_path)
+    assert len(calls) >= 2
+    assert ("random numbers" in choice.reason) == is_found
 
 
 def test_a_loss_that_changes_from_call_to_call_trains_in_turn(tmp_path: Path) -> None:

@@ -456,6 +456,29 @@ def test_a_recurrent_layer_that_couples_examples_is_refused(
         )
 
 
+class Scaled(nn.Module):
+    """Multiplies by a number from Python's generator; one call is preceded by another draw."""
+
+    def __init__(self, disturbed_call: int) -> None:
+        super().__init__()
+        self.disturbed_call, self.num_calls = disturbed_call, 0
+
+    def forward(self, steps: Tensor) -> Tensor:
+        self.num_calls += 1
+        if self.num_calls == self.disturbed_call:
+            random.random()  # noqa: S311 - as another thread may
+        return steps * random.random()  # noqa: S311 - under test
+
+
+@pytest.mark.parametrize("disturbed_call", [0, 2, 3, 4])
+def test_a_model_that_draws_is_accepted_whenever_another_thread_draws(disturbed_call: int) -> None:
+    """A second pass that differs is taken again. Controls: the stateful models above."""
+    steps = torch.randn(6, 7, 5, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(Scaled(disturbed_call), Sequences(nn.GRU(5, 4, batch_first=True)))
+    _, losses = by_example(model)(steps, torch.arange(6) % 3, keys=torch.zeros(6).long())
+    assert losses.shape == (6,)
+
+
 def test_a_model_that_no_example_goes_through_says_why() -> None:
     """The error comes from the forward pass, not from ``vmap``."""
     module = Sequences(nn.GRU(4, 4, batch_first=True))
