@@ -247,9 +247,10 @@ class Site:
             priority=priority,
         )
 
-    def shut(self, gateway: Gateway) -> None:
+    def shut(self, gateway: Gateway, *, grace_s: float = 0.0) -> None:
+        """Stop a gateway; without a grace, what it says last may not arrive."""
         self.gateways.remove(gateway)
-        gateway.stop(grace_s=0.0)
+        gateway.stop(grace_s=grace_s)
 
     def enrol(self, name: str, *, tags: Sequence[str] = ()) -> Member:
         identity = Identity.create()

@@ -1542,7 +1542,7 @@ def test_a_gateway_that_goes_blind_says_so(site: Site) -> None:
 def test_stopping_asks_clients_to_come_back(site: Site) -> None:
     gateway = site.open()
     (member,) = site.connected(gateway, 1)
-    site.shut(gateway)
+    site.shut(gateway, grace_s=WAIT_S)
     told = member.hear()
     assert told is not None
     assert 0.0 < told.come_back.after_s <= 2.5  # half a second and up to two more
@@ -1571,7 +1571,7 @@ def test_clients_come_back_as_many_a_second_as_the_coordinator_can_take(site: Si
     gateway = site.open(pace=make_pace(SystemClock(), rate_per_s=3.0))
     gateway.set_num_wanted(8)
     members = site.connected(gateway, 8)
-    site.shut(gateway)
+    site.shut(gateway, grace_s=WAIT_S)
     told = [each for each in (member.hear() for member in members) if each is not None]
     after_s = sorted(each.come_back.after_s for each in told)
     assert len(set(after_s)) == 8
