@@ -6,12 +6,11 @@ from shutil import which
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
 from tests.processes import LONG_S
 
-#: Returns texts whose contrast with the background behind them is below WCAG's AA.
-PALE = """() => {
+_PALE = """() => {
   const canvas = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
   const rgba = (color) => { canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = color;
     canvas.fillRect(0, 0, 1, 1); return canvas.getImageData(0, 0, 1, 1).data; };
@@ -51,3 +50,20 @@ def open_context(browser: Browser, **options: Any) -> BrowserContext:  # Any: pl
     context = browser.new_context(**options)
     context.set_default_timeout(1000 * LONG_S)
     return context
+
+
+def content_width(page: Page) -> int:
+    """Return the width of the page's content in CSS pixels, once its style sheets are there.
+
+    A text can be found while they are on their way, and then takes more room.
+    """
+    page.wait_for_load_state("load")
+    width: int = page.evaluate("document.documentElement.scrollWidth")
+    return width
+
+
+def pale_texts(page: Page) -> list[str]:
+    """Return the texts whose contrast with what is behind them is below WCAG's AA."""
+    page.wait_for_load_state("load")
+    texts: list[str] = page.evaluate(_PALE)
+    return texts

@@ -15,7 +15,7 @@ from sqlalchemy import update
 from fedlearn.store.rounds import insert_rounds
 from fedlearn.store.runs import Database, sqlite_url
 from fedlearn.store.schema import MetricRow, RunRow
-from tests.e2e.browsing import PALE, open_browser, open_context
+from tests.e2e.browsing import content_width, open_browser, open_context, pale_texts
 from tests.large_store import LARGE, make_rounds, write_large_store
 from tests.processes import Launcher, until
 
@@ -91,16 +91,15 @@ def test_pages_fit_the_screen_and_can_be_read(
     page, wrong = open_page(browser, viewport=viewport, reduced_motion="reduce")
     for target in PAGES:
         page.goto(address + target)
-        page.wait_for_load_state("load")
         if f"/runs/{LARGE}" == target or target.startswith("/compare"):
             page.wait_for_selector(".uplot")
         if target == "/audit":
             page.wait_for_selector(".badge.done")  # the chain was checked
             page.click("summary")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width, target
+        assert content_width(page) <= width, target
         for scheme in SCHEMES:
             page.emulate_media(color_scheme=scheme)
-            assert page.evaluate(PALE) == [], (target, scheme)
+            assert pale_texts(page) == [], (target, scheme)
         assert page.evaluate("window.hacked") is None, target
     assert [each for each in wrong if "404" not in each] == []
 
@@ -110,7 +109,7 @@ def test_what_the_checks_look_for_would_be_found(browser: Browser, address: str)
     page, wrong = open_page(browser)
     page.goto(address)
     page.evaluate("document.documentElement.style.setProperty('--soft', '#cccccc')")
-    assert page.evaluate(PALE) != []
+    assert pale_texts(page) != []
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<p onclick=alert()>x</p>')")
     page.evaluate("document.querySelector('p[onclick]').click()")
     until(lambda: page.evaluate("1") == 1 and any("Content Security Policy" in w for w in wrong))
@@ -150,8 +149,8 @@ def test_a_release_is_read_from_the_list(browser: Browser, address: str) -> None
     page.goto(f"{address}/releases")
     page.click("text=champion >> xpath=ancestor::tr >> css=a")
     page.wait_for_selector("text=## Privacy")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert page.evaluate(PALE) == []
+    assert content_width(page) <= 390
+    assert pale_texts(page) == []
     assert wrong == []
 
 

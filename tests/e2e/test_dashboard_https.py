@@ -1,6 +1,5 @@
 """The page that a service serves over HTTPS, to people who sign in, in a real browser."""
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from playwright.sync_api import Browser, Error, Page, ViewportSize, expect
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 
 from fedlearn.core.clock import SystemClock
 from fedlearn.gateway.authority import Authority
@@ -19,7 +18,7 @@ from fedlearn.store.audit import read_entries
 from fedlearn.store.operators import StoredOperators
 from fedlearn.store.runs import Database, sqlite_url
 from tests.addresses import free_addresses
-from tests.e2e.browsing import PALE, open_browser, open_context
+from tests.e2e.browsing import content_width, open_browser, open_context, pale_texts
 from tests.oidc_provider import CLIENT_ID, CLIENT_SECRET
 from tests.processes import Launcher, until
 from tests.two_studies import write_studies
@@ -133,11 +132,11 @@ def test_a_person_signs_in_and_out_over_https(served: Served, browser_page: Page
     assert page.evaluate("document.cookie") == ""
     page.wait_for_selector(".live[data-state=live]")
     page.wait_for_selector(".uplot")
-    assert page.evaluate(PALE) == []
+    assert pale_texts(page) == []
     page.goto(f"{served.url}/studies/lungs")
     # The accountant takes a while to load.
     expect(page.locator("main")).to_contain_text("lungs-scans")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert content_width(page) <= 390
     assert "liver" not in page.content()
     page.click("text=Sign out")
     expect(page.locator("h1")).to_have_text("Sign in")
@@ -146,17 +145,3 @@ def test_a_person_signs_in_and_out_over_https(served: Served, browser_page: Page
     expect(page.locator("h1")).to_have_text("Sign in")
     assert [each for each in wrong if "401" not in each] == []
     assert served.actions()[-2:] == ["page.signed_in operator:ann", "page.signed_out operator:ann"]
-
-
-def test_a_sign_in_that_comes_back_over_plain_http_has_no_cookie(
-    served: Served, browser_page: Page
-) -> None:
-    """A man in the middle who strips TLS learns no session. Control: the test before."""
-    page = browser_page
-    page.goto(f"{served.url}/sign-in?next=/")
-    page.wait_for_url(f"{served.url}/")
-    sent = list[str]()
-    page.on("request", lambda asked: sent.append(json.dumps(asked.all_headers())))
-    with pytest.raises(Error):
-        page.goto(served.url.replace("https:", "http:"))
-    assert "__Host-fedlearn" not in "".join(sent)

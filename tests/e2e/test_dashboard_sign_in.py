@@ -25,7 +25,7 @@ from fedlearn.store.operators import StoredOperators
 from fedlearn.store.releases import ReleaseStore
 from fedlearn.store.runs import Database, sqlite_url
 from tests.addresses import free_addresses
-from tests.e2e.browsing import PALE, open_browser, open_context
+from tests.e2e.browsing import content_width, open_browser, open_context, pale_texts
 from tests.oidc_provider import CLIENT_ID, CLIENT_SECRET
 from tests.processes import Launcher, until
 from tests.two_studies import write_studies
@@ -386,12 +386,12 @@ def test_a_person_signs_in_and_out_in_a_browser(
     opened.wait_for_url(f"{page.url}/queue?state=failed")
     expect(opened.locator(".who")).to_contain_text("ann")
     assert opened.evaluate("document.cookie") == ""
-    assert opened.evaluate("document.documentElement.scrollWidth") <= 390
-    assert opened.evaluate(PALE) == []
+    assert content_width(opened) <= 390
+    assert pale_texts(opened) == []
     opened.wait_for_selector(".live[data-state=live]")
     opened.click("text=Sign out")
     expect(opened.locator("h1")).to_have_text("Sign in")
-    assert opened.evaluate(PALE) == []
+    assert pale_texts(opened) == []
     assert [each for each in wrong if "401" not in each] == []
     opened.close()
 
