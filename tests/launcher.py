@@ -18,10 +18,13 @@ import runpy
 import select
 import signal
 import socket
+import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce, wraps
 from io import FileIO
 from pathlib import Path
@@ -30,7 +33,7 @@ from typing import Any, NoReturn
 from sqlalchemy.orm import configure_mappers
 
 from fedlearn.cli.app import _build_command, main
-from fedlearn.client import child
+from fedlearn.client import bundle_process, child
 from fedlearn.processes.descendants import MARK
 from fedlearn.processes.starting import start_module
 from fedlearn.transport.grpc_environment import prepare_for_grpc
@@ -56,6 +59,8 @@ _HEAVY = (
     "psycopg",
     "torch.utils._device",
 )
+#: Modules that are forked instead of being started by an interpreter of their own.
+_FORKED = {each.__name__: each.main for each in (child, bundle_process)}
 #: More than there are test processes, each with one connection at a time.
 _BACKLOG = 128
 
@@ -167,7 +172,7 @@ def end_by(number: int) -> None:
 
 
 def forking(start: Any) -> Any:
-    """Make a training process a fork too, with the same changes and crashes."""
+    """Make training processes, and those of bundles, forks too, with the same crashes."""
 
     @wraps(start)
     def begin(
@@ -175,10 +180,11 @@ def forking(start: Any) -> Any:
         *arguments: str,
         environ: Mapping[str, str],
         link: socket.socket | None = None,
+        stdout: int | None = None,
         **named: Any,
     ) -> Any:
-        if module != child.__name__:
-            return start(module, *arguments, environ=environ, link=link, **named)
+        if module not in _FORKED:
+            return start(module, *arguments, environ=environ, link=link, stdout=stdout, **named)
         assert link is not None
         reading, writing = os.pipe()
         pid = os.fork()
@@ -187,11 +193,21 @@ def forking(start: Any) -> Any:
             os.dup2(reading, 0)
             os.close(reading)
             os.close(writing)
+            if stdout == subprocess.DEVNULL:
+                silent = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(silent, 1)
+                os.dup2(silent, 2)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCONT, signal.SIGTSTP):
                 signal.signal(number, signal.SIG_DFL)
+            os.environ.clear()
             os.environ.update(environ)
+            Path("/proc/self/comm").write_text(module.rpartition(".")[2])
             sys.argv = [module, str(link.fileno())]
-            child.main()
+            try:
+                _FORKED[module]()
+            finally:  # only the parent goes on after the call
+                traceback.print_exc()
+                os._exit(1)
         with suppress(OSError):  # the child may have done so, or exited, already
             os.setpgid(pid, pid)
         os.close(reading)
@@ -202,16 +218,28 @@ def forking(start: Any) -> Any:
 
 @dataclass
 class Forked:
-    """A training process as its parent sees it; see :class:`subprocess.Popen`."""
+    """A process as its parent sees it; see :class:`subprocess.Popen`."""
 
     pid: int
     stdin: FileIO
     returncode: int | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def wait(self) -> int:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+    def poll(self) -> int | None:
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(timeout=0.0)
         return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        with self._lock:
+            if self.returncode is None:
+                descriptor = os.pidfd_open(self.pid)
+                has_ended, _, _ = select.select([descriptor], [], [], timeout)
+                os.close(descriptor)
+                if not has_ended:
+                    raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            return self.returncode
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
