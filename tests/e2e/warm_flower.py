@@ -30,10 +30,14 @@ _COMMANDS = {
     "flwr-clientapp": ("flwr.supernode.cli", "flwr_clientapp"),
 }
 
-#: Modules that our apps and the Flower apps import.
+#: Modules that the processes would import otherwise, each again.
 _HEAVY = (
-    *("fedlearn.client.flower", "fedlearn.deployment.flower", "fedlearn.deployment.rounds"),
+    *("fedlearn.client.flower", "fedlearn.config.client", "fedlearn.deployment.flower"),
+    *("fedlearn.deployment.flower_node", "fedlearn.deployment.rounds"),
     *("sklearn.datasets", "sklearn.linear_model"),
+    *("cryptography.hazmat.backends.openssl.backend", "encodings.cp437", "encodings.utf_8_sig"),
+    *("flwr.supernode.main", "httpcore", "uvicorn.loops.auto", "uvicorn.protocols.http.auto"),
+    "uvicorn.protocols.websockets.auto",
 )
 
 _SOCKET = "socket"
