@@ -32,13 +32,17 @@ def has_trained(site: ServiceSite, number: int) -> bool:
 
 
 def open_round(site: ServiceSite) -> tuple[str, Process]:
-    """Start a run of the study whose first round waits for client 0, which trains."""
+    """Start a run of the study whose first round waits for client 0, which trains.
+
+    All consents are on record then: the service records them once a second.
+    """
     service = site.start_serving()
     clients = site.populate()
     site.create_study()
     name = site.submit(PLAIN, num_rounds=NUM_ROUNDS, study=STUDY)
     for number, client in enumerate(clients):
         until(partial(has_trained, site, number), told=client.tail)
+    until(lambda: site.count_consents() == NUM_CLIENTS, told=service.tail)
     return name, service
 
 
