@@ -179,7 +179,7 @@ def end_by(number: int) -> None:
 
 
 def forking(start: Any) -> Any:
-    """Make training processes, and those of bundles, forks too, with the same crashes."""
+    """Fork training processes and those of bundles too, with the same changes and crashes."""
 
     @wraps(start)
     def begin(

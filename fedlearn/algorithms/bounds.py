@@ -14,7 +14,7 @@ from fedlearn.algorithms.lanes import LaneSpec, Over
 from fedlearn.core.cores import run_on_all_cores
 from fedlearn.core.params import Layout
 from fedlearn.core.ranges import Ranged
-from fedlearn.core.soundness import DIVERGES, MAX_DELTA, describe_unsound, is_sound
+from fedlearn.core.soundness import LIKELY_CAUSE, MAX_DELTA, describe_unsound, is_sound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class UpdateBounds(Ranged):
     def too_long(self, lane: str) -> str:
         """Return the failure reason for a lane whose norm is too large."""
         reason = f"the norm of the {lane} exceeds {self.max_norm:g} (updates.max_norm)"
-        # A smaller bound is the user's own, which an honest update may reach.
-        return f"{reason}, {DIVERGES}" if self.max_norm >= GENEROUS.max_norm else reason
+        # A smaller bound is the user's choice, and honest updates may exceed it.
+        return f"{reason}, {LIKELY_CAUSE}" if self.max_norm >= GENEROUS.max_norm else reason
 
     @property
     def max_statistics_norm(self) -> float:

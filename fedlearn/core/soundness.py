@@ -6,13 +6,13 @@ from torch import Tensor
 #: Largest magnitude of an element. No honest delta exceeds it, and sums of weighted deltas within
 #: it cannot overflow.
 MAX_DELTA = 1e20
-#: Added to a failure reason: the usual cause, and its remedy.
-DIVERGES = "as when training diverges: lower client.learning_rate"
+#: The end of a failure reason: the likely cause, and its remedy.
+LIKELY_CAUSE = "probably because training diverged: lower client.learning_rate"
 
 
 def describe_unsound(lane: str) -> str:
     """Return the failure reason of a client whose vector ``lane`` is not sound."""
-    return f"the {lane} is not finite or exceeds {MAX_DELTA:g}, {DIVERGES}"
+    return f"the {lane} is not finite or exceeds {MAX_DELTA:g}, {LIKELY_CAUSE}"
 
 
 def is_sound(delta: Tensor, *, max_norm: float | None = None) -> bool:

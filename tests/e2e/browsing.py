@@ -55,7 +55,7 @@ def open_context(browser: Browser, **options: Any) -> BrowserContext:  # Any: pl
 def content_width(page: Page) -> int:
     """Return the width of the page's content in CSS pixels, once its style sheets are there.
 
-    A text can be found while they are on their way, and then takes more room.
+    A text may be on the page before they are, and takes more room then.
     """
     page.wait_for_load_state("load")
     width: int = page.evaluate("document.documentElement.scrollWidth")

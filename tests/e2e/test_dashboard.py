@@ -105,9 +105,11 @@ def test_pages_fit_the_screen_and_can_be_read(
 
 
 def test_what_the_checks_look_for_would_be_found(browser: Browser, address: str) -> None:
-    """Controls: pale text, and a script in the page, which its policy refuses."""
+    """Controls: wide content, pale text, and a script in the page, which its policy refuses."""
     page, wrong = open_page(browser)
     page.goto(address)
+    page.evaluate("document.body.style.minWidth = '3000px'")
+    assert content_width(page) >= 3000
     page.evaluate("document.documentElement.style.setProperty('--soft', '#cccccc')")
     assert pale_texts(page) != []
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<p onclick=alert()>x</p>')")

@@ -30,7 +30,7 @@ _COMMANDS = {
     "flwr-clientapp": ("flwr.supernode.cli", "flwr_clientapp"),
 }
 
-#: Modules that the processes would import otherwise, each again.
+#: Modules that each process would otherwise import for itself.
 _HEAVY = (
     *("fedlearn.client.flower", "fedlearn.config.client", "fedlearn.deployment.flower"),
     *("fedlearn.deployment.flower_node", "fedlearn.deployment.rounds"),

@@ -238,7 +238,9 @@ def large(task: wire_pb2.Task, peer: Peer) -> Sequence[wire_pb2.FromClient]:
     return [wire_pb2.FromClient(result=wire_pb2.Result(envelope=about, data=data))]
 
 
-NAN, NORM = "the delta is not finite or exceeds 1e+20", "the norm of the delta exceeds 1e+08"
+CAUSE = "probably because training diverged: lower client.learning_rate"
+NAN = f"the delta is not finite or exceeds 1e+20, {CAUSE}"
+NORM = f"the norm of the delta exceeds 1e+08 (updates.max_norm), {CAUSE}"
 #: False answers to a training request, with the reasons for refusing them.
 LIES = [
     Lie("no message", saying(lambda _: b"not a message"), "the message begins with b'no'"),

@@ -32,7 +32,8 @@ from fedlearn.training.trainer import LocalEvaluation, LocalResult, TaskControl,
 
 TEXT: Any = {"f1": "x"}  # Any: a value that no metric may have
 DIVERGED = (
-    "the {} is not finite or exceeds 1e+20, as when training diverges: lower client.learning_rate"
+    "the {} is not finite or exceeds 1e+20, "
+    "probably because training diverged: lower client.learning_rate"
 )
 Answer = Callable[[dict[str, Tensor]], Any]  # Any: also values that no trainer may return
 
