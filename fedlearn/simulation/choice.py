@@ -24,7 +24,6 @@ from torch import nn
 from fedlearn.algorithms.lanes import Lanes
 from fedlearn.algorithms.local import (
     LocalUpdate,
-    asks_gradients,
     find_client_loss,
     iter_updates,
 )
@@ -415,8 +414,6 @@ def _chain(job: TrainingJob) -> Chain:
         raise EngineError(
             "each example's gradient is clipped, but it computes only those of batches"
         )
-    if asks_gradients(job.local):
-        raise EngineError(fused.FURTHER_GRADIENTS)
     if find_client_loss(job.local) is not None:
         raise EngineError(_OWN_LOSS)
     model = job.resident_model()

@@ -32,8 +32,7 @@ from fedlearn.core.clock import SystemClock
 from fedlearn.core.features import require_single_input
 from fedlearn.core.messages import ClientId
 from fedlearn.core.params import Params
-from fedlearn.errors import EngineError
-from fedlearn.simulation.choice import ExecutorKind, choose, make_executor, use_configured
+from fedlearn.simulation.choice import ExecutorKind, choose, make_executor
 from fedlearn.training.torch_trainer import TorchTrainer
 from fedlearn.training.trainer import TrainContext
 from tests.parity import test_flower as flower
@@ -185,6 +184,8 @@ def test_further_gradients_are_the_same_in_every_place(name: str) -> None:
     expected = by_executor(LOCAL, make, ExecutorKind.SEQUENTIAL)
     require_equal(by_executor(LOCAL, make, ExecutorKind.VMAP), expected)
     require_equal(by_trainers(LOCAL, make), expected)
+    if name == "plain":  # the others are no chains of layers
+        require_equal(by_executor(LOCAL, make, ExecutorKind.FUSED), expected)
     if name in {"plain", "unreached"}:  # the others see the parts
         require_equal(by_trainers(LOCAL, make, num_parts=2), expected)
 
@@ -232,7 +233,7 @@ def test_further_gradients_are_those_of_a_loop_by_hand() -> None:
             {"full": flat, "known": known, "delta": delta, "loss": mean[None], "mean loss": mean}
         )
     whole = {name: torch.stack([each[name] for each in expected]) for name in expected[0]}
-    for kind in (ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP):
+    for kind in KINDS:
         found = by_executor(LOCAL, make, kind)
         for name, value in whole.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9, msg=name)
@@ -250,15 +251,13 @@ def test_statistics_move_once_in_a_step() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.slow
-def test_fused_layers_refuse_further_gradients_and_the_note_says_why(tmp_path: Path) -> None:
-    """The executor that is chosen automatically is another one."""
+SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
+KINDS = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED]
+
+
+def test_fused_layers_are_chosen_for_further_gradients(tmp_path: Path) -> None:
     job = flower.job(LOCAL, seeded(plain))
-    with pytest.raises(EngineError, match="asks for gradients at other points"):
-        use_configured(job, ExecutorKind.FUSED)
-    found = choose(job, clock=SystemClock(), cache_dir=tmp_path)
-    assert found.kind is not ExecutorKind.FUSED
-    assert "asks for gradients at other points" in found.reason
+    assert choose(job, clock=SystemClock(), cache_dir=tmp_path).kind is ExecutorKind.FUSED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,10 +287,6 @@ class LossRate(LocalUpdateWrapper):
     ) -> None:
         scaled = [grad * moment.losses_K.view(-1, *[1] * (grad.dim() - 1)) for grad in grads]
         self.inner.step(x, scaled, memory, broadcast=broadcast, moment=moment)
-
-
-SGD = LocalSgd(epochs=2, batch_size=4, learning_rate=0.1)
-KINDS = [ExecutorKind.SEQUENTIAL, ExecutorKind.VMAP, ExecutorKind.FUSED]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,10 +25,14 @@ from fedlearn.algorithms.local import (
     MemorySpec,
     Moment,
     Tensors,
+    add_scaled,
     iter_updates,
+    unsqueeze_like,
 )
 from fedlearn.algorithms.objectives import CrossEntropy, MeanSquaredError
+from fedlearn.algorithms.per_fedavg import MetaGradient
 from fedlearn.algorithms.proximal import Proximal
+from fedlearn.algorithms.qfedavg import FairUpdate
 from fedlearn.algorithms.rate_schedules import ScheduledRate
 from fedlearn.algorithms.scaffold import ControlVariates
 from fedlearn.core.features import require_single_input
@@ -209,6 +213,48 @@ class HalfAffine(LocalSgd):
         super().step(x, grads, memory, broadcast=broadcast, moment=moment)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead(LocalUpdateWrapper):
+    """Steps by the gradient at the point that a plain step would reach, and the full one."""
+
+    asks_gradients: ClassVar[bool] = True
+
+    @property
+    def memory(self) -> Mapping[str, MemorySpec]:
+        return {**self.inner.memory, "full": MemorySpec(over=Over.TRAINABLE, is_kept=True)}
+
+    def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
+        losses_K, grads = moment.gradient_at(x)
+        for full, grad in zip(memory["full"], grads, strict=True):
+            full.copy_(unsqueeze_like(losses_K, grad) * grad)
+        self.inner.begin(x, memory, broadcast=broadcast, moment=moment)
+
+    def step(
+        self, x: Tensors, grads: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
+    ) -> None:
+        losses_K, ahead = moment.gradient_at(add_scaled(x, grads, factor=-0.1))
+        scaled = [unsqueeze_like(losses_K, each) * each for each in ahead]
+        directions = add_scaled(scaled, list(memory["full"]), factor=0.5)
+        self.inner.step(x, directions, memory, broadcast=broadcast, moment=moment)
+
+
+class FlatAhead(Ahead):
+    """With all parameters of a client in one tensor."""
+
+    takes_flat: ClassVar[bool] = True
+
+
+def add_further_gradients(inner: LocalSgd) -> Mapping[str, LocalUpdate]:
+    """Return updates that ask for gradients elsewhere: once, twice, and only at the end."""
+    return {
+        "ahead": Ahead(inner=inner),
+        "ahead, flat": FlatAhead(inner=inner),
+        "ahead twice": MetaGradient(inner=inner, adaptation_rate=0.1, hessian_step=0.01),
+        # Its steps are taken in place, and it asks after the last one.
+        "fair": FairUpdate(inner=inner, fairness=1.0, step_size=1.0, normalizer_bound=1e9),
+    }
+
+
 CONTROLLED = ControlVariates(inner=replace(PLAIN, epochs=2), control_bound=None)
 RULES: dict[str, LocalUpdate] = {
     "plain": PLAIN,
@@ -235,6 +281,12 @@ RULES: dict[str, LocalUpdate] = {
     "everything": Proximal(
         inner=replace(PLAIN, momentum=0.5, weight_decay=0.1, keep_momentum=True, epochs=2),
         proximal=0.2,
+    ),
+    **add_further_gradients(replace(PLAIN, epochs=2, momentum=0.7)),
+    # Some clients are done with their first epoch before others, which come after them.
+    "ahead, few steps": Ahead(inner=replace(PLAIN, epochs=2, max_steps=3)),
+    "ahead, in turn": HeadThenBody(
+        inner=Ahead(inner=replace(PLAIN, epochs=2)), head="*.bias", head_epochs=1
     ),
 }
 
@@ -347,16 +399,19 @@ def test_memory_is_reused_between_updates_with_and_without_velocities() -> None:
         weight_decay=st.sampled_from([0.0, 0.1]),
         shuffle=st.booleans(),
     ),
-    proximal=st.sampled_from([0.0, 0.4]),
+    around=st.sampled_from(["proximal", *add_further_gradients(PLAIN)]) | st.none(),
     num_examples=st.lists(st.integers(1, 15), min_size=1, max_size=6),
     seed=st.integers(0, 99),
 )
 def test_any_ragged_block_equals_the_reference_in_float64(
-    model: str, local: LocalSgd, proximal: float, num_examples: list[int], seed: int
+    model: str, local: LocalSgd, around: str | None, num_examples: list[int], seed: int
 ) -> None:
     """In float64, where rounding is so small that any other difference would show."""
-    pulled = Proximal(inner=local, proximal=proximal) if proximal else local
-    work = work_for(model, pulled, num_examples=num_examples, dtype=torch.float64, seed=seed)
+    # Small steps: these updates multiply gradients, and what diverges also multiplies rounding.
+    small = replace(local, learning_rate=0.1 * local.learning_rate)
+    wrapped = {**add_further_gradients(small), "proximal": Proximal(inner=local, proximal=0.4)}
+    update = local if around is None else wrapped[around]
+    work = work_for(model, update, num_examples=num_examples, dtype=torch.float64, seed=seed)
     trained = fused_executor(model, work).train(work)
     assert difference(trained, by_reference(model, work)) <= 1e-10
 
@@ -412,6 +467,7 @@ def test_a_block_leaves_nothing_behind_for_the_next(model: str) -> None:
     first = executor.train(work).deltas_KP.clone()
     for local, sizes in (
         (RULES["everything"], [3]),
+        (Ahead(inner=replace(PLAIN, learning_rate=1e30, epochs=2)), [15, 12]),
         (replace(PLAIN, learning_rate=1e30, epochs=3, momentum=0.9), [15, 15, 12, 9]),
         (replace(PLAIN, learning_rate=1e30, epochs=3), [15, 15, 12, 9]),
         (RULES["all at once"], [15, 14, 13, 12]),

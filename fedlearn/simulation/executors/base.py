@@ -145,6 +145,27 @@ class Work(LocalTask):
         """Return the number of batches in an epoch of each client: int64 [K]."""
         return torch.from_numpy(self.schedule.steps_per_epoch_K).to(self.params.vector.device)
 
+    def shares_of_epoch(self) -> Tensor:
+        """Return each batch's share of the examples of its client's first epoch: [t, K], float64.
+
+        The t steps are those in which some client trains a batch of its first epoch.
+        """
+        counts_tK = self._count_in_epoch()
+        return torch.from_numpy(counts_tK / counts_tK.sum(0))
+
+    def list_active_in_epoch(self) -> Sequence[int]:
+        """Return for each step of :meth:`shares_of_epoch` how many of the first clients train.
+
+        With ``max_steps``, a client that is done with its first epoch may come before one that is
+        not; its share of the step is 0.
+        """
+        return [int(np.flatnonzero(counts_K)[-1]) + 1 for counts_K in self._count_in_epoch()]
+
+    def _count_in_epoch(self) -> NDArray[np.int64]:
+        steps_K = self.schedule.steps_per_epoch_K
+        counts_tK = self.schedule.counts_TK[: int(steps_K.max())]
+        return np.where(np.arange(len(counts_tK))[:, None] < steps_K, counts_tK, 0)
+
     def draws(self) -> Draws:
         """Return the random draws of the clients' local updates in this round."""
         draws_any = any(spec.draws is not None for spec in self.local.memory.values())

@@ -515,20 +515,13 @@ class StackedExecutor:
     def _gradient_of_epoch(self, run: _Run, point: Tensors) -> PointGradient:
         """Compute the mean over the batches of the first epoch that are trained, by examples."""
         schedule, names = run.work.schedule, self._gradient.trainable
-        steps_K = run.work.steps_per_epoch().cpu().numpy()
-        counts_TK = np.where(
-            np.arange(schedule.num_steps)[:, None] < steps_K, schedule.counts_TK, 0
-        )
-        shares_TK = torch.from_numpy(counts_TK / counts_TK.sum(0)).to(run.work.params.vector)
-        losses_K, grads = torch.zeros_like(shares_TK[0]), [torch.zeros_like(x) for x in point]
-        for step in range(min(int(steps_K.max()), schedule.num_steps)):
-            # Clients are sorted by their steps of the round. With max_steps, one that is done with
-            # its first epoch may come before one that is not; its share of this step is 0.
-            active = int(np.flatnonzero(counts_TK[step])[-1]) + 1
+        shares_tK = run.work.shares_of_epoch().to(run.work.params.vector)
+        losses_K, grads = torch.zeros_like(shares_tK[0]), [torch.zeros_like(x) for x in point]
+        for step, active in enumerate(run.work.list_active_in_epoch()):
             for clients, size in self._split_by_size(run, schedule.counts_TK[step, :active]):
                 some = [each[clients] for each in point]
                 found = self._gradient_at(run, step, clients, some, size=size, names=names)
-                share_k = shares_TK[step, clients]
+                share_k = shares_tK[step, clients]
                 losses_K[clients] += share_k * found.losses_K
                 for total, grad in zip(grads, found.grads, strict=True):
                     total[clients] += grad * share_k.view(-1, *[1] * (grad.dim() - 1))

@@ -7,6 +7,7 @@ to the next. The shape legend is that of :mod:`fedlearn.simulation.executors.fus
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -31,12 +32,13 @@ from fedlearn.algorithms.local import (
     load_client_state,
     refuse_early_loss,
     report_of,
+    require_like,
     takes_flat,
 )
 from fedlearn.algorithms.objectives import CrossEntropy, Objective, batch_weights
 from fedlearn.core.features import Features, require_single_input
 from fedlearn.core.params import Layout
-from fedlearn.errors import DataError, EngineError
+from fedlearn.errors import DataError
 from fedlearn.simulation.executors.base import (
     BlockInfo,
     TrainedBlock,
@@ -46,12 +48,10 @@ from fedlearn.simulation.executors.base import (
 )
 from fedlearn.simulation.executors.fused.chain import Chain
 from fedlearn.simulation.executors.fused.layers import ParameterStack, Spans
-from fedlearn.simulation.executors.fused.workspace import Workspace
+from fedlearn.simulation.executors.fused.workspace import Program, Workspace
 
-#: Why this executor cannot train with an update that calls ``Moment.gradient_at``.
-FURTHER_GRADIENTS = "the local update asks for gradients at other points than the clients' models"
-#: Makes the backward pass store the gradient itself, where it would otherwise apply a step.
-_WRITE_DOWN = Affine(keep=0.0, scale=1.0)
+#: Make the backward pass store the gradient, or add it to the stored one, instead of a step.
+_STORE, _ADD = Affine(keep=0.0, scale=1.0), Affine(keep=1.0, scale=1.0)
 
 
 def choose_block_size(layout: Layout, *, bytes_of_images: int = 12 << 20) -> int:
@@ -134,26 +134,32 @@ class FusedExecutor:
         num_clients, start = len(work.client_ids), work.start
         workspace = self._workspace_for(work)
         workspace.stack.load(start, num_clients=num_clients)
-        stack, is_flat = workspace.stack, takes_flat(work.local)
-        params = stack.params(num_clients, is_flat=is_flat)
+        stack = workspace.stack
+        params = stack.params(num_clients)
         broadcast = lay_out_broadcast(
             work.broadcast,
             work.local.broadcasts,
             layout=work.params.layout,
             params_P=start,
-            is_flat=is_flat,
+            is_flat=stack.is_flat,
         )
         rules = _make_rules(work)
         memory = workspace.memory(
             work.local,
             num_clients=num_clients,
-            is_flat=is_flat,
             has_velocities=any(rule is not None and rule.momentum for rule in rules),
         )
-        draws = work.draws()
+        draws, batches = work.draws(), _Batches.of(work, self._objective)
         load_client_state(work.local, memory, client_state=work.client_state)
         draws.fill(memory, BEGIN)
-        early = _moment(work, 0, num_clients=num_clients, compute_losses=refuse_early_loss)
+        points = _Points(work, workspace, batches)
+        early = _moment(
+            work,
+            0,
+            num_clients=num_clients,
+            compute_losses=refuse_early_loss,
+            compute_gradients=points.compute_epoch,
+        )
         work.local.begin(params, memory, broadcast=broadcast, moment=early)
         stack.refresh(num_clients)
         has_drift = any(rule is not None and rule.shift for rule in rules)
@@ -166,7 +172,8 @@ class FusedExecutor:
             broadcast=broadcast,
             rules=rules,
             drift=() if drifting is None else drifting.drift(memory, broadcast=broadcast),
-            objective=self._objective,
+            batches=batches,
+            points=points,
         )
         if drifting is not None:
             drifting.count_steps(memory, num_steps=work.num_steps())
@@ -185,6 +192,7 @@ class FusedExecutor:
                 work.schedule.num_steps,
                 num_clients=num_clients,
                 compute_losses=lambda: torch.from_numpy(losses_K).to(start),
+                compute_gradients=points.compute_epoch,
             ),
             layout=work.params.layout,
             may_share=True,
@@ -205,16 +213,93 @@ class FusedExecutor:
         """
         _, num_clients, batch_size = work.schedule.weights_TKB.shape
         shape, like = tuple(require_single_input(work.features).shape[1:]), work.params.vector
-        last = self._last
-        if last is not None and last.example_shape == shape and last.device == like.device:
+        is_flat, last = takes_flat(work.local), self._last
+        if (
+            last is not None
+            and last.example_shape == shape
+            and last.device == like.device
+            and last.stack.is_flat == is_flat
+        ):
             if num_clients <= last.num_clients and batch_size <= last.batch_size:
                 return last
             num_clients = max(num_clients, last.num_clients)
             batch_size = max(batch_size, last.batch_size)
         self._last = Workspace(
-            self._chain, shape, num_clients=num_clients, batch_size=batch_size, like=like
+            self._chain,
+            shape,
+            num_clients=num_clients,
+            batch_size=batch_size,
+            like=like,
+            is_flat=is_flat,
         )
         return self._last
+
+
+@dataclass(frozen=True, eq=False)
+class _Batches:
+    """The batches of a block, as its programs read them.
+
+    Attributes:
+        features_NF: Features of the examples.
+        rows_TKB: Row numbers into the features.
+        labels_TKB: Labels.
+        weights_TKB: Weight of each example in its batch's loss; 0 where padded or ignored.
+        has_ignored: Whether examples may be ignored, so that these are not the schedule's weights.
+    """
+
+    features_NF: Tensor
+    rows_TKB: Tensor
+    labels_TKB: Tensor
+    weights_TKB: Tensor
+    has_ignored: bool
+
+    @classmethod
+    def of(cls, work: Work, objective: Objective) -> "_Batches":
+        """Gather the labels and weights of a block."""
+        plan = work.schedule
+        weights_TKB = batch_weights(
+            objective, work.labels, rows_TKB=plan.rows_TKB, weights_TKB=plan.weights_TKB
+        )
+        labels_TKB = work.labels.index_select(0, plan.rows_TKB.flatten()).view(plan.rows_TKB.shape)
+        has_ignored = weights_TKB is not plan.weights_TKB
+        if has_ignored:  # ignored examples may have a label outside the classes
+            labels_TKB = torch.where(weights_TKB > 0.0, labels_TKB, 0)
+        features_NF = require_single_input(work.features).flatten(1)
+        return cls(features_NF, plan.rows_TKB, labels_TKB, weights_TKB, has_ignored)
+
+    def run(
+        self,
+        program: Program,
+        step: int,
+        likelihoods_KB: Tensor,
+        *,
+        rule: Affine,
+        spans: Spans | None = None,
+        factors_K: Tensor | None = None,
+    ) -> None:
+        """Run the program of a step, as high as ``likelihoods_KB``, which it fills.
+
+        ``factors_K`` multiplies the clients' losses for the gradient.
+        """
+        num_clients, batch_size = likelihoods_KB.shape
+        part = (step, slice(num_clients), slice(batch_size))
+        weights_KB = self.weights_TKB[part]
+        program.run(
+            self.features_NF,
+            rows_KB=self.rows_TKB[part],
+            labels_KB=self.labels_TKB[part],
+            weights_KB=weights_KB if factors_K is None else weights_KB * factors_K[:, None],
+            likelihoods_KB=likelihoods_KB,
+            rule=rule,
+            spans=spans,
+        )
+
+    def mean_losses(self, step: int, likelihoods_KB: Tensor) -> Tensor:
+        """Return the mean loss of each client's batch: [K]."""
+        num_clients, batch_size = likelihoods_KB.shape
+        weights_KB = self.weights_TKB[step, :num_clients, :batch_size]
+        # Not a product: the likelihood of padding may be infinite, and 0 * inf is NaN.
+        return -torch.where(weights_KB > 0.0, likelihoods_KB * weights_KB, 0.0).sum(1)
 
 
 def _train(
@@ -226,50 +311,42 @@ def _train(
     broadcast: Memory,
     rules: Sequence[Affine | None],
     drift: Sequence[Tensor],
-    objective: Objective,
+    batches: _Batches,
+    points: "_Points",
 ) -> NDArray[np.float64]:
     """Train the clients in ``workspace`` and return their mean losses, each before its step."""
-    plan, stack, is_flat = work.schedule, workspace.stack, takes_flat(work.local)
-    features_NF = require_single_input(work.features).flatten(1)
-    weights_TKB = batch_weights(
-        objective, work.labels, rows_TKB=plan.rows_TKB, weights_TKB=plan.weights_TKB
-    )
-    labels_TKB = work.labels.index_select(0, plan.rows_TKB.flatten()).view(plan.rows_TKB.shape)
-    if weights_TKB is not plan.weights_TKB:  # ignored examples may have a label outside the classes
-        labels_TKB = torch.where(weights_TKB > 0.0, labels_TKB, 0)
+    plan, stack = work.schedule, workspace.stack
     likelihoods_TKB = torch.zeros_like(plan.weights_TKB)  # log-likelihoods of the labels
     spans_T = _find_spans(work)
     starts, drifts = stack.by_name(broadcast[MODEL]), stack.by_name(drift) if drift else {}
     sizes = zip(plan.active_T.tolist(), plan.counts_TK.max(1).tolist(), strict=True)
     for step, (num_clients, batch_size) in enumerate(sizes):
-        part = (step, slice(num_clients), slice(batch_size))
+        likelihoods_KB = likelihoods_TKB[step, :num_clients, :batch_size]
         rule, spans = rules[step], None if rules[step] is None else spans_T[step]
         if rule is None and step and rules[step - 1] is not None:
             # Of all clients, since those that have taken their last step changed copies, too.
             stack.settle(len(work.client_ids))
         in_place = rule is not None and not rule.momentum
-        workspace.program(num_clients, batch_size, in_place=in_place).run(
-            features_NF,
-            rows_KB=plan.rows_TKB[part],
-            labels_KB=labels_TKB[part],
-            weights_KB=weights_TKB[part],
-            likelihoods_KB=likelihoods_TKB[part],
-            rule=_make_backward_rule(rule),
-            spans=spans,
-        )
+        program = workspace.program(num_clients, batch_size, in_place=in_place)
+        batches.run(program, step, likelihoods_KB, rule=_make_backward_rule(rule), spans=spans)
         if rule is None:
             own = {name: [value[:num_clients] for value in each] for name, each in memory.items()}
             draws.fill(own, step)
             work.local.step(
-                stack.params(num_clients, is_flat=is_flat),
-                stack.grads(num_clients, is_flat=is_flat),
+                stack.params(num_clients),
+                stack.grads(num_clients),
                 own,
                 broadcast=first_rows(broadcast, num_clients),
                 moment=_moment(
                     work,
                     step,
                     num_clients=num_clients,
-                    compute_losses=partial(_mean_losses, likelihoods_TKB[part], weights_TKB[part]),
+                    compute_losses=partial(batches.mean_losses, step, likelihoods_KB),
+                    compute_gradients=partial(
+                        points.compute_step,
+                        step,
+                        likelihoods_KB=torch.empty_like(likelihoods_KB),
+                    ),
                 ),
             )
             stack.refresh(num_clients)
@@ -277,8 +354,8 @@ def _train(
         _complete_step(
             stack, rule, starts=starts, drifts=drifts, num_clients=num_clients, spans=spans
         )
-    own_TKB = likelihoods_TKB
-    if weights_TKB is not plan.weights_TKB:
+    own_TKB, weights_TKB = likelihoods_TKB, batches.weights_TKB
+    if batches.has_ignored:
         counts_TK1 = torch.from_numpy(plan.counts_TK).to(weights_TKB).unsqueeze(2)
         # A batch's loss is a mean over the examples that count. It weighs as much as the whole
         # batch, ignored examples included, as in the sequential executor.
@@ -293,7 +370,7 @@ def _train(
 def _make_backward_rule(rule: Affine | None) -> Affine:
     """Return the rule by which the backward pass stores, accumulates, or applies a gradient."""
     if rule is None:
-        return _WRITE_DOWN
+        return _STORE
     return Affine(keep=rule.momentum, scale=1.0) if rule.momentum else rule
 
 
@@ -321,13 +398,71 @@ def _complete_step(
         add(stack.velocities, to=stack.values, by=rule.scale)
 
 
-def _mean_losses(likelihoods_KB: Tensor, weights_KB: Tensor) -> Tensor:
-    """Return the mean loss of each client's batch: [K]."""
-    return -torch.where(weights_KB > 0.0, likelihoods_KB * weights_KB, 0.0).sum(1)
+@dataclass(frozen=True, eq=False)
+class _Points:
+    """Computes losses and gradients at parameters other than the clients' models.
+
+    Attributes:
+        work: The block.
+        workspace: Its memory, where the parameters have their own.
+        batches: Its batches.
+    """
+
+    work: Work
+    workspace: Workspace
+    batches: _Batches
+
+    def compute_step(self, step: int, point: Tensors, *, likelihoods_KB: Tensor) -> PointGradient:
+        """Compute them for the batches of a step.
+
+        ``likelihoods_KB`` is overwritten; its shape says how many clients and examples there are.
+        """
+        grads = self._move(point, num_clients=len(likelihoods_KB))
+        self._run(step, likelihoods_KB, rule=_STORE)
+        return _copy(self.batches.mean_losses(step, likelihoods_KB), grads)
+
+    def compute_epoch(self, point: Tensors) -> PointGradient:
+        """Compute the mean over the batches of the first epoch that are trained, by examples."""
+        grads = self._move(point, num_clients=len(self.work.client_ids))
+        for grad in grads:
+            grad.zero_()
+        shares_tK = self.work.shares_of_epoch().to(self.batches.weights_TKB)
+        losses_K = torch.zeros_like(shares_tK[0])
+        for step, active in enumerate(self.work.list_active_in_epoch()):
+            batch_size = int(self.work.schedule.counts_TK[step, :active].max())
+            likelihoods_KB, shares_K = losses_K.new_zeros(active, batch_size), shares_tK[step]
+            self._run(step, likelihoods_KB, rule=_ADD, factors_K=shares_K[:active])
+            own_losses_K = self.batches.mean_losses(step, likelihoods_KB)
+            losses_K[:active] += shares_K[:active] * own_losses_K
+        return _copy(losses_K, grads)
+
+    def _move(self, point: Tensors, *, num_clients: int) -> Tensors:
+        """Move to the point, and return where the gradients will be."""
+        points = self.workspace.points
+        require_like(point, points.params(num_clients))
+        points.move(point, num_clients=num_clients)
+        return points.grads(num_clients)
+
+    def _run(
+        self, step: int, likelihoods_KB: Tensor, *, rule: Affine, factors_K: Tensor | None = None
+    ) -> None:
+        num_clients, batch_size = likelihoods_KB.shape
+        program = self.workspace.program(num_clients, batch_size, in_place=False, at_points=True)
+        self.batches.run(program, step, likelihoods_KB, rule=rule, factors_K=factors_K)
+
+
+def _copy(losses_K: Tensor, grads: Tensors) -> PointGradient:
+    # Copies, because the next call writes into the same memory.
+    return PointGradient(losses_K, [grad.clone() for grad in grads])
 
 
 def _moment(
-    work: Work, step: int, *, num_clients: int, compute_losses: Callable[[], Tensor]
+    work: Work,
+    step: int,
+    *,
+    num_clients: int,
+    compute_losses: Callable[[], Tensor],
+    compute_gradients: Callable[[Tensors], PointGradient],
 ) -> Moment:
     info = BlockInfo(
         work=work,
@@ -335,13 +470,9 @@ def _moment(
         clients=slice(num_clients),
         parameters=work.params.layout.trainable_names,
         compute_losses=compute_losses,
-        compute_gradients=_refuse_gradients,
+        compute_gradients=compute_gradients,
     )
     return Moment(work.round_num, step, info=info)
-
-
-def _refuse_gradients(point: Tensors) -> PointGradient:  # noqa: ARG001 - as BlockInfo
-    raise EngineError(FURTHER_GRADIENTS)
 
 
 def _make_rules(work: Work) -> Sequence[Affine | None]:
@@ -367,13 +498,25 @@ def _make_rules(work: Work) -> Sequence[Affine | None]:
 
 
 def _moment_of_rule(work: Work, step: int) -> Moment:
-    num_clients = int(work.schedule.active_T[step])
-    return _moment(work, step, num_clients=num_clients, compute_losses=_refuse_loss)
+    return _moment(
+        work,
+        step,
+        num_clients=int(work.schedule.active_T[step]),
+        compute_losses=_refuse_loss,
+        compute_gradients=_refuse_gradients,
+    )
 
 
 def _refuse_loss() -> Tensor:
     raise ValueError(
         "moment.losses_K is the loss of a batch, which is not known in affine; read it in step, "
+        "and return None from affine"
+    )
+
+
+def _refuse_gradients(point: Tensors) -> PointGradient:  # noqa: ARG001 - as BlockInfo
+    raise ValueError(
+        "moment.gradient_at computes a gradient, which does not belong in affine; call it in step, "
         "and return None from affine"
     )
 

@@ -34,23 +34,43 @@ class ParameterStack:
     product of many small matrices is faster with one. These parameters are trained in a copy; large
     weights are trained in the matrix of rows itself.
 
-    Steps in place change only the copies, so the rows are out of date until :meth:`settle` or
-    :meth:`deltas`.
+    A local update sees the whole matrix if it takes flat parameters. Otherwise it sees one tensor
+    per parameter: the copy itself, except that a copied kernel has its numbers in another order, so
+    that the update sees its row. What it sees is out of date after steps in place until
+    :meth:`settle`.
+
+    Args:
+        chain: The model.
+        num_clients: K.
+        like: A tensor with the dtype and device of the parameters.
+        is_flat: Whether all parameters of a client are one tensor: see
+            :func:`~fedlearn.algorithms.local.takes_flat`.
 
     Attributes:
+        is_flat: The argument.
         values: By name, where a parameter is trained: [K, ...].
     """
 
-    def __init__(self, chain: Chain, *, num_clients: int, like: Tensor) -> None:
-        self._layout = chain.layout
+    def __init__(self, chain: Chain, *, num_clients: int, like: Tensor, is_flat: bool) -> None:
+        self._layout, self.is_flat = chain.layout, is_flat
         self._params_KP = like.new_empty(num_clients, chain.layout.size)
         self._rows = chain.layout.views(self._params_KP)
-        self._copies = {
+        copies = {
             spec.name: _allocate_contiguous(like, num_clients, *spec.shape)
             for spec in chain.layout.specs
-            if spec.size <= _LARGEST_COPY or len(spec.shape) == 4  # noqa: PLR2004 - a kernel
+            if spec.size <= _LARGEST_COPY or _is_kernel(spec)
         }
-        self.values: Mapping[str, Tensor] = self._rows | self._copies
+        self.values: Mapping[str, Tensor] = self._rows | copies
+        #: Copies of what the local update sees.
+        self._copies = {
+            spec.name: copies[spec.name]
+            for spec in chain.layout.specs
+            if spec.name in copies and (is_flat or _is_kernel(spec))
+        }
+        self._seen = {
+            name: row if name in self._copies else self.values[name]
+            for name, row in self._rows.items()
+        }
 
     @cached_property
     def _grads_KP(self) -> Tensor:  # noqa: N802 - shape suffix
@@ -59,36 +79,56 @@ class ParameterStack:
 
     @cached_property
     def _grads(self) -> dict[str, Tensor]:
-        return self._layout.views(self._grads_KP)
+        if self.is_flat:
+            return self._layout.views(self._grads_KP)
+        # Products of small matrices are faster into a contiguous tensor.
+        return {name: row.new_empty(row.shape) for name, row in self._rows.items()}
 
     @property
     def velocities(self) -> Mapping[str, Tensor]:
         """By name of a parameter, the velocity of steps with momentum, in memory of gradients."""
         return self._grads
 
-    def params(self, num_clients: int, *, is_flat: bool) -> list[Tensor]:
-        """Return views of the first clients' rows: one tensor per parameter, or a single one."""
-        whole = [self._params_KP] if is_flat else self._rows.values()
+    def params(self, num_clients: int) -> list[Tensor]:
+        """Return what a local update sees: one tensor per parameter, or a single one."""
+        whole = [self._params_KP] if self.is_flat else self._seen.values()
         return [each[:num_clients] for each in whole]
 
-    def grads(self, num_clients: int, *, is_flat: bool) -> list[Tensor]:
+    def grads(self, num_clients: int) -> list[Tensor]:
         """Return the first clients' gradients, in the form of :meth:`params`."""
-        whole = [self._grads_KP] if is_flat else self._grads.values()
+        whole = [self._grads_KP] if self.is_flat else self._grads.values()
         return [each[:num_clients] for each in whole]
 
     def load(self, start: Tensor, *, num_clients: int) -> None:
-        """Load one model [P], or one per client [K, P], into the first clients' rows."""
-        self._params_KP[:num_clients].copy_(start)
+        """Load one model [P], or one per client [K, P], into what the first clients' updates see.
+
+        Call :meth:`refresh` before the first step.
+        """
+        if self.is_flat:
+            self._params_KP[:num_clients].copy_(start)
+            return
+        for name, value in self._layout.views(start).items():
+            self._seen[name][:num_clients].copy_(value)
 
     def refresh(self, num_clients: int) -> None:
-        """Update the copies after a change to the rows."""
+        """Update the copies after a change to what the update sees."""
         for name, copy in self._copies.items():
             copy[:num_clients].copy_(self._rows[name][:num_clients])
 
     def settle(self, num_clients: int) -> None:
-        """Update the rows after steps in place have changed the copies."""
+        """Update what the update sees after steps in place have changed the copies."""
         for name, copy in self._copies.items():
             self._rows[name][:num_clients].copy_(copy[:num_clients])
+
+    def move(self, point: Sequence[Tensor], *, num_clients: int) -> None:
+        """Set the parameters of the first clients, for one step in which no update sees them.
+
+        Args:
+            point: The parameters, in the form of :meth:`params`.
+            num_clients: Number of clients.
+        """
+        for name, value in self.by_name(point).items():
+            self.values[name][:num_clients].copy_(value)
 
     def by_name(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return tensors [1 or K, ...] in the form of :meth:`params` by name of the parameter."""
@@ -124,13 +164,14 @@ class ParameterStack:
         Args:
             start: The argument of :meth:`load`.
             num_clients: Number of clients.
-            is_settled: Whether the rows are up to date; otherwise the copies are used.
+            is_settled: Whether what the update sees is up to date; otherwise the copies are.
         """
-        if is_settled:
+        if is_settled and self.is_flat:
             return self._params_KP[:num_clients].sub_(start)
+        latest = self._seen if is_settled else self.values
         for name, value in self._layout.views(start).items():
             rows = self._rows[name][:num_clients]
-            torch.sub(self.values[name][:num_clients], value, out=rows)
+            torch.sub(latest[name][:num_clients], value, out=rows)
         return self._params_KP[:num_clients]
 
     def parameter(self, name: str, *, in_place: bool) -> tuple[Tensor, Tensor]:
@@ -141,6 +182,10 @@ class ParameterStack:
         """
         values = self.values[name]
         return values, values if in_place else self._grads[name]
+
+
+def _is_kernel(spec: TensorSpec) -> bool:
+    return len(spec.shape) == 4  # noqa: PLR2004 - OIHW
 
 
 def _allocate_contiguous(like: Tensor, num_clients: int, *shape: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class Workspace:
         num_clients: Number of clients in the largest block.
         batch_size: Number of examples in the largest batch.
         like: A tensor with the dtype and device of the parameters.
+        is_flat: Whether all parameters of a client are one tensor for its local update.
 
     Attributes:
         device: Device of the memory.
@@ -40,46 +42,71 @@ class Workspace:
     """
 
     def __init__(
-        self, chain: Chain, example_shape: Shape, *, num_clients: int, batch_size: int, like: Tensor
+        self,
+        chain: Chain,
+        example_shape: Shape,
+        *,
+        num_clients: int,
+        batch_size: int,
+        like: Tensor,
+        is_flat: bool,
     ) -> None:
         self.example_shape, self.device = example_shape, like.device
         self.num_clients, self.batch_size = num_clients, batch_size
-        self.stack = ParameterStack(chain, num_clients=num_clients, like=like)
+        self._new_stack = partial(
+            ParameterStack, chain, num_clients=num_clients, like=like, is_flat=is_flat
+        )
+        self.stack = self._new_stack()
         self._chain, self._shapes = _arrange(chain, example_shape)
         self._scratch = Scratch(num_examples=num_clients * batch_size, like=like)
-        self._programs: dict[tuple[int, int, bool], Program] = {}
+        self._programs: dict[tuple[int, int, bool, bool], Program] = {}
         self._memory = dict[str, list[Tensor]]()
-        self._remembers: tuple[Mapping[str, MemorySpec], bool, bool] | None = None
+        self._remembers: tuple[Mapping[str, MemorySpec], bool] | None = None
 
-    def program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
-        """Return the program of a step with these numbers of clients and examples."""
-        key = (num_clients, batch_size, in_place)
+    @cached_property
+    def points(self) -> ParameterStack:
+        """The points other than the clients' models at which updates ask for gradients."""
+        return self._new_stack()
+
+    def program(
+        self, num_clients: int, batch_size: int, *, in_place: bool, at_points: bool = False
+    ) -> "Program":
+        """Return the program of a step with these numbers of clients and examples.
+
+        With ``at_points`` it computes at :attr:`points`, in the same memory of activations.
+        """
+        key = (num_clients, batch_size, in_place, at_points)
         if key not in self._programs:
             # Dropping all is enough: a program is a few views, made again in no time.
             if len(self._programs) >= _MAX_PROGRAMS:
                 self._programs.clear()
-            self._programs[key] = self._new_program(num_clients, batch_size, in_place=in_place)
+            stack = self.points if at_points else self.stack
+            self._programs[key] = self._new_program(
+                num_clients, batch_size, stack=stack, in_place=in_place
+            )
         return self._programs[key]
 
     def memory(
-        self, local: LocalUpdate, *, num_clients: int, is_flat: bool, has_velocities: bool
+        self, local: LocalUpdate, *, num_clients: int, has_velocities: bool
     ) -> dict[str, list[Tensor]]:
         """Return the memory of a local update for the first clients, with the last block's values.
 
         It is reused because the system takes longer to provide new pages than a step takes. With
         ``has_velocities``, the memory called :data:`VELOCITY` is the stack's.
         """
-        needed = local.memory, is_flat, has_velocities
+        needed = local.memory, has_velocities
         if self._remembers != needed:
-            x = self.stack.params(self.num_clients, is_flat=is_flat)
+            x = self.stack.params(self.num_clients)
             self._memory, self._remembers = make_memory(local, x, client_state={}), needed
             if has_velocities:
-                self._memory[VELOCITY] = self.stack.grads(self.num_clients, is_flat=is_flat)
+                self._memory[VELOCITY] = self.stack.grads(self.num_clients)
         return {
             name: [value[:num_clients] for value in values] for name, values in self._memory.items()
         }
 
-    def _new_program(self, num_clients: int, batch_size: int, *, in_place: bool) -> "Program":
+    def _new_program(
+        self, num_clients: int, batch_size: int, *, stack: ParameterStack, in_place: bool
+    ) -> "Program":
         layers, shapes = self._chain.layers, self._shapes
         places = [
             OperatorMemory(
@@ -87,7 +114,7 @@ class Workspace:
                 num_clients=num_clients,
                 batch_size=batch_size,
                 scratch=self._scratch,
-                stack=self.stack,
+                stack=stack,
                 in_place=in_place,
             )
             for index in range(len(shapes))
