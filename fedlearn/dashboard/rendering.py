@@ -25,7 +25,7 @@ from fedlearn.dashboard.remembered import Remembered
 from fedlearn.experiment.templates import make_environment
 from fedlearn.identity.roles import ALL_STUDIES, EVERYTHING, Studies
 from fedlearn.rounds.journal import DeployedRun
-from fedlearn.rounds.scheduling import QueuedRun, explain_waits
+from fedlearn.rounds.scheduling import QueuedRun, restrict_queue
 from fedlearn.store.contents import read_contents
 from fedlearn.store.lease import list_deployments
 from fedlearn.store.queue import RunQueue
@@ -98,13 +98,10 @@ class Dashboard:
                 self._seen[studies] = found
             return self._seen[studies]
 
-    def read_queue(self) -> tuple[list[QueuedRun], dict[str, str]]:
+    def read_queue(self) -> tuple[list[QueuedRun], Mapping[str, str]]:
         """Return the runs of the queue that it shows, and what each of them waits for."""
         queued = RunQueue(self.whole.database, self.clock).list()
-        shown = [each for each in queued if self.studies.covers(each.study)]
-        hidden = {each.name for each in queued} - {each.name for each in shown}
-        waits = explain_waits(queued, hidden=hidden)
-        return shown, {name: wait for name, wait in waits.items() if name not in hidden}
+        return restrict_queue(queued, covers=self.studies.covers)
 
     def _find_alerts(self) -> list[Alert]:
         alive = {each.name: self.is_alive(each) for each in list_deployments(self.database)}

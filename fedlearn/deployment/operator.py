@@ -22,7 +22,6 @@ from fedlearn.identity.registry import Contact, check_name
 from fedlearn.identity.roles import Grant
 from fedlearn.identity.rosters import IdentityRoster, KnownKey
 from fedlearn.rounds.journal import Control, DeployedRun, LeaseState, Service
-from fedlearn.rounds.scheduling import explain_waits
 from fedlearn.store.lease import find_deployment, find_service, list_deployments, set_control
 from fedlearn.store.operators import StoredOperators
 from fedlearn.store.queue import RunQueue
@@ -79,14 +78,6 @@ class Operator:
         """
         if self.places.has_many_runs:
             RunQueue(self.database, self.clock).require_running(self.run_name)
-
-    def explain_queue(self) -> str:
-        """Say what the run waits for in the queue of a service; empty if it is not queued."""
-        if not self.places.has_many_runs:
-            return ""
-        runs = RunQueue(self.database, self.clock).list()
-        waits = explain_waits(runs)
-        return f"{self.run_name} is queued: {waits[self.run_name]}" if self.run in waits else ""
 
     @property
     def registry(self) -> StoredRegistry:

@@ -24,7 +24,7 @@ from pydantic import (
 from fedlearn.deployment.operator import Operator
 from fedlearn.errors import ConfigError, DeploymentError, NotPermitted
 from fedlearn.identity.roles import Command, Studies
-from fedlearn.rounds.scheduling import QueueState
+from fedlearn.rounds.scheduling import QueuedRun, QueueState, restrict_queue
 from fedlearn.store.queue import RunQueue
 
 #: JSON values of one line of an answer.
@@ -52,7 +52,11 @@ class Desk:
     @property
     def queue(self) -> RunQueue:
         """The queue of the service."""
-        return RunQueue(self.operator.database, self.operator.clock)
+        return RunQueue(self.operator.database, self.operator.clock, studies=self.studies)
+
+    def read_queue(self) -> tuple[list[QueuedRun], Mapping[str, str]]:
+        """Return the runs of the queue that it reaches, and what each of them waits for by name."""
+        return restrict_queue(self.queue.list(), covers=self.studies.covers)
 
     def find_study(self, run: str) -> str:
         """Return the study of a run; empty if it has none, or if there is no such run."""

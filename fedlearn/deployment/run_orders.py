@@ -1,7 +1,6 @@
 """Operators' commands about runs and models."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -20,7 +19,6 @@ from fedlearn.experiment.run import Run
 from fedlearn.identity.roles import Command
 from fedlearn.rounds.journal import Control
 from fedlearn.rounds.records import RunStatus
-from fedlearn.rounds.scheduling import explain_waits
 from fedlearn.store.lease import find_deployment
 from fedlearn.store.releases import ReleaseStore
 
@@ -35,13 +33,9 @@ class ListQueue(Order):
 
     def carry_out(self, desk: Desk) -> Iterator[Values]:
         """Yield each run of the queue."""
-        queued = desk.queue.list()
-        hidden = {each.name for each in queued if not desk.studies.covers(each.study)}
-        waits = explain_waits(queued, hidden=hidden)
+        queued, waits = desk.read_queue()
         for each in queued:
-            if each.name not in hidden:
-                known = replace(each, after="") if each.after in hidden else each
-                yield describe_queued(known, waits)
+            yield describe_queued(each, waits)
 
 
 class ListRuns(Order):
@@ -52,14 +46,14 @@ class ListRuns(Order):
 
     def carry_out(self, desk: Desk) -> Iterator[Values]:
         """Yield each run."""
-        database, queued = desk.operator.database, desk.queue.list()
-        studies = {each.name: each.study for each in queued}
+        database = desk.operator.database
+        studies = {each.name: each.study for each in desk.queue.list()}
         briefs = [
             (each, database.run(each.name).round_summaries(each.num_rounds))
             for each in database.runs()
             if desk.studies.covers(studies.get(each.name, ""))
         ]
-        waiting = [each for each in queued if desk.studies.covers(each.study)]
+        waiting, _ = desk.read_queue()
         yield from describe_runs(briefs, waiting)
 
 
@@ -127,7 +121,9 @@ class ExplainRun(OrderAboutRun):
     def carry_out(self, desk: Desk) -> Iterator[Values]:
         """Yield the explanation: values, and the lines that describe them."""
         about = desk.operator.about(desk.name_run(self.run))
-        if queued := about.explain_queue():
+        _, waits = desk.read_queue()
+        if desk.operator.places.has_many_runs and about.run_name in waits:
+            queued = f"{about.run_name} is queued: {waits[about.run_name]}"
             yield {"values": {"run": about.run_name, "queued": queued}, "lines": [queued]}
             return
         explanation = about.explain()
@@ -154,7 +150,8 @@ class RetryRun(NamedRunOrder):
     def carry_out(self, desk: Desk) -> Iterator[Values]:
         """Yield what the run waits for."""
         desk.queue.retry(self.run)
-        yield {"run": self.run, "waits_for": explain_waits(desk.queue.list()).get(self.run)}
+        _, waits = desk.read_queue()
+        yield {"run": self.run, "waits_for": waits.get(self.run)}
 
 
 class ExtendRun(NamedRunOrder):

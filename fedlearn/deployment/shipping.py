@@ -23,7 +23,7 @@ from fedlearn.deployment.travelling import TravellingBundle
 from fedlearn.errors import DeploymentError
 from fedlearn.identity.bundles import Bundle
 from fedlearn.identity.roles import Command
-from fedlearn.rounds.scheduling import WEIGHTS_SUFFIX, explain_waits, parse_start
+from fedlearn.rounds.scheduling import WEIGHTS_SUFFIX, parse_start
 from fedlearn.store.schedules import ScheduleStore
 
 if TYPE_CHECKING:
@@ -135,7 +135,8 @@ class SubmitRun(_ShippedExperiment):
             ),
             data_dir=desk.operator.places.addresses.data_dir,
         )
-        yield {"run": run.name, "waits_for": explain_waits(desk.queue.list()).get(run.name)}
+        _, waits = desk.read_queue()
+        yield {"run": run.name, "waits_for": waits.get(run.name)}
 
 
 class ScheduleRuns(_ShippedExperiment):

@@ -7,8 +7,8 @@ ahead of it, and can give it another priority.
 """
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -134,6 +134,24 @@ def explain_waits(queue: Sequence[QueuedRun], *, hidden: Collection[str] = ()) -
         else _explain_block(each, states[each.after])
         for each in blocked
     }
+
+
+def restrict_queue(
+    queue: Sequence[QueuedRun], *, covers: Callable[[str], bool]
+) -> tuple[list[QueuedRun], Mapping[str, str]]:
+    """Return the runs of some studies, and what each of them waits for by name.
+
+    Neither names a run of another study.
+
+    Args:
+        queue: The whole queue.
+        covers: Whether the runs of a study may be shown; an empty name: those of no study.
+    """
+    hidden = {each.name for each in queue if not covers(each.study)}
+    shown = [each for each in queue if each.name not in hidden]
+    known = [replace(each, after="") if each.after in hidden else each for each in shown]
+    waits = explain_waits(queue, hidden=hidden)
+    return known, {name: wait for name, wait in waits.items() if name not in hidden}
 
 
 def _in_order(queue: Sequence[QueuedRun]) -> list[QueuedRun]:

@@ -18,6 +18,7 @@ from fedlearn.core.words import did_you_mean
 from fedlearn.errors import DeploymentError, StoreError
 from fedlearn.identity.audit import Action
 from fedlearn.identity.bundles import Bundle
+from fedlearn.identity.roles import EVERYTHING, Studies
 from fedlearn.rounds.records import RunStatus
 from fedlearn.rounds.scheduling import QueuedRun, QueueState, Submission
 from fedlearn.store.bundles import describe_bundle, store_bundle
@@ -54,14 +55,21 @@ class RunQueue:
     Attributes:
         database: The service's database.
         guard: Checks in each of the service's transactions that it still holds the lease.
+        studies: The studies of whose runs errors may tell the state.
     """
 
     def __init__(
-        self, database: Database, clock: WallClock, *, guard: Guard = allow_writes
+        self,
+        database: Database,
+        clock: WallClock,
+        *,
+        guard: Guard = allow_writes,
+        studies: Studies = EVERYTHING,
     ) -> None:
         self.database = database
         self._clock = clock
         self.guard = guard
+        self.studies = studies
 
     def submit(
         self, submission: Submission, *, weights: bytes = b"", bundle: Bundle | None = None
@@ -95,7 +103,7 @@ class RunQueue:
         See :meth:`submit`; ``schedule`` is the name of the schedule that queues it, if one does.
         """
         check_run_name(submission.name)
-        _require_free(session, submission.name)
+        _require_free(session, submission.name, self.studies)
         if submission.study:
             require_open_study(session, submission.study)
         queued = set(session.scalars(select(QueueRow.name)))
@@ -308,14 +316,15 @@ def weights_folder(runs_dir: Path, name: str) -> Path:
     return runs_dir / ".starts" / name  # no run can have a name that begins with a dot
 
 
-def _require_free(session: Session, name: str) -> None:
-    state = session.scalar(select(QueueRow.state).where(QueueRow.name == name))
-    if state is not None:
+def _require_free(session: Session, name: str, studies: Studies) -> None:
+    row = session.scalar(select(QueueRow).where(QueueRow.name == name))
+    if row is not None and studies.covers(row.study):
         raise NameTaken(
-            f"the queue has a run called {name!r}, which is {state}; {_REMEDIES[state]}, or choose "
-            "another name (--name)"
+            f"the queue has a run called {name!r}, which is {row.state}; {_REMEDIES[row.state]}, "
+            "or choose another name (--name)"
         )
-    if session.scalar(select(RunRow.id).where(RunRow.name == name)) is not None:
+    is_known = session.scalar(select(RunRow.id).where(RunRow.name == name)) is not None
+    if row is not None or is_known:
         raise NameTaken(f"there is a run called {name!r} already; choose another name (--name)")
 
 

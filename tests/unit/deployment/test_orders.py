@@ -22,7 +22,13 @@ from fedlearn.deployment.run_orders import CancelRun
 from fedlearn.deployment.study_orders import CreateStudy
 from fedlearn.deployment.submission import load_config
 from fedlearn.deployment.travelling import TravellingBundle
-from fedlearn.errors import ConfigError, DeploymentError, FedlearnError, NotPermitted
+from fedlearn.errors import (
+    ConfigError,
+    DeploymentError,
+    FedlearnError,
+    NotPermitted,
+    StoreError,
+)
 from fedlearn.experiment.site import folder_of_run, keys_folder_of
 from fedlearn.identity.bundles import MAX_BYTES, Bundle, digest_of
 from fedlearn.identity.operators import OperatorRecord
@@ -466,6 +472,36 @@ def test_a_command_that_is_typed_wrongly_says_where() -> None:
         CreateStudy(study="c", epsilon=float("nan"))
     with pytest.raises(ConfigError, match="cancel: run is '': String should have at least 1"):
         CancelRun(run="")
+
+
+def test_the_state_of_another_studys_run_shows_in_no_answer(desk: Desk) -> None:
+    """Its name and state, where a run waits for it or would have its name. Control: one's own."""
+    researcher, everywhere = Grant(Role.RESEARCHER, "a"), Grant(Role.RESEARCHER, ALL_STUDIES)
+    queue = RunQueue(desk.database, SystemClock())
+    config = {"num_rounds": 20}
+    run = Submission(name="behind", config=config, start_from={}, after="of-b", study="a")
+    queue.submit(run)
+    for grant, expected in (
+        (researcher, "after a run of another study, which is queued"),
+        (everywhere, "after of-b, which is queued"),
+    ):
+        (why,) = desk.give(Command.WHY, grant, run="behind")
+        assert why["values"]["queued"] == f"behind is queued: {expected}"
+        queue.cancel("behind")
+        (again,) = desk.give(Command.RETRY, grant, run="behind")
+        assert again == {"run": "behind", "waits_for": expected}
+        (found,) = (e for e in desk.give(Command.QUEUE, grant) if e["run"] == "behind")
+        assert found["waits_for"] == expected
+    shared = desk.folder / "mine.py"
+    shared.write_text(OWN)
+    allow(desk, str(desk.folder))
+    toml = EXPERIMENT.format(factory=f"{shared}:network")
+    for name, words in (
+        ("of-b", "^there is a run called 'of-b' already; choose another name"),
+        ("of-a", "called 'of-a', which is queued"),
+    ):
+        with pytest.raises(StoreError, match=words):
+            desk.give(Command.SUBMIT, researcher, toml=toml, name=name)
 
 
 @pytest.mark.parametrize("name", ["of-b", "of-none", "never-was"])
