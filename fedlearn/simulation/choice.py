@@ -10,7 +10,7 @@ recorded with the run, so that a resumed run keeps it.
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
-from torch import nn
+from torch import Tensor, nn
 
 from fedlearn.algorithms.lanes import Lanes
 from fedlearn.algorithms.local import (
@@ -111,16 +111,20 @@ class TrainingJob:
     num_together: int
     seed: Seed
     make_trainer: MakeTrainer | None = None
+    _frozen: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def resident_model(self) -> ResidentModel:
-        """Build a new resident model."""
-        return ResidentModel(
+        """Build a new resident model, which shares the memory of frozen parameters with others."""
+        model = ResidentModel(
             self.make_model,
             self.objective,
             device=self.params.vector.device,
             precision=self.precision,
             metrics=self.metrics,
+            memory=self._frozen,
         )
+        self._frozen.update({name: value.data for name, value in model.frozen.items()})
+        return model
 
     def work(self, client_ids: NDArray[np.int64]) -> Work:
         """Build the first round's work of a block of clients, to try an executor on.
@@ -180,6 +184,7 @@ def make_executor(job: TrainingJob, kind: ExecutorKind) -> Executor:
         device=job.params.vector.device,
         precision=job.precision,
         by_example=isinstance(job.local, NoisedGradients),
+        constants=job.params.constants,
     )
     return StackedExecutor(gradient, is_compiled=kind is ExecutorKind.COMPILED)
 

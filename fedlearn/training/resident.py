@@ -218,6 +218,9 @@ class ResidentModel:
         device: Device of the model.
         precision: Precision of the forward and backward pass in training.
         metrics: Additional metrics, by name; ``None``: only the objective's measures.
+        memory: Memory for frozen parameters, by name: that of another model of the same function,
+            see :attr:`frozen`. Of models that share it, only the one that was loaded last may be
+            used. Without it, the model has its own.
 
     Raises:
         ConfigError: The objective does not declare its measures, a name is malformed or taken, or
@@ -232,6 +235,7 @@ class ResidentModel:
         device: torch.device,
         precision: Precision,
         metrics: Mapping[str, Metric] | None = None,
+        memory: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.measures = Measures(objective, metrics or {})
         with preserve_generator(torch.default_generator):
@@ -263,6 +267,10 @@ class ResidentModel:
             else:
                 self._of_other_dtypes.append((tensor, view))
         self._frozen = {n: p for n, p in parameters.items() if not p.requires_grad}
+        for name, own in self._frozen.items():
+            shared = own if memory is None else memory.get(name, own)
+            if (shared.shape, shared.dtype) == (own.shape, own.dtype):
+                own.data = shared.data
         self._constants = {
             name: value for name, value in buffers.items() if name not in self.layout.by_name
         }
@@ -276,6 +284,11 @@ class ResidentModel:
         self._is_objective_tried = False
         self.weighs_examples = isinstance(objective, WeightedExamples)
         self._by_example: ExampleGradients | None = None
+
+    @property
+    def frozen(self) -> Mapping[str, Tensor]:
+        """The frozen parameters, by name."""
+        return self._frozen
 
     def load(self, params: Params) -> None:
         """Load the values of a global model.

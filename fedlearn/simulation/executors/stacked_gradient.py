@@ -261,6 +261,8 @@ class BlockGradient:
         device: Where to compute.
         precision: Precision of the forward and backward pass.
         by_example: Whether to compute per-example gradients; each example then has its own key.
+        constants: Values of frozen parameters, by name. The module refers to them, so that those
+            that it was built with take no memory.
     """
 
     def __init__(
@@ -271,6 +273,7 @@ class BlockGradient:
         device: torch.device,
         precision: Precision,
         by_example: bool = False,
+        constants: Mapping[str, Tensor] | None = None,
     ) -> None:
         with preserve_generator(torch.default_generator):
             self.module = ModelFactory.of(make_model)()
@@ -283,6 +286,8 @@ class BlockGradient:
         parameters = dict(self.module.named_parameters())
         self.trainable = [name for name, p in parameters.items() if p.requires_grad]
         self._frozen = {name: p for name, p in parameters.items() if not p.requires_grad}
+        for name, own in self._frozen.items():
+            own.data = (constants or {}).get(name, own.data).to(device)
         self.statistics = [spec.name for spec in self.layout.statistics]
         self._reached: dict[tuple[str | torch.Size, ...], tuple[str, ...]] = {}
         # Constants have no client dimension: a counter such as num_batches_tracked is the same for
@@ -554,7 +559,7 @@ class BlockGradient:
         for name, value in self.module.named_parameters():
             # Move weights away from zero: a layer initialized to 0 would hide the layers before it.
             shift = torch.randn(value.shape, generator=noise, dtype=value.dtype, device=self.device)
-            tensors[name] = value + 0.01 * shift
+            tensors[name] = shift.mul_(0.01).add_(value)  # in place: a frozen one may be large
         outputs, losses = self._forward(
             tensors, self.inputs(take_rows(features, rows)), labels.index_select(0, rows)
         )

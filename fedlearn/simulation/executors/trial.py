@@ -10,6 +10,7 @@ with those of the sequential one.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -135,13 +136,14 @@ def trial_of(
     rows = (spread_rows(len(work.labels), 5, like=work.labels) + shift) % len(work.labels)
     sample = _sample_of(work, rows.cpu().numpy())
     with preserve_global_generators(), preserve_generator(torch.default_generator):
-        first, second, third = models = [
-            ResidentModel(make_model, objective, device=device, precision=precision)
-            for _ in range(3)
-        ]
-        for model in models:
+        build = partial(ResidentModel, make_model, objective, device=device, precision=precision)
+        first = build()
+        second, third = build(memory=first.frozen), build(memory=first.frozen)
+        for model in (first, second, third):
             _require_layout(model, params)
-        gradient = BlockGradient(make_model, objective, device=device, precision=precision)
+        gradient = BlockGradient(
+            make_model, objective, device=device, precision=precision, constants=params.constants
+        )
         if gradient.draws_random_numbers(work.features, work.labels, rows=rows):
             return "it draws random numbers in its forward pass"
         runs, states, moves = list[TrainedBlock](), list[Mapping[str, bytes]](), list[bool]()

@@ -33,6 +33,7 @@ from fedlearn.simulation.executors.base import TrainedBlock
 from fedlearn.simulation.executors.fused.executor import FusedExecutor
 from fedlearn.simulation.executors.sequential import SequentialExecutor
 from fedlearn.simulation.executors.stacked import StackedExecutor
+from fedlearn.simulation.executors.stacked_gradient import BlockGradient
 from fedlearn.simulation.partition import Partition
 from fedlearn.simulation.population import ArrayPopulation
 from fedlearn.training.resident import Precision
@@ -588,6 +589,53 @@ def test_executors_are_made_by_name() -> None:
     assert isinstance(make_executor(plain, ExecutorKind.FUSED), FusedExecutor)
     with pytest.raises(EngineError):
         make_executor(job(Branching), ExecutorKind.FUSED)
+
+
+class Drifting(nn.Module):
+    """A head on a frozen base that each forward pass changes, unseen by autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.base.data.mul_(1.01)
+        outputs: Tensor = self.head(x * self.base)
+        return outputs
+
+
+def test_frozen_parameters_are_in_memory_twice() -> None:
+    """As the global model, and where modules may change them; each module had its own copy."""
+    made = job(Drifting)
+    kept = made.params.constants["base"]
+    places = {made.resident_model().frozen["base"].data_ptr() for _ in range(3)}
+    assert len(places) == 1
+    assert kept.data_ptr() not in places
+    for constants, is_shared in ((None, False), (made.params.constants, True)):
+        stacked = BlockGradient(
+            Drifting,
+            CrossEntropy(),
+            device=kept.device,
+            precision=Precision.FLOAT32,
+            constants=constants,
+        )
+        base = stacked.module.get_parameter("base")
+        assert (base.data_ptr() == kept.data_ptr()) is is_shared
+
+
+def test_a_frozen_parameter_that_changes_starts_from_the_global_one_in_each_client() -> None:
+    """Also after another model that shares the memory was used."""
+    made = job(Drifting)
+    executor, other = make_executor(made, ExecutorKind.SEQUENTIAL), made.resident_model()
+    alone = [executor.train(made.work(np.asarray([each]))).deltas_KP.clone() for each in range(4)]
+    assert torch.equal(made.params.constants["base"], torch.ones(5))
+    other.load(made.params)
+    other.module(torch.ones(2, 5))
+    work = made.work(np.arange(4))
+    together = executor.train(work).deltas_KP
+    for client_id, delta in zip(work.client_ids.tolist(), together, strict=True):
+        assert torch.equal(delta, alone[client_id][0])
 
 
 def test_an_executor_that_the_user_names_is_used_or_refused() -> None:
