@@ -44,16 +44,22 @@ class ControlVariates(LocalUpdateWrapper):
     r"""SGD along :math:`g - c_i + c`; afterwards :math:`c_i` becomes the mean of the gradients.
 
     Option II of the paper: :math:`c_i^+ = c_i - c + (x - y_i) / (K \eta_l)`. In steps in which a
-    tensor had no gradient, it did not move; these count as gradients of zero.
+    tensor had no gradient, it did not move; these count as gradients of zero. Weight decay is part
+    of the gradient.
+
+    With momentum, the corrected gradient enters the velocity, so that the first gradients of a
+    round move the model farthest. :math:`c_i` becomes their mean with these weights, since
+    :math:`K` is replaced by the sum :math:`\|a\|_1` of the weights, as in
+    :mod:`~fedlearn.algorithms.fednova`. (NIID-Bench leaves the correction out of the velocity and
+    divides by :math:`K`. Its clients drift even at a minimum, since the velocity begins at zero.)
 
     Attributes:
-        inner: Plain SGD, without momentum, at a constant rate: its steps must be :math:`\eta_l`
-            times a gradient.
+        inner: SGD at a constant rate, whose velocity, if any, begins at zero in each round.
         control_bound: Largest L2 norm of a change of :math:`c_i`, for secure aggregation; a longer
             one is scaled down to it. ``None``: no bound.
 
     Raises:
-        ValueError: The inner update is not plain SGD, or the bound is not positive.
+        ValueError: The inner update has other steps, or the bound is not positive.
     """
 
     takes_flat: ClassVar[bool] = True
@@ -63,10 +69,10 @@ class ControlVariates(LocalUpdateWrapper):
 
     def __post_init__(self) -> None:
         # `type`, not isinstance: a subclass may step in another way.
-        if type(self.inner) is not LocalSgd or self.inner.momentum or self.inner.weight_decay:
+        if type(self.inner) is not LocalSgd or self.inner.keep_momentum:
             raise ValueError(
-                f"SCAFFOLD needs plain SGD steps at a constant rate, not {self.inner!r}; give a "
-                "LocalSgd without momentum, weight decay or schedule"
+                f"SCAFFOLD needs SGD steps at a constant rate, not {self.inner!r}; give a LocalSgd "
+                "without schedule, and with keep_momentum false"
             )
         _ = self.lanes  # LaneSpec raises ValueError for an invalid bound
 
@@ -84,19 +90,19 @@ class ControlVariates(LocalUpdateWrapper):
 
     @property
     def memory(self) -> Mapping[str, MemorySpec]:
-        """The client's control variate, its change, and the gradients that each tensor has had."""
+        """The inner update's, the control variate, its change, and each tensor's gradients."""
         return {
+            **self.inner.memory,
             _CONTROL: MemorySpec(over=Over.TRAINABLE, is_kept=True),
             _CHANGE: MemorySpec(over=Over.TRAINABLE, is_kept=False),
             _COUNTS: MemorySpec(over=Over.TENSORS, is_kept=False),
         }
 
-    def affine(self, moment: Moment) -> Affine:
+    def affine(self, moment: Moment) -> Affine | None:
         """Return the step in affine form; raises ValueError as :meth:`step` does."""
         require_constant_rate(moment, who=self.needs_constant_rate)
-        assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
-        rate = self.inner.learning_rate
-        return Affine(keep=1.0, scale=-rate, shift=rate)
+        found = self._sgd.affine(moment)
+        return None if found is None else found._replace(shift=self._sgd.learning_rate)
 
     def begin(self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment) -> None:
         """Subtract :math:`c` from :math:`c_i`."""
@@ -130,8 +136,7 @@ class ControlVariates(LocalUpdateWrapper):
         self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Update the client's control variate, and return its change."""
-        assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
-        num_steps = moment.num_steps_K
+        num_steps = self._weigh(moment.num_steps_K)
         changes, broadcast_values = list[Tensor](), (broadcast["model"], broadcast[_CONTROL])
         for y, x_0, c, own, change, count_K1 in zip(
             x,
@@ -140,9 +145,9 @@ class ControlVariates(LocalUpdateWrapper):
             strict=True,
         ):
             shape = (-1, *[1] * (y.dim() - 1))
-            missed = 1.0 - count_K1[:, 0] / num_steps
+            missed = 1.0 - self._weigh(count_K1[:, 0]) / num_steps
             # Option II: c_i^+ - c_i = (x - y_i) / (K * eta_l) - c
-            steps = (num_steps * self.inner.learning_rate).view(shape)
+            steps = (num_steps * self._sgd.learning_rate).view(shape)
             torch.sub(x_0, y, out=change)
             torch.addcdiv(-c, change, steps, out=change)
             # A step without a gradient did not move x by c_i - c either, so add that share back.
@@ -153,6 +158,20 @@ class ControlVariates(LocalUpdateWrapper):
         for own, c, change in zip(memory[_CONTROL], broadcast[_CONTROL], changes, strict=True):
             own.add_(c).add_(change)
         return {_CONTROL: changes}
+
+    @property
+    def _sgd(self) -> LocalSgd:
+        assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
+        return self.inner
+
+    def _weigh(self, counts_K: Tensor) -> Tensor:
+        r"""Return :math:`\|a\|_1` after these numbers of steps: how far gradients of 1 move."""
+        momentum = self._sgd.momentum
+        if not momentum:
+            return counts_K
+        return (counts_K - momentum * (1.0 - momentum**counts_K) / (1.0 - momentum)) / (
+            1.0 - momentum
+        )
 
     def _scale_to_bound(self, changes: list[Tensor]) -> list[Tensor]:
         # The client scales the change itself and applies what it sends. If the secure sum clipped

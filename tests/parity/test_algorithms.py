@@ -56,6 +56,9 @@ CONTROLS: Mapping[str, Strategy] = {
     "adamw, moments kept": FedAvg(replace(KEEPING_ADAMW, keep_moments=False)),
     "clipped and scheduled": FedAvg(SGD),
     "scaffold": FedAvg(SGD, weight_by_examples=False),
+    "scaffold, momentum": FedAvg(
+        replace(SGD, momentum=0.9, weight_decay=0.1), weight_by_examples=False
+    ),
     "easgd": EASGD(SGD, elasticity=0.0, cohort_size=len(flower.SIZES)),
     "median": FedAvg(SGD, weight_by_examples=False),
     "centered clipping": FedAvg(SGD, weight_by_examples=False),
@@ -69,6 +72,11 @@ ALGORITHMS: Mapping[str, Strategy] = {
     "adamw, moments kept": FedAvg(KEEPING_ADAMW),
     "clipped and scheduled": FedAvg(CLIPPED),
     "scaffold": Scaffold(SGD, num_clients=len(flower.SIZES), server_learning_rate=1.0),
+    "scaffold, momentum": Scaffold(
+        replace(SGD, momentum=0.9, weight_decay=0.1),
+        num_clients=len(flower.SIZES),
+        server_learning_rate=1.0,
+    ),
     "easgd": EASGD(SGD, elasticity=1.0, cohort_size=len(flower.SIZES)),
     "median": FedMedian(SGD),
     "centered clipping": replace(

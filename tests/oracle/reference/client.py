@@ -210,6 +210,12 @@ def descend(c: Configuration, x: Tensors, g: Tensors, memory: Memory, *, factor:
             x[name] -= eta * m_hat / (v_hat.sqrt() + EPSILON)
 
 
+def weigh_gradients(c: Configuration, num_steps: int) -> list[float]:
+    """Return how far each gradient of a round moves the model, in learning rates."""
+    beta = BETA if c.optimizer == "momentum" else 0.0
+    return [sum(beta**later for later in range(num_steps - step)) for step in range(num_steps)]
+
+
 def report(task: Task, x: Tensors, memory: Memory, *, num_steps: int) -> tuple[Tensors, Memory]:
     """Return the model and the lanes to send; update the memory."""
     c, x_0, trained = task.c, task.x_0, task.model.trained
@@ -219,8 +225,10 @@ def report(task: Task, x: Tensors, memory: Memory, *, num_steps: int) -> tuple[T
         # the K steps counts as having a zero gradient there.
         c_i, c_server = memory["control"], task.broadcast["control"]
         for name in trained:
-            moved = (x_0[name] - x[name]) / (num_steps * ETA)
-            missed = 1 - memory["num_gradients"][name] / num_steps
+            weight = sum(weigh_gradients(c, num_steps))
+            moved = (x_0[name] - x[name]) / (weight * ETA)
+            own_weight = sum(weigh_gradients(c, int(memory["num_gradients"][name])))
+            missed = 1 - own_weight / weight
             change = moved - c_server[name] + missed * (c_server[name] - c_i[name])
             lanes.setdefault("control", {})[name] = change
             c_i[name] = c_i[name] + change

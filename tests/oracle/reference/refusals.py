@@ -45,11 +45,6 @@ def is_asynchronous(c: Configuration) -> bool:
     return c.rounds != "synchronous" or c.algorithm in ("fedbuff", "fedasync")
 
 
-def is_plain_sgd(c: Configuration) -> bool:
-    """Return whether a client's step is the learning rate times the gradient, and nothing else."""
-    return c.optimizer == "sgd" and not c.weight_decay and is_sgd_at_constant_rate(c)
-
-
 def is_sgd_at_constant_rate(c: Configuration) -> bool:
     """Return whether a client uses SGD at a constant rate, with or without momentum and decay."""
     is_sgd = c.optimizer in ("sgd", "momentum", "momentum_kept")
@@ -75,9 +70,12 @@ def sees_each(c: Configuration) -> bool:
 RULES: tuple[Rule, ...] = (
     Rule("no examples", "how-to/own-data.md: an empty client", lambda c: c.sizes == "empty"),
     Rule(
-        "SCAFFOLD needs plain SGD steps",
+        "SCAFFOLD needs SGD steps at a constant rate",
         f"{PYTHON}: Scaffold, sgd",
-        lambda c: c.algorithm == "scaffold" and not is_plain_sgd(c),
+        lambda c: (
+            c.algorithm == "scaffold"
+            and (not is_sgd_at_constant_rate(c) or c.optimizer == "momentum_kept")
+        ),
     ),
     Rule(
         "EASGD needs SGD steps at a constant rate",

@@ -137,13 +137,19 @@ def test_the_first_round_is_unweighted_federated_averaging() -> None:
 
 
 @pytest.mark.slow
-def test_clients_that_differ_do_not_drift() -> None:
-    """SCAFFOLD converges to the minimum of the mean loss; federated averaging does not."""
-    minimum = (A * B).sum(0) / A.sum(0)
-    ours, _, _ = run(scaffold(), num_rounds=150, collector=engine())
-    theirs, _, _ = run(FedAvg(SGD, weight_by_examples=False), num_rounds=25, collector=engine())
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+def test_clients_that_differ_do_not_drift(momentum: float, decay: float) -> None:
+    """SCAFFOLD converges to the minimum of the mean loss; federated averaging does not.
+
+    Weight decay of w adds w |x|^2 / 2 to each loss.
+    """
+    local = replace(SGD, learning_rate=0.05, momentum=momentum, weight_decay=decay)
+    minimum = (A * B).sum(0) / (A + decay).sum(0)
+    ours, _, _ = run(scaffold(local), num_rounds=300, collector=engine())
+    theirs, _, _ = run(FedAvg(local, weight_by_examples=False), num_rounds=50, collector=engine())
     torch.testing.assert_close(ours.vector, minimum, rtol=1e-8, atol=1e-8)
-    assert float((theirs.vector - minimum).abs().max()) > 0.05
+    assert float((theirs.vector - minimum).abs().max()) > 0.02
 
 
 def test_the_servers_control_is_the_mean_of_the_clients() -> None:
@@ -155,9 +161,14 @@ def test_the_servers_control_is_the_mean_of_the_clients() -> None:
         torch.testing.assert_close(state["control"], client_states.mean(0), rtol=1e-12, atol=1e-12)
 
 
-def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
-    """Option II, checked from its definition, with a correction that is not zero."""
-    local = scaffold().local
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_clients_control_becomes_the_mean_of_its_gradients(momentum: float, decay: float) -> None:
+    """Option II, checked from its definition, with a correction that is not zero.
+
+    With momentum, a gradient counts by how far it has moved the model.
+    """
+    local = scaffold(replace(SGD, momentum=momentum, weight_decay=decay)).local
     layout = Params.of(Point()).layout
     start = torch.tensor([0.5, -1.0], dtype=torch.float64)
     control = torch.tensor([0.3, 0.2], dtype=torch.float64)
@@ -166,23 +177,28 @@ def test_a_clients_control_becomes_the_mean_of_its_gradients() -> None:
     x = [start.clone()[None]]
     memory = make_memory(local, x, client_state={"control": own})
     local.begin(x, memory, broadcast=broadcast, moment=Moment(0, 0))
-    gradients = []
+    gradients, velocity = list[Tensor](), torch.zeros_like(own)
     for step in range(5):
-        gradients.append(A[0] * (x[0] - B[0]))
-        local.step(x, [gradients[-1].clone()], memory, broadcast=broadcast, moment=Moment(0, step))
+        gradient, before = A[0] * (x[0] - B[0]), x[0].clone()
+        gradients.append(gradient + decay * before)
+        velocity = momentum * velocity + gradients[-1] - own + control
+        local.step(x, [gradient], memory, broadcast=broadcast, moment=Moment(0, step))
+        torch.testing.assert_close(x[0], before - 0.1 * velocity)
     num_steps = torch.tensor([5.0], dtype=torch.float64)
     reported = report_of(
         local, x, memory, broadcast=broadcast, moment=after(num_steps), layout=layout
     )
-    expected = torch.stack(gradients).mean(0)
+    weights = [sum(momentum**later for later in range(5 - step)) for step in range(5)]
+    expected = sum(w * g for w, g in zip(weights, gradients, strict=True)) / sum(weights)
     torch.testing.assert_close(reported.client_state["control"], expected)
     torch.testing.assert_close(reported.lanes["control"], expected - own)
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.2])
 @pytest.mark.parametrize("pull", [None, 0.3])
-def test_the_short_cut_is_the_step(pull: float | None) -> None:
+def test_the_short_cut_is_the_step(pull: float | None, decay: float) -> None:
     """Executors may use either, also with a wrapper around the update."""
-    own: LocalUpdate = scaffold().local
+    own: LocalUpdate = scaffold(replace(SGD, weight_decay=decay)).local
     local = own if pull is None else Proximal(inner=own, proximal=pull)
     x, grad, model, server, client = (
         torch.tensor([each]).double()
@@ -302,8 +318,7 @@ def test_the_servers_step_is_scaled() -> None:
 @pytest.mark.parametrize(
     "inner",
     [
-        replace(SGD, momentum=0.9),
-        replace(SGD, weight_decay=0.1),
+        replace(SGD, momentum=0.9, keep_momentum=True),
         ClippedGradients(inner=SGD, gradient_clip_norm=1.0),
         ScheduledRate(inner=SGD, rate_decay=0.9),
         LocalAdam(
@@ -317,13 +332,13 @@ def test_the_servers_step_is_scaled() -> None:
             keep_moments=False,
         ),
     ],
-    ids=["momentum", "weight decay", "clipped", "scheduled", "adam"],
+    ids=["kept momentum", "clipped", "scheduled", "adam"],
 )
-def test_other_steps_than_those_of_plain_sgd_are_refused(inner: Any) -> None:
-    """Their mean is not a gradient. Refused on construction, not when a client is asked."""
-    with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
+def test_other_steps_than_those_of_sgd_at_a_constant_rate_are_refused(inner: Any) -> None:
+    """Refused on construction, not when a client is asked."""
+    with pytest.raises(ValueError, match=r"SGD steps at a constant rate.*give a LocalSgd"):
         ControlVariates(inner=inner, control_bound=None)
-    with pytest.raises(ValueError, match=r"plain SGD steps.*give a LocalSgd"):
+    with pytest.raises(ValueError, match=r"SGD steps at a constant rate.*give a LocalSgd"):
         scaffold(inner)
 
 

@@ -50,10 +50,10 @@ ORDERS = list(product(AROUND, AROUND, INNER))
 
 
 def makes_sense(outer: str, middle: str, inner: str) -> bool:
-    """Whether a combination is valid: control variates may only wrap plain SGD."""
+    """Whether a combination is valid: control variates may only wrap SGD at a constant rate."""
     if outer == "control":
         return False
-    return middle != "control" or (inner == "sgd" and outer != "scheduled")
+    return middle != "control" or (inner in {"sgd", "momentum"} and outer != "scheduled")
 
 
 def make_model() -> nn.Module:
@@ -114,12 +114,18 @@ def by_hand(wrappers: tuple[str, ...], inner: str) -> tuple[Tensor, Tensor]:
                 case "scheduled":
                     rate *= 0.8**ROUND * min(1.0, (step + 1) / 3)
                 case "control":
-                    seen.append(torch.cat([grad.flatten() for grad in grads]))
+                    decay = 0.1 if inner == "momentum" else 0.0
+                    decayed = [g + decay * p for g, p in zip(grads, parameters, strict=True)]
+                    seen.append(torch.cat([each.detach().flatten() for each in decayed]))
                     for grad, c, c_i in zip(grads, server, own, strict=True):
                         grad.add_(c - c_i)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
-    control = torch.stack(seen).mean(0) if seen else torch.zeros(0)
+    beta = 0.9 if inner == "momentum" else 0.0
+    weights = [sum(beta**later for later in range(NUM_STEPS - step)) for step in range(NUM_STEPS)]
+    control = torch.zeros(0)
+    if seen:
+        control = torch.tensor(weights).double() @ torch.stack(seen) / sum(weights)
     return nn.utils.parameters_to_vector(parameters).detach(), control
 
 
