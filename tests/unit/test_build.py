@@ -814,7 +814,7 @@ def test_fednova_has_all_its_numbers_and_sgd_clients() -> None:
             _build({"algorithm": settings, "client": client | refused})
 
 
-def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
+def test_scaffold_has_all_its_numbers_and_keeps_no_momentum() -> None:
     """Client settings that it cannot honor are refused, with the algorithm's name."""
     settings = {
         "name": "scaffold",
@@ -826,8 +826,12 @@ def test_scaffold_has_all_its_numbers_and_plain_clients() -> None:
     sgd = LocalSgd(epochs=3, batch_size=7, learning_rate=0.5)
     expected = Scaffold(sgd, num_clients=20, server_learning_rate=0.5, control_bound=2.0)
     assert _build({"algorithm": settings, "client": client}).algorithm == expected
-    with pytest.raises(ConfigError, match=r'algorithm.name is "scaffold": .* without momentum'):
-        _build({"algorithm": settings, "client": client | {"momentum": 0.5}})
+    with_momentum = client | {"momentum": 0.5}
+    expected = replace(expected, local=replace(expected.local, inner=replace(sgd, momentum=0.5)))
+    assert _build({"algorithm": settings, "client": with_momentum}).algorithm == expected
+    refusal = r'algorithm.name is "scaffold": .* with keep_momentum false'
+    with pytest.raises(ConfigError, match=refusal):
+        _build({"algorithm": settings, "client": with_momentum | {"keep_momentum": True}})
 
 
 def test_easgd_has_all_its_numbers_and_no_larger_rounds() -> None:
