@@ -5,7 +5,7 @@ symbol                     here
 ========================== ===================================================
 :math:`x, y_i`             global parameters, a client's
 :math:`\tau_i`             ``num_steps_K``
-:math:`\|a_i\|_1`          the lane ``effective_steps``; :func:`effective_steps`
+:math:`\|a_i\|_1`          the lane ``effective_steps``
 :math:`d_i`                a client's ``delta`` over the learning rate, negated
 :math:`\tau_{eff}`         the metric ``effective_steps``
 :math:`p_i`                the weight of a client
@@ -15,12 +15,12 @@ symbol                     here
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, ClassVar, TypeAlias
 
 from annotated_types import doc
 
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.effective_steps import count_effective_steps
 from fedlearn.algorithms.lanes import DELTA, Aggregate, LaneSpec
 from fedlearn.algorithms.local import (
     MODEL,
@@ -51,28 +51,6 @@ StepsBound: TypeAlias = Annotated[
         "need it; not set: no limit."
     ),
 ]
-
-
-@lru_cache(maxsize=1 << 16)
-def effective_steps(num_steps: int, *, momentum: float, pull: float) -> float:
-    r"""Return :math:`\|a_i\|_1`: how far SGD goes along gradients of 1, in learning rates.
-
-    Args:
-        num_steps: Number of steps, >= 0.
-        momentum: Momentum of SGD.
-        pull: Learning rate times FedProx's mu.
-
-    Example:
-        >>> effective_steps(3, momentum=0.0, pull=0.0)
-        3.0
-        >>> effective_steps(3, momentum=0.5, pull=0.0)  # 1 + 1.5 + 1.75
-        4.25
-    """
-    distance = velocity = 0.0
-    for _ in range(num_steps):
-        velocity = momentum * velocity + 1.0 - pull * distance
-        distance += velocity
-    return distance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,13 +135,7 @@ class NormalizedUpdate(LocalUpdateWrapper):
     ) -> Mapping[str, Tensors]:
         """Divide the update by the effective steps, in place, and return their number."""
         momentum, pull = self._sgd.momentum, self._pull
-        num_steps = moment.num_steps_K
-        norms_K = num_steps.new_tensor(
-            [
-                effective_steps(round(count), momentum=momentum, pull=pull)
-                for count in num_steps.tolist()
-            ]
-        )
+        norms_K = count_effective_steps(moment.num_steps_K, momentum=momentum, pull=pull)
         for y, start in zip(x, broadcast[MODEL], strict=True):
             shape = (-1, *[1] * (y.dim() - 1))
             y.sub_(start).div_(norms_K.view(shape)).add_(start)

@@ -299,8 +299,8 @@ def Scaffold(
     """SCAFFOLD with option II for the clients' control variates.
 
     Raises:
-        ValueError: ``local`` is not a :class:`LocalSgd` without kept momentum, or a number is not
-            in its range.
+        ValueError: ``local`` is not a :class:`LocalSgd`, it keeps its momentum between rounds, or a
+            number is not in its range.
 
     Example:
         >>> import fedlearn as fl

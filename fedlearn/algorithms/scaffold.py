@@ -13,12 +13,14 @@ symbol                    here
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedlearn.algorithms.aggregations import WeightedMean
+from fedlearn.algorithms.effective_steps import count_effective_steps
 from fedlearn.algorithms.lanes import Aggregate, Lanes, LaneSpec, Over
 from fedlearn.algorithms.local import (
     Affine,
@@ -136,7 +138,8 @@ class ControlVariates(LocalUpdateWrapper):
         self, x: Tensors, memory: Memory, *, broadcast: Memory, moment: Moment
     ) -> Mapping[str, Tensors]:
         """Update the client's control variate, and return its change."""
-        num_steps = self._weigh(moment.num_steps_K)
+        count = partial(count_effective_steps, momentum=self._sgd.momentum)
+        num_steps = count(moment.num_steps_K)
         changes, broadcast_values = list[Tensor](), (broadcast["model"], broadcast[_CONTROL])
         for y, x_0, c, own, change, count_K1 in zip(
             x,
@@ -145,7 +148,7 @@ class ControlVariates(LocalUpdateWrapper):
             strict=True,
         ):
             shape = (-1, *[1] * (y.dim() - 1))
-            missed = 1.0 - self._weigh(count_K1[:, 0]) / num_steps
+            missed = 1.0 - count(count_K1[:, 0]) / num_steps
             # Option II: c_i^+ - c_i = (x - y_i) / (K * eta_l) - c
             steps = (num_steps * self._sgd.learning_rate).view(shape)
             torch.sub(x_0, y, out=change)
@@ -163,15 +166,6 @@ class ControlVariates(LocalUpdateWrapper):
     def _sgd(self) -> LocalSgd:
         assert isinstance(self.inner, LocalSgd)  # checked in __post_init__
         return self.inner
-
-    def _weigh(self, counts_K: Tensor) -> Tensor:
-        r"""Return :math:`\|a\|_1` after these numbers of steps: how far gradients of 1 move."""
-        momentum = self._sgd.momentum
-        if not momentum:
-            return counts_K
-        return (counts_K - momentum * (1.0 - momentum**counts_K) / (1.0 - momentum)) / (
-            1.0 - momentum
-        )
 
     def _scale_to_bound(self, changes: list[Tensor]) -> list[Tensor]:
         # The client scales the change itself and applies what it sends. If the secure sum clipped

@@ -111,7 +111,7 @@ class TrainingJob:
     num_together: int
     seed: Seed
     make_trainer: MakeTrainer | None = None
-    _frozen: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _frozen: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def resident_model(self) -> ResidentModel:
         """Build a new resident model, which shares the memory of frozen parameters with others."""

@@ -55,7 +55,7 @@ class RunQueue:
     Attributes:
         database: The service's database.
         guard: Checks in each of the service's transactions that it still holds the lease.
-        studies: The studies of whose runs errors may tell the state.
+        studies: Studies whose runs an error may describe.
     """
 
     def __init__(

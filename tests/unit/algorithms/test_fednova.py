@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlearn.algorithms.fednova import FedNova, NormalizedUpdate, effective_steps
+from fedlearn.algorithms.effective_steps import effective_steps
+from fedlearn.algorithms.fednova import FedNova, NormalizedUpdate
 from fedlearn.algorithms.gradient_clipping import ClippedGradients
 from fedlearn.algorithms.lanes import Aggregate
 from fedlearn.algorithms.local import LocalSgd, LocalUpdate, Moment, make_memory

@@ -47,7 +47,7 @@ from fedlearn.simulation.executors.base import (
     refuse_global_draws,
 )
 from fedlearn.simulation.executors.fused.chain import Chain
-from fedlearn.simulation.executors.fused.layers import ParameterStack, Spans
+from fedlearn.simulation.executors.fused.layers import ParameterStack, Spans, is_kernel
 from fedlearn.simulation.executors.fused.workspace import Program, Workspace
 
 #: Make the backward pass store the gradient, or add it to the stored one, instead of a step.
@@ -66,7 +66,7 @@ def choose_block_size(layout: Layout, *, bytes_of_images: int = 12 << 20) -> int
         >>> choose_block_size(Layout.of(torch.nn.Linear(784, 200)))
         17
     """
-    has_kernels = any(len(spec.shape) == 4 for spec in layout.specs)  # noqa: PLR2004 - OIHW
+    has_kernels = any(map(is_kernel, layout.specs))
     return fit_block_size(bytes_of_images if has_kernels else 32 << 20, each=12 * layout.size)
 
 
@@ -277,9 +277,16 @@ class _Batches:
         spans: Spans | None = None,
         factors_K: Tensor | None = None,
     ) -> None:
-        """Run the program of a step, as high as ``likelihoods_KB``, which it fills.
+        """Run the program of a step.
 
-        ``factors_K`` multiplies the clients' losses for the gradient.
+        Args:
+            program: The program.
+            step: Number of the step.
+            likelihoods_KB: Receives the log-likelihood of each example's label. Its shape says how
+                many clients and examples the step has.
+            rule: What the backward pass does with a gradient.
+            spans: Which clients train which parameter; ``None``: all train all.
+            factors_K: Factors on the clients' losses; ``None``: all 1.
         """
         num_clients, batch_size = likelihoods_KB.shape
         part = (step, slice(num_clients), slice(batch_size))
@@ -514,7 +521,7 @@ def _refuse_loss() -> Tensor:
     )
 
 
-def _refuse_gradients(point: Tensors) -> PointGradient:  # noqa: ARG001 - as BlockInfo
+def _refuse_gradients(_point: Tensors) -> PointGradient:
     raise ValueError(
         "moment.gradient_at computes a gradient, which does not belong in affine; call it in step, "
         "and return None from affine"

@@ -22,6 +22,8 @@ aten = torch.ops.aten
 
 #: Largest tensor, in elements, for which a copy costs less than it saves in each product.
 _LARGEST_COPY = 1 << 16
+#: Dimensions of a kernel: outputs, inputs, height and width.
+_KERNEL_DIMS = 4
 
 #: By name of a parameter, the clients of a step that train it.
 Spans: TypeAlias = Mapping[str, slice]
@@ -34,10 +36,10 @@ class ParameterStack:
     product of many small matrices is faster with one. These parameters are trained in a copy; large
     weights are trained in the matrix of rows itself.
 
-    A local update sees the whole matrix if it takes flat parameters. Otherwise it sees one tensor
-    per parameter: the copy itself, except that a copied kernel has its numbers in another order, so
-    that the update sees its row. What it sees is out of date after steps in place until
-    :meth:`settle`.
+    A local update that takes flat parameters receives the matrix of rows. Any other receives one
+    tensor per parameter: the copy, if there is one. For a kernel it receives the row, since the
+    copy stores its numbers in another order. Where the update receives rows that have a copy, they
+    are out of date after steps in place until :meth:`settle`.
 
     Args:
         chain: The model.
@@ -58,16 +60,16 @@ class ParameterStack:
         copies = {
             spec.name: _allocate_contiguous(like, num_clients, *spec.shape)
             for spec in chain.layout.specs
-            if spec.size <= _LARGEST_COPY or _is_kernel(spec)
+            if spec.size <= _LARGEST_COPY or is_kernel(spec)
         }
         self.values: Mapping[str, Tensor] = self._rows | copies
-        #: Copies of what the local update sees.
+        #: Copies of rows that the local update receives.
         self._copies = {
             spec.name: copies[spec.name]
             for spec in chain.layout.specs
-            if spec.name in copies and (is_flat or _is_kernel(spec))
+            if spec.name in copies and (is_flat or is_kernel(spec))
         }
-        self._seen = {
+        self._received = {
             name: row if name in self._copies else self.values[name]
             for name, row in self._rows.items()
         }
@@ -90,8 +92,8 @@ class ParameterStack:
         return self._grads
 
     def params(self, num_clients: int) -> list[Tensor]:
-        """Return what a local update sees: one tensor per parameter, or a single one."""
-        whole = [self._params_KP] if self.is_flat else self._seen.values()
+        """Return the first clients' parameters for a local update: one tensor each, or one flat."""
+        whole = [self._params_KP] if self.is_flat else self._received.values()
         return [each[:num_clients] for each in whole]
 
     def grads(self, num_clients: int) -> list[Tensor]:
@@ -100,7 +102,7 @@ class ParameterStack:
         return [each[:num_clients] for each in whole]
 
     def load(self, start: Tensor, *, num_clients: int) -> None:
-        """Load one model [P], or one per client [K, P], into what the first clients' updates see.
+        """Load one model [P], or one per client [K, P], where the local update receives them.
 
         Call :meth:`refresh` before the first step.
         """
@@ -108,20 +110,20 @@ class ParameterStack:
             self._params_KP[:num_clients].copy_(start)
             return
         for name, value in self._layout.views(start).items():
-            self._seen[name][:num_clients].copy_(value)
+            self._received[name][:num_clients].copy_(value)
 
     def refresh(self, num_clients: int) -> None:
-        """Update the copies after a change to what the update sees."""
+        """Update the copies after the local update has changed their rows."""
         for name, copy in self._copies.items():
             copy[:num_clients].copy_(self._rows[name][:num_clients])
 
     def settle(self, num_clients: int) -> None:
-        """Update what the update sees after steps in place have changed the copies."""
+        """Update the rows after steps in place have changed their copies."""
         for name, copy in self._copies.items():
             self._rows[name][:num_clients].copy_(copy[:num_clients])
 
     def move(self, point: Sequence[Tensor], *, num_clients: int) -> None:
-        """Set the parameters of the first clients, for one step in which no update sees them.
+        """Set the parameters of the first clients where the forward pass reads them.
 
         Args:
             point: The parameters, in the form of :meth:`params`.
@@ -164,11 +166,12 @@ class ParameterStack:
         Args:
             start: The argument of :meth:`load`.
             num_clients: Number of clients.
-            is_settled: Whether what the update sees is up to date; otherwise the copies are.
+            is_settled: Whether the rows that the update receives are up to date; otherwise the
+                copies are.
         """
         if is_settled and self.is_flat:
             return self._params_KP[:num_clients].sub_(start)
-        latest = self._seen if is_settled else self.values
+        latest = self._received if is_settled else self.values
         for name, value in self._layout.views(start).items():
             rows = self._rows[name][:num_clients]
             torch.sub(latest[name][:num_clients], value, out=rows)
@@ -184,13 +187,14 @@ class ParameterStack:
         return values, values if in_place else self._grads[name]
 
 
-def _is_kernel(spec: TensorSpec) -> bool:
-    return len(spec.shape) == 4  # noqa: PLR2004 - OIHW
+def is_kernel(spec: TensorSpec) -> bool:
+    """Whether a parameter is the kernel of a convolution."""
+    return len(spec.shape) == _KERNEL_DIMS
 
 
 def _allocate_contiguous(like: Tensor, num_clients: int, *shape: int) -> Tensor:
     """Allocate [num_clients, *shape] contiguously, with a kernel's channels last in memory."""
-    if len(shape) < 4:  # noqa: PLR2004 - not a kernel
+    if len(shape) != _KERNEL_DIMS:
         return like.new_empty(num_clients, *shape)
     out_channels, channels, height, width = shape
     stored = like.new_empty(num_clients, out_channels, height, width, channels)
